@@ -1,0 +1,47 @@
+# What a newcomer needs: `make demo` shows Pipollux at work, `make test` proves it.
+# Everything is installed into .venv from pyproject.toml, pinned by constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test lint format docs clean
+
+help:
+	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
+	@echo "make test    lint, types, layers, and every test"
+	@echo "make lint    ruff, mypy --strict, import-linter"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make docs    draw the pictures of README and docs/ anew"
+	@echo "make clean   remove .venv and what the demo left"
+
+setup: $(STAMP)
+
+# The stamp is written last, so an interrupted installation is simply run again.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pipollux needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps adaptdl
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/pipollux demo --output demo-report
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo-report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
