@@ -1,0 +1,141 @@
+"""A character-level transformer that learns to write Python, as a pipeline of two stages.
+
+The text is the source code of Python's standard library, which every machine with Python has. Run it by
+itself, on several pipeline replicas, or under the scheduler; the script is the same:
+
+    python examples/char_lm.py
+    torchrun --nproc-per-node 2 examples/char_lm.py
+    pipollux submit examples/demo.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import pipollux_hybrid as pipollux
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+VOCABULARY = 128  # ASCII
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Stretches of text, each with the text one character on as its target."""
+
+    def __init__(self, text: bytes, length: int) -> None:
+        self.codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.length = length
+
+    def __len__(self) -> int:
+        return (len(self.codes) - 1) // self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.length
+        window = self.codes[start : start + self.length + 1]
+        return window[:-1], window[1:]
+
+
+class Embedding(nn.Module):
+    """Characters and their positions as vectors: [batch, length] to [batch, length, width]."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        vectors: Tensor = self.characters(codes) + self.positions
+        return vectors
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward layer, [batch, length, width] to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.query_key_value(self.attention_norm(x))
+        query, key, value = heads.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        output: Tensor = x + self.feed_forward(x)
+        return output
+
+
+def standard_library(num_characters: int) -> bytes:
+    """The first characters of the standard library's modules, in the order of their names."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in sources)
+    return bytes(code for code in text if code < VOCABULARY)[:num_characters]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=2, help="GPipe stages of a replica")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="initial, over all replicas")
+    parser.add_argument("--max-batch-size", type=int, default=256)
+    parser.add_argument("--characters", type=int, default=300_000, help="of text to train on")
+    parser.add_argument("--length", type=int, default=64, help="of a training sequence")
+    parser.add_argument("--width", type=int, default=128, help="of the model")
+    parser.add_argument("--layers", type=int, default=4)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    pipollux.init_process_group()
+    torch.manual_seed(0)
+
+    module = nn.Sequential(
+        Embedding(args.length, args.width),
+        *(Block(args.width, heads=4) for _ in range(args.layers)),
+        nn.LayerNorm(args.width),
+        nn.Linear(args.width, VOCABULARY),
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    dataset = Windows(standard_library(args.characters), args.length)
+    loader = pipollux.AdaptiveDataLoader(dataset, batch_size=args.batch_size, shuffle=True)
+    loader.autoscale_batch_size(
+        args.max_batch_size, local_bsz_bounds=(8, 64), gradient_accumulation=True
+    )
+    model = pipollux.HybridParallel(
+        module,
+        optimizer,
+        num_stages=args.stages,
+        num_microbatches=args.microbatches,
+        sample=torch.zeros(8, args.length, dtype=torch.long),
+    )
+
+    for epoch in pipollux.remaining_epochs_until(args.epochs):
+        for codes, targets in loader:
+            optimizer.zero_grad()
+            logits = model(codes)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+            loss.backward()
+            optimizer.step()
+            pipollux.report(loss=loss)
+        if pipollux.replica_rank() == 0:
+            print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

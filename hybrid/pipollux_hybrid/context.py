@@ -1,0 +1,108 @@
+"""The one job that a process works on: what its parts share.
+
+The functions that a script calls (:func:`~pipollux_hybrid.remaining_epochs_until`,
+:class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so that the script does not
+have to pass them around. A process belongs to one job, hence there is one context at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import interrupt
+from .control import ControlPlane
+from .env import JobEnvironment
+
+if TYPE_CHECKING:
+    from .checkpoint import State
+    from .metrics import Metrics
+    from .reporter import Reporter
+
+__all__ = ["JobContext", "MicroStep", "context", "reset"]
+
+PEER_TIMEOUT = 300.0
+"""Seconds that a replica waits for a silent peer before it gives up."""
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """The part of an iteration that one pass of the user's loop body works on."""
+
+    num_samples: int
+    """Samples of this replica that count; 0 when the batch is only there to keep step with peers."""
+    is_optimizer_step: bool
+    """Whether gradients are synchronised and the optimizer steps after this one."""
+
+
+@dataclass
+class JobContext:
+    """What the parts of this package share inside one process."""
+
+    env: JobEnvironment
+    control: ControlPlane
+    states: dict[str, State] = field(default_factory=dict)
+    """Everything that a checkpoint holds, by name."""
+    micro_step: MicroStep | None = None
+    """What the loop body works on just now; None outside of an AdaptiveDataLoader."""
+    scale: float = 1.0
+    """Batch size over initial batch size, which the learning rate follows."""
+    num_microbatches: int = 1
+    """Micro-batches M of the model in training."""
+    looked_for_checkpoint: bool = False
+    """Whether the replicas agreed already on the checkpoint to restore from."""
+    restored_from: Path | None = None
+    """The checkpoint that this run restores from; None for a fresh start."""
+    before_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a new iteration begins (the model resets its gradient accounting)."""
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the context ends, last one first."""
+    _metrics: Metrics | None = None
+    _reporter: Reporter | None = None
+
+    @property
+    def metrics(self) -> Metrics:
+        """Measurements and progress of the job."""
+        if self._metrics is None:
+            from .metrics import Metrics  # imports this module
+
+            self._metrics = Metrics(self)
+        return self._metrics
+
+    @property
+    def reporter(self) -> Reporter:
+        """Sends hints and progress to the scheduler."""
+        if self._reporter is None:
+            from .reporter import Reporter  # imports this module
+
+            self._reporter = Reporter(self)
+            self.closers.append(self._reporter.close)
+        return self._reporter
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        while self.closers:
+            self.closers.pop()()
+
+
+_context: JobContext | None = None
+
+
+def context() -> JobContext:
+    """The context of this process, made from the environment at the first call."""
+    global _context
+    if _context is None:
+        env = JobEnvironment.read()
+        _context = JobContext(env=env, control=ControlPlane(env.num_replicas, PEER_TIMEOUT))
+    return _context
+
+
+def reset() -> None:
+    """End the context; the next call of :func:`context` makes a new one."""
+    global _context
+    if _context is not None:
+        _context.close()
+    _context = None
+    interrupt.reset()

@@ -1,0 +1,139 @@
+"""What the replicas tell each other once a step, beside the gradients.
+
+Stopping, saving and changing the batch size must happen on every replica at the same step, or the
+next collective hangs. So at each step boundary every replica contributes one small vector, which is
+summed over the replicas: whether it was asked to stop, its share of the loss, and (from rank 0 alone)
+whether to save and which configuration to use next. The exchange runs in the background of the
+step and is read at the following boundary, so that training never waits for it.
+
+The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
+synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .errors import SynchronizationError
+
+__all__ = ["ControlMessage", "ControlPlane"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlMessage:
+    """One replica's contribution, and, summed, what all replicas agreed on."""
+
+    stop: bool = False
+    """Some replica was asked to stop."""
+    save: bool = False
+    """Rank 0 finds that a periodic checkpoint is due."""
+    atomic_bsz: int = 0
+    """Atomic batch size that rank 0 proposes; 0 for no change."""
+    accum_steps: int = 0
+    """Accumulation steps that go with it."""
+    loss_sum: float = 0.0
+    """Sum over samples of the loss of the step before."""
+    loss_samples: int = 0
+    """Number of samples in that sum."""
+
+    def vector(self) -> torch.Tensor:
+        """The message as float64 numbers, shape [6]; sums of it are sums of messages."""
+        return torch.tensor(
+            [
+                float(self.stop),
+                float(self.save),
+                float(self.atomic_bsz),
+                float(self.accum_steps),
+                self.loss_sum,
+                float(self.loss_samples),
+            ],
+            dtype=torch.float64,
+        )
+
+    @classmethod
+    def read(cls, vector: torch.Tensor) -> ControlMessage:
+        """The message that a (summed) vector of shape [6] stands for."""
+        stop, save, atomic_bsz, accum_steps, loss_sum, loss_samples = vector.tolist()
+        return cls(
+            stop=stop > 0,
+            save=save > 0,
+            atomic_bsz=round(atomic_bsz),
+            accum_steps=round(accum_steps),
+            loss_sum=loss_sum,
+            loss_samples=round(loss_samples),
+        )
+
+
+class ControlPlane:
+    """Exchanges one :class:`ControlMessage` a step among all replicas.
+
+    Args:
+        num_replicas: Number R of replicas; with one, messages come back as they are.
+        timeout: Seconds after which a silent peer ends the job.
+    """
+
+    def __init__(self, num_replicas: int, timeout: float) -> None:
+        self._num_replicas = num_replicas
+        self._timeout = timeout
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            if num_replicas > 1
+            else None
+        )
+        self._vector: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group of all replicas; None for one replica."""
+        return self._group
+
+    def launch(self, message: ControlMessage) -> None:
+        """Send this replica's message; :meth:`collect` reads the answer a step later."""
+        self._vector = message.vector()
+        if self._group is not None:
+            self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+
+    def collect(self) -> ControlMessage | None:
+        """What the replicas agreed on in the exchange launched last, None if none is under way."""
+        if self._vector is None:
+            return None
+        if self._work is not None:
+            self._wait(self._work)
+        message = ControlMessage.read(self._vector)
+        self._vector = self._work = None
+        return message
+
+    def exchange(self, message: ControlMessage) -> ControlMessage:
+        """Send and read at once, for the moments when training waits anyway."""
+        self.collect()
+        self.launch(message)
+        agreed = self.collect()
+        assert agreed is not None  # noqa: S101  # it was launched two lines above
+        return agreed
+
+    def barrier(self) -> None:
+        """Return when every replica has come here."""
+        self.exchange(ControlMessage())
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """One CPU tensor of equal shape from every replica, in the order of ranks."""
+        if self._group is None:
+            return [tensor]
+        everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
+        dist.all_gather(everyone, tensor, group=self._group)
+        return everyone
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise SynchronizationError(
+                f"replica {dist.get_rank()} of {self._num_replicas} lost its peers at a step "
+                f"boundary (waited up to {self._timeout:.0f} s over gloo). Another replica has "
+                f"ended or hangs; its log says why. ({error})"
+            ) from error

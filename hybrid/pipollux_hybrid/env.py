@@ -1,0 +1,127 @@
+"""The environment that a scheduler or torchrun gives to a job.
+
+Every variable is optional: a script started by hand with ``python`` is one pipeline replica
+without a scheduler, and one started with ``torchrun`` is as many replicas as it has processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigurationError
+
+__all__ = ["JobEnvironment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnvironment:
+    """What a process of a job knows about its place in the world.
+
+    Example:
+        >>> JobEnvironment.read({"RANK": "1", "WORLD_SIZE": "2"}).rank
+        1
+    """
+
+    rank: int = 0
+    """Index r of this pipeline replica (``RANK``)."""
+    num_replicas: int = 1
+    """Number R of pipeline replicas (``WORLD_SIZE``)."""
+    local_rank: int = 0
+    """Index of this replica on its node (``LOCAL_RANK``); it decides which devices are its own."""
+    num_nodes: int = 1
+    """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
+    job_id: str | None = None
+    """Name of the job (``PIPOLLUX_JOB_ID``)."""
+    generation: int = 0
+    """Number of this launch of the job (``PIPOLLUX_GENERATION``); 0 without a scheduler."""
+    checkpoint_dir: Path | None = None
+    """Where checkpoints live (``PIPOLLUX_CHECKPOINT_DIR``), on storage that all nodes see."""
+    supervisor_url: str | None = None
+    """Where hints are sent (``PIPOLLUX_SUPERVISOR_URL``)."""
+    token: str | None = None
+    """The job's own token (``PIPOLLUX_TOKEN``)."""
+    num_stages: int | None = None
+    """Number K of stages the scheduler chose (``PIPOLLUX_NUM_STAGES``)."""
+    devices: tuple[str, ...] = ()
+    """One device per stage (``PIPOLLUX_DEVICES``, separated by commas)."""
+    hints_interval: float = 30.0
+    """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
+    checkpoint_interval: float = 60.0
+    """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
+
+    @property
+    def under_torchrun(self) -> bool:
+        """Whether there are peers to meet, that is, whether torchrun gave an address."""
+        return "MASTER_ADDR" in os.environ and "RANK" in os.environ
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> JobEnvironment:
+        """Read the environment.
+
+        Raises:
+            ConfigurationError: A variable does not hold what it should; its name is in the message.
+        """
+        env = os.environ if environ is None else environ
+        num_replicas = _integer(env, "WORLD_SIZE", 1, minimum=1)
+        rank = _integer(env, "RANK", 0, minimum=0)
+        if rank >= num_replicas:
+            raise ConfigurationError(
+                f"RANK is {rank} but WORLD_SIZE is {num_replicas}: ranks run from 0 to "
+                f"{num_replicas - 1}; start the script with torchrun, which sets both"
+            )
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", num_replicas, minimum=1)
+        stages = env.get("PIPOLLUX_NUM_STAGES")
+        directory = env.get("PIPOLLUX_CHECKPOINT_DIR")
+        return cls(
+            rank=rank,
+            num_replicas=num_replicas,
+            local_rank=_integer(env, "LOCAL_RANK", 0, minimum=0),
+            # Without a scheduler torchrun's local world size tells how many nodes there are.
+            num_nodes=_integer(
+                env, "PIPOLLUX_NUM_NODES", -(-num_replicas // local_size), minimum=1
+            ),
+            job_id=env.get("PIPOLLUX_JOB_ID") or None,
+            generation=_integer(env, "PIPOLLUX_GENERATION", 0, minimum=0),
+            checkpoint_dir=Path(directory) if directory else None,
+            supervisor_url=env.get("PIPOLLUX_SUPERVISOR_URL") or None,
+            token=env.get("PIPOLLUX_TOKEN") or None,
+            num_stages=_integer(env, "PIPOLLUX_NUM_STAGES", 1, minimum=1) if stages else None,
+            devices=tuple(
+                name.strip() for name in env.get("PIPOLLUX_DEVICES", "").split(",") if name.strip()
+            ),
+            hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
+            checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
+        )
+
+
+def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -> int:
+    text = env.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigurationError(
+            f"environment variable {name}={text!r}: a whole number of at least {minimum} is needed"
+        )
+    return value
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < float("inf"):
+        raise ConfigurationError(
+            f"environment variable {name}={text!r}: a positive number of seconds is needed"
+        )
+    return value

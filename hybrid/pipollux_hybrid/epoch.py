@@ -1,0 +1,95 @@
+"""Epochs that continue where the last run of the job stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from .checkpoint import State, load_state, save_all_states
+from .context import JobContext, context
+
+__all__ = ["current_epoch", "remaining_epochs_until"]
+
+STATE_NAME = "epoch.json"
+
+
+class EpochState(State):
+    """Where in the training loop a job is."""
+
+    def __init__(self) -> None:
+        super().__init__(STATE_NAME)
+        self.epoch = 0
+        """The epoch under way, counted from 0."""
+        self.num_epochs: int | None = None
+        """The epochs the script asked for, when it said so."""
+        self.loops_done = 0
+        """Loops over data loaders that this epoch has completed."""
+        self.loops_to_skip = 0
+        """Of those, how many were completed before the restart and are yet to be passed over."""
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write epoch and completed loops as JSON."""
+        fileobj.write(json.dumps({"epoch": self.epoch, "loops_done": self.loops_done}).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read them; the completed loops are passed over."""
+        content = json.load(fileobj)
+        self.epoch = int(content["epoch"])
+        self.loops_done = self.loops_to_skip = int(content["loops_done"])
+
+    def advance(self) -> None:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.loops_done = self.loops_to_skip = 0
+
+    def skip_loop(self) -> bool:
+        """Whether the loop about to begin was completed before the restart."""
+        if self.loops_to_skip > 0:
+            self.loops_to_skip -= 1
+            return True
+        return False
+
+
+def epoch_state(ctx: JobContext) -> EpochState:
+    """The epoch state of a job, restored at its first use."""
+    state = ctx.states.get(STATE_NAME)
+    if state is None:
+        state = EpochState()
+        load_state(state)
+    assert isinstance(state, EpochState)  # noqa: S101  # the name is this module's own
+    return state
+
+
+def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
+    """Iterate over the epochs that are left, from the one that was interrupted.
+
+    Example::
+
+        for epoch in remaining_epochs_until(30):
+            for inputs, targets in loader:
+                ...
+
+    When the last epoch is complete a final checkpoint is written, so a script that is started
+    once more has nothing left to do.
+
+    Args:
+        num_epochs: Epochs of the whole training, restarts included.
+    """
+    if num_epochs < 0:
+        raise ValueError(f"num_epochs={num_epochs}: a whole number of at least 0 is needed")
+    ctx = context()
+    state = epoch_state(ctx)
+    state.num_epochs = num_epochs
+    trained = state.epoch < num_epochs
+    while state.epoch < num_epochs:
+        yield state.epoch
+        state.advance()
+    if trained:
+        ctx.metrics.flush()
+        save_all_states()
+
+
+def current_epoch() -> int:
+    """The epoch under way, counted from 0."""
+    return epoch_state(context()).epoch

@@ -1,0 +1,345 @@
+"""What is known about the job in training: progress, measurements, noise, the fitted model.
+
+Everything here outlives restarts, so a job that comes back with other replicas predicts its goodput
+from all that it has ever measured.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from pipollux_perfmodel import (
+    GoodputFunction,
+    PerfParams,
+    SchedHints,
+    StageEvent,
+    fit_perf_params,
+)
+
+from .checkpoint import State, load_state
+from .context import JobContext
+from .control import ControlMessage
+from .epoch import EpochState
+from .limits import BatchSizeLimits
+from .noise import GradientNoiseScale
+from .profile import Configuration, StepProfile
+from .sampler import BatchShape, Part
+
+__all__ = ["Metrics", "Point"]
+
+RETUNE_GAIN = 1.05
+"""A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One optimizer step, as it is reported."""
+
+    time: float
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None
+    batch_size: int
+    atomic_bsz: int
+    accum_steps: int
+    num_replicas: int
+    step_time: float
+    predicted_step_time: float | None
+    goodput: float | None
+    efficiency: float | None
+
+
+class MetricsState(State):
+    """The part of :class:`Metrics` that a checkpoint holds."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__("metrics.json")
+        self._metrics = metrics
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write counters, measurements, noise and the fitted model as JSON."""
+        m = self._metrics
+        content = {
+            "step": m.step,
+            "samples": m.samples,
+            "progress": m.progress,
+            "noise": m.noise.to_json() if m.noise else None,
+            "perf_params": m.perf_params._asdict() if m.perf_params else None,
+            "profile": m.profile.to_json(),
+        }
+        fileobj.write(json.dumps(content).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote."""
+        m, content = self._metrics, json.load(fileobj)
+        m.step = int(content["step"])
+        m.samples = int(content["samples"])
+        m.progress = float(content["progress"])
+        if content["noise"]:
+            m.noise = GradientNoiseScale.from_json(content["noise"])
+        if content["perf_params"]:
+            m.perf_params = _perf_params(content["perf_params"])
+        m.profile.load_json(content["profile"])
+
+
+class Metrics:
+    """Progress and measurements of one job, as one replica sees them.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._lock = threading.Lock()
+        self.step = 0
+        """Optimizer steps of the whole training."""
+        self.samples = 0
+        """Samples trained on, over all replicas."""
+        self.progress = 0.0
+        """Steps of the initial batch size that all steps so far are worth."""
+        self.profile = StepProfile()
+        self.noise: GradientNoiseScale | None = None
+        self.perf_params: PerfParams | None = None
+        self.limits: BatchSizeLimits | None = None
+        self.shape_chosen = False
+        """Whether this run has chosen the batch size it starts with."""
+        self.num_stages = 1
+        self._shape: BatchShape | None = None
+        self._part: Part | None = None
+        self._part_started = 0.0
+        self._step_time = 0.0
+        self._sync_time: float | None = None
+        self._losses: list[tuple[Any, int]] = []
+        self._point: Point | None = None
+        self._launched: Point | None = None
+        self._proposal = (0, 0)
+        self._last_save = time.monotonic()
+        load_state(MetricsState(self))
+
+    # --- the training thread -----------------------------------------------------------------
+
+    def start_step(self, shape: BatchShape, part: Part) -> None:
+        """The loop body is about to work on a part of an iteration."""
+        self._shape = shape
+        self._sync_time = None
+        self._part_started = time.perf_counter()
+        self._part = part
+
+    def note_backward(self, sync_time: float) -> None:
+        """A backward ended, having waited so many seconds for other replicas."""
+        self._sync_time = sync_time
+
+    def note_step(self, batch_size: int, scale: float) -> None:
+        """The optimizer stepped on a batch of so many samples."""
+        self.step += 1
+        self.samples += batch_size
+        self.progress += self.noise.gain(scale) if self.noise else 1.0
+
+    def note_loss(self, loss: Any) -> None:
+        """The script reported the mean loss of what it works on."""
+        micro_step = self._context.micro_step
+        self._losses.append((loss, micro_step.num_samples if micro_step else 1))
+
+    def commit_step(self, part: Part, epochs: EpochState) -> None:
+        """The loop body is done with its part."""
+        now = time.perf_counter()
+        elapsed, self._step_time = (
+            now - self._part_started,
+            self._step_time + now - self._part_started,
+        )
+        assert self._shape is not None  # noqa: S101  # start_step came before
+        if self._sync_time is None:
+            self._step_time = 0.0  # no backward: a loop that evaluates
+            return
+        if part.is_full:
+            configuration = self.configuration(self._shape.atomic_bsz)
+            self.profile.add_step(
+                configuration, elapsed, self._sync_time, optimizer=part.is_optimizer_step
+            )
+        if part.is_optimizer_step:
+            self._point = self._make_point(part, epochs.epoch)
+            self._step_time = 0.0
+
+    def add_timeline(
+        self, events: list[StageEvent], forward: list[float], backward: list[float]
+    ) -> None:
+        """A step's stages were timed (mean seconds per micro-batch and stage, shapes [K])."""
+        if self._shape is None or self._part is None or not self._part.is_full:
+            return
+        self.profile.add_stages(self.configuration(self._shape.atomic_bsz), forward, backward)
+        if self._context.env.rank == 0:
+            self._context.reporter.add_timeline(
+                self.step, self.num_stages, self._context.num_microbatches, events
+            )
+
+    def configuration(self, atomic_bsz: int) -> Configuration:
+        """What the job runs as now, at an atomic batch size."""
+        env = self._context.env
+        return Configuration(
+            self.num_stages,
+            env.num_nodes,
+            env.num_replicas,
+            atomic_bsz,
+            self._context.num_microbatches,
+        )
+
+    def loss_message(self) -> ControlMessage:
+        """The share of this replica in the loss since the last message."""
+        losses, self._losses = self._losses, []
+        self._launched, self._point = self._point, None
+        return ControlMessage(
+            loss_sum=sum(float(loss) * samples for loss, samples in losses),
+            loss_samples=sum(samples for _, samples in losses),
+        )
+
+    def record_agreed(self, agreed: ControlMessage | None) -> None:
+        """The replicas' losses came together: the step they belong to can be reported."""
+        point, self._launched = self._launched, None
+        if agreed is None or point is None or self._context.env.rank != 0:
+            return
+        if agreed.loss_samples > 0:
+            point = replace(point, loss=agreed.loss_sum / agreed.loss_samples)
+        self._context.reporter.add_point(point)
+
+    def flush(self) -> None:
+        """Bring in what is under way; every replica calls it at the same boundary."""
+        control = self._context.control
+        self.record_agreed(control.collect())
+        self.record_agreed(control.exchange(self.loss_message()))
+
+    def checkpoint_due(self) -> bool:
+        """Whether a periodic checkpoint is due; saying so counts as having saved."""
+        now = time.monotonic()
+        if now - self._last_save < self._context.env.checkpoint_interval:
+            return False
+        self._last_save = now
+        return self._context.env.checkpoint_dir is not None
+
+    def take_proposal(self) -> tuple[int, int]:
+        """The batch shape that the last fit prefers, once; (0, 0) for no change."""
+        with self._lock:
+            proposal, self._proposal = self._proposal, (0, 0)
+        return proposal
+
+    # --- the thread that fits ------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Fit the performance model to all measurements, and propose a batch shape by it."""
+        data = self.profile.fit_data(self.num_stages)
+        if data is None:
+            return
+        params = fit_perf_params(
+            data.num_nodes,
+            data.num_replicas,
+            data.atomic_bsz,
+            data.accum_step_time,
+            data.optim_step_time,
+            num_microbatches=data.num_microbatches,
+            forward_shares=data.forward_shares,
+            backward_shares=data.backward_shares,
+            compute_time=data.compute_time,
+        )
+        self.perf_params = params
+        proposal = self._better_shape()
+        with self._lock:
+            self._proposal = proposal
+
+    def goodput_function(self) -> GoodputFunction | None:
+        """The goodput of this job, None until step times and noise were measured."""
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.perf_params is None or grad_params is None or self.noise is None:
+            return None
+        if self.perf_params.num_stages != self.num_stages:
+            return None
+        return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
+
+    def best_shape(self) -> tuple[int, int] | None:
+        """Atomic batch size and accumulation steps of the highest goodput, None if not known."""
+        goodput_fn, limits, env = self.goodput_function(), self.limits, self._context.env
+        if goodput_fn is None or limits is None:
+            return None
+        goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
+            env.num_nodes,
+            env.num_replicas,
+            max_batch_size=limits.max_batch_size,
+            atomic_bsz_range=limits.local_bsz_bounds,
+            accumulation=limits.gradient_accumulation,
+            num_microbatches=self._context.num_microbatches,
+        )
+        return (int(atomic_bsz), int(accum_steps)) if goodput > 0.0 else None
+
+    def hints(self) -> SchedHints | None:
+        """What the scheduler is to know; None before the first fit."""
+        if self.perf_params is None or self.noise is None:
+            return None
+        limits = self.limits
+        return SchedHints(
+            init_batch_size=self.noise.init_batch_size,
+            local_bsz_bounds=limits.local_bsz_bounds if limits else None,
+            global_batch_size=self._shape.batch_size if self._shape else None,
+            max_batch_size=limits.max_batch_size if limits else self.noise.init_batch_size,
+            max_profiled_replicas=self.profile.max_replicas,
+            gradient_accumulation=limits.gradient_accumulation if limits else False,
+            grad_params=self.noise.grad_params,
+            perf_params=self.perf_params,
+            num_stages=self.num_stages,
+            num_microbatches=self._context.num_microbatches,
+        )
+
+    def _better_shape(self) -> tuple[int, int]:
+        shape, best, goodput_fn = self._shape, self.best_shape(), self.goodput_function()
+        if shape is None or best is None or goodput_fn is None:
+            return (0, 0)
+        env, num_microbatches = self._context.env, self._context.num_microbatches
+        if shape.batch_size < goodput_fn.init_batch_size:
+            return best
+        now, then = (
+            goodput_fn.evaluate(env.num_nodes, env.num_replicas, *candidate, num_microbatches)
+            for candidate in ((shape.atomic_bsz, shape.accum_steps), best)
+        )
+        return best if then > RETUNE_GAIN * now else (0, 0)
+
+    def _make_point(self, part: Part, epoch: int) -> Point:
+        shape, env = self._shape, self._context.env
+        assert shape is not None  # noqa: S101  # commit_step looked
+        predicted = goodput = efficiency = None
+        goodput_fn = self.goodput_function()
+        if goodput_fn is not None and part.is_full:
+            predicted = float(
+                goodput_fn.step_time(
+                    env.num_nodes,
+                    env.num_replicas,
+                    shape.atomic_bsz,
+                    shape.accum_steps,
+                    self._context.num_microbatches,
+                ).total
+            )
+        if goodput_fn is not None and shape.batch_size >= goodput_fn.init_batch_size:
+            efficiency = float(goodput_fn.efficiency(shape.batch_size))
+            goodput = shape.batch_size / self._step_time * efficiency if part.is_full else None
+        return Point(
+            time=time.time(),
+            step=self.step,
+            epoch=epoch,
+            samples=self.samples,
+            loss=None,
+            batch_size=shape.batch_size,
+            atomic_bsz=shape.atomic_bsz,
+            accum_steps=shape.accum_steps,
+            num_replicas=env.num_replicas,
+            step_time=self._step_time,
+            predicted_step_time=predicted,
+            goodput=goodput,
+            efficiency=efficiency,
+        )
+
+
+def _perf_params(content: dict[str, Any]) -> PerfParams:
+    values = {k: tuple(v) if isinstance(v, list) else float(v) for k, v in content.items()}
+    return PerfParams(**values)  # type: ignore[arg-type]  # the names are PerfParams' own

@@ -1,0 +1,124 @@
+"""The optimizer inside an adaptive loop: steps when an iteration is complete, at the scaled rate.
+
+The loop body calls ``zero_grad``, ``backward`` and ``step`` at every atomic batch. On accumulation
+steps the two optimizer calls do nothing, so the loop needs no ``if``; this is AdaptDL's way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigurationError
+from .scaling import is_adam_like
+
+__all__ = ["AdaptiveOptimizer"]
+
+ADAM_WARMUP = 5
+"""Steps before Adam's second moment says anything about the geometry, as in AdaptDL."""
+
+
+class AdaptiveOptimizer:
+    """Patches ``step`` and ``zero_grad`` of an optimizer.
+
+    Args:
+        optimizer: Any optimizer whose ``step`` needs no closure.
+        is_complete: Whether the gradients of an iteration are complete.
+        factor: The factor on the learning rate of the coming step.
+        on_step: Called after each real step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        is_complete: Callable[[], bool],
+        factor: Callable[[], float],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._is_complete = is_complete
+        self._factor = factor
+        self._on_step = on_step
+        self._may_zero = True
+        self._adam = is_adam_like(optimizer)
+        self._divisors: dict[nn.Parameter, Tensor] = {}
+        self._patch_step()
+        self._patch_zero_grad()
+
+    def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
+        """Adam's √v̂ + ε for a parameter; None for other optimizers and the first steps."""
+        if not self._adam:
+            return None
+        if parameter not in self._divisors:
+            divisor = self._divisor(parameter)
+            if divisor is None:
+                return None
+            self._divisors[parameter] = divisor
+        return self._divisors[parameter]
+
+    def _divisor(self, parameter: nn.Parameter) -> Tensor | None:
+        state = self.optimizer.state.get(parameter, {})
+        step = float(state.get("step", 0))
+        if step < ADAM_WARMUP:
+            return None
+        group = next(
+            g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])
+        )
+        correction = math.sqrt(1.0 - float(group["betas"][1]) ** step)
+        divisor: Tensor = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
+        return divisor
+
+    def _patch_step(self) -> None:
+        original = self.optimizer.step
+
+        @functools.wraps(original)
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                raise ConfigurationError(
+                    "optimizer.step(closure) evaluates the loss more than once an iteration, which "
+                    "adaptive batch sizes do not allow: call backward() and then step()"
+                )
+            if not self._is_complete():
+                return None
+            result = self._scaled(original)
+            self._may_zero = True
+            self._divisors.clear()
+            self._on_step()
+            return result
+
+        self.optimizer.step = step  # type: ignore[method-assign]  # this is what the class is for
+
+    def _scaled(self, step: Callable[[], Any]) -> Any:
+        factor = self._factor()
+        if factor == 1.0:
+            return step()
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            return step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _patch_zero_grad(self) -> None:
+        original = self.optimizer.zero_grad
+
+        @functools.wraps(original)
+        def zero_grad(set_to_none: bool = True) -> None:
+            # Gradients kept by accumulation steps are not to be lost to the next loop body.
+            if self._may_zero:
+                original(set_to_none=set_to_none)
+
+        self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # as above
+
+    def keep_gradients(self) -> None:
+        """From now to the next step gradients are being gathered: ``zero_grad`` does nothing."""
+        self._may_zero = False

@@ -1,0 +1,364 @@
+"""HybridParallel: a sequential model as a pipeline, and the pipeline copied by data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .balance import choose_balance, choose_devices
+from .checkpoint import load_state
+from .context import JobContext, context
+from .engine import CHECKPOINT_MODES, PipelineEngine, Tensors, microbatch_sizes
+from .errors import ConfigurationError
+from .modelstate import ModelState
+from .noise import GradientNoiseScale
+from .optim import AdaptiveOptimizer
+from .scaling import ScalingRule, default_rule
+from .stagetimer import StageTimer, stage_times
+from .synchronizer import GradientSynchronizer, SyncResult
+
+__all__ = ["HybridParallel"]
+
+TIMED_EVERY = 10
+"""Every so many iterations the stages of one backward are timed."""
+
+
+class HybridParallel(nn.Module):
+    """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
+
+    Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
+    accumulation steps and replicas are weighed by their samples, provided the loss is a MEAN over
+    the batch dimension. ``backward()`` averages gradients over the replicas; the optimizer steps when
+    an iteration is complete, at a learning rate that follows the batch size.
+
+    Example::
+
+        model = nn.Sequential(...)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model = HybridParallel(model, optimizer, num_stages=2, num_microbatches=4)
+
+    Args:
+        module: The layers. Each takes and gives a tensor or a tuple of tensors, shape [batch, …].
+        optimizer: An optimizer over ``module.parameters()``.
+        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before it.
+        balance: Number of layers of each stage, instead of ``num_stages``; by default stages are
+            cut so that the slowest is as fast as can be.
+        num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
+            between steps through the attribute of the same name.
+        devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
+            of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
+        checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
+        sample: A batch to time the layers on for the balance; by default they are weighed by
+            their parameters.
+        scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
+            square root for Adam and its kin.
+        lr_scheduler: A scheduler over ``optimizer`` whose state belongs into checkpoints.
+
+    Raises:
+        ConfigurationError: An argument is wrong; the message names it and what is allowed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_stages: int | None = None,
+        balance: Sequence[int] | None = None,
+        num_microbatches: int = 1,
+        devices: Sequence[torch.device | str] | None = None,
+        checkpoint: str = "except_last",
+        sample: Tensors | None = None,
+        scaling_rule: ScalingRule | None = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> None:
+        super().__init__()
+        ctx = context()
+        _check_arguments(module, optimizer, checkpoint)
+        self._context = ctx
+        self.module = module
+        _broadcast(ctx, module)
+        balance = choose_balance(ctx, module, num_stages, balance, sample)
+        chosen = choose_devices(ctx.env, len(balance), devices)
+        # Hidden from nn.Module: its layers are those of `module`, which alone names them.
+        self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
+        self._engine: PipelineEngine
+        self.balance = list(balance)
+        self.num_microbatches = num_microbatches
+        self._rule = scaling_rule or default_rule(optimizer)
+        self._complete = True
+        self._no_sync = False
+        self._result: SyncResult | None = None
+        self._previous_gradient: tuple[list[Tensor | None], float, int] | None = None
+        self._countdown = 1
+        self._timer = StageTimer(self._engine.stages, chosen)
+        self._synchronizer = GradientSynchronizer(
+            [self._named_parameters(stage) for stage in self._engine.stages],
+            num_replicas=ctx.env.num_replicas,
+            preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
+            on_gradient=self._timer.gradient_arrived,
+            on_finished=self._backward_finished,
+        )
+        self._optimizer = AdaptiveOptimizer(
+            optimizer,
+            is_complete=lambda: self._complete,
+            factor=self._rate_factor,
+            on_step=self._stepped,
+        )
+        ctx.metrics.num_stages = len(balance)
+        load_state(ModelState(module, optimizer, lr_scheduler))
+
+    @property
+    def num_stages(self) -> int:
+        """Number K of stages."""
+        return len(self.balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage."""
+        return self._engine.devices
+
+    @property
+    def output_device(self) -> torch.device:
+        """The last stage's device, where the output is and the targets have to be."""
+        return self._engine.devices[-1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number M of micro-batches that a batch is cut into."""
+        return self._context.num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(
+                f"num_microbatches={value!r}: a whole number of at least 1 is needed"
+            )
+        self._context.num_microbatches = value
+
+    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensors:
+        """Run a batch through the pipeline.
+
+        Args:
+            *inputs: One tensor or tuple of tensors, or several tensors, each of shape [batch, …].
+
+        Returns:
+            What the module returns, on :attr:`output_device`.
+        """
+        batch = self._on_first_device(inputs)
+        size = _batch_size(batch)
+        sizes = microbatch_sizes(size, self.num_microbatches)
+        learns = self.training and torch.is_grad_enabled()
+        if learns:
+            self._prepare(sizes)
+        output = self._engine.run(batch, len(sizes), training=self.training)
+        if learns:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._synchronizer.start_backward)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients without synchronising or stepping, for loops without an adaptive loader.
+
+        As with DistributedDataParallel, the gradients of several backwards add up.
+        """
+        self._no_sync = True
+        try:
+            yield
+        finally:
+            self._no_sync = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The plain module's state, keyed by its own layer names whatever the balance."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the plain module's state."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _prepare(self, sizes: list[int]) -> None:
+        micro_step = self._context.micro_step
+        ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
+        num_recomputed = self._engine.checkpointed(len(sizes), training=True)
+        self._synchronizer.begin(
+            sizes,
+            num_recomputed,
+            counted=micro_step is None or micro_step.num_samples > 0,
+            synchronize=ends,
+            weighted=micro_step is not None,
+        )
+        if ends:
+            self._countdown -= 1
+            if self._countdown <= 0:
+                self._countdown = TIMED_EVERY
+                self._timer.start(num_recomputed)
+
+    def _backward_finished(self, result: SyncResult | None) -> None:
+        self._complete = result is not None
+        self._context.metrics.note_backward(result.sync_time if result else 0.0)
+        if result is None:
+            self._optimizer.keep_gradients()
+            return
+        self._result = result
+        if self._timer.running:
+            self._report_stages()
+        self._measure_noise(result)
+
+    def _report_stages(self) -> None:
+        events = self._timer.stop()
+        if events and self._context.micro_step is not None:
+            count = max(event.microbatch for event in events) + 1
+            self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
+
+    def _measure_noise(self, result: SyncResult) -> None:
+        metrics = self._context.metrics
+        if metrics.noise is None:
+            limits = metrics.limits
+            metrics.noise = GradientNoiseScale(
+                limits.init_batch_size if limits else max(result.batch_size, 1)
+            )
+        if self._context.micro_step is None:
+            return  # gradients summed by hand: their weights are not known
+        gradients = [p.grad for p in self._trainable()]
+        total_sqr = self._norm_sqr(gradients)
+        if result.num_estimates > 1:
+            self._previous_gradient = None
+            metrics.noise.update(
+                total_sqr=total_sqr,
+                estimate_sqr=result.estimate_sqr,
+                num_estimates=result.num_estimates,
+                batch_size=result.batch_size,
+            )
+        elif metrics.noise.differenced or metrics.noise.grad_params is None:
+            self._difference(metrics.noise, gradients, total_sqr, result.batch_size)
+
+    def _difference(
+        self,
+        noise: GradientNoiseScale,
+        gradients: list[Tensor | None],
+        total_sqr: float,
+        batch_size: int,
+    ) -> None:
+        """Take this step and the one before as two estimates: there is no second one in a step."""
+        if self._previous_gradient is not None:
+            before, before_sqr, before_size = self._previous_gradient
+            both = batch_size + before_size
+            mean = [
+                a if b is None else b if a is None else (a * batch_size + b * before_size) / both
+                for a, b in zip(gradients, before, strict=True)
+            ]
+            noise.update(
+                total_sqr=self._norm_sqr(mean),
+                estimate_sqr=(total_sqr * batch_size + before_sqr * before_size) / both,
+                num_estimates=2,
+                batch_size=both,
+                differenced=True,
+            )
+        copies = [None if g is None else g.detach().clone() for g in gradients]
+        self._previous_gradient = (copies, total_sqr, batch_size)
+
+    def _norm_sqr(self, gradients: list[Tensor | None]) -> float:
+        """|G|² over all stages, in the optimizer's geometry."""
+        total = 0.0
+        for parameter, gradient in zip(self._trainable(), gradients, strict=True):
+            if gradient is None:
+                continue
+            divisor = self._optimizer.preconditioner(parameter)
+            value = gradient if divisor is None else gradient / divisor
+            total += float(value.float().square().sum())
+        return total
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _rate_factor(self) -> float:
+        scale, noise = self._context.scale, self._context.metrics.noise
+        if scale == 1.0 or noise is None:
+            return 1.0
+        return self._rule.factor(scale, noise.gain(scale))
+
+    def _stepped(self) -> None:
+        if self._result is not None:
+            self._context.metrics.note_step(self._result.batch_size, self._context.scale)
+
+    def _named_parameters(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [(names[parameter], parameter) for parameter in stage.parameters()]
+
+    def _on_first_device(self, inputs: tuple[Tensor | tuple[Tensor, ...], ...]) -> Tensors:
+        batch = inputs[0] if len(inputs) == 1 else inputs
+        device = self._engine.devices[0]
+        if isinstance(batch, tuple):
+            return tuple(_tensor(x).to(device, non_blocking=True) for x in batch)
+        return _tensor(batch).to(device, non_blocking=True)
+
+
+def _tensor(value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigurationError(
+            f"the model got a {type(value).__name__}: pipelines take a tensor or a tuple of tensors"
+        )
+    return value
+
+
+def _batch_size(batch: Tensors) -> int:
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    if any(tensor.dim() == 0 for tensor in tensors) or not tensors:
+        raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigurationError(
+            f"the inputs have batch dimensions of different size ({shapes}): the pipeline cuts all "
+            "of them along dimension 0"
+        )
+    size = sizes.pop()
+    if size == 0:
+        raise ConfigurationError("the model got an empty batch: at least one sample is needed")
+    return size
+
+
+def _check_arguments(
+    module: nn.Sequential, optimizer: torch.optim.Optimizer, checkpoint: str
+) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise ConfigurationError(
+            f"module is a {type(module).__name__}: an nn.Sequential is needed, as its layers are what "
+            "stages are cut from"
+        )
+    if len(module) == 0:
+        raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
+    if checkpoint not in CHECKPOINT_MODES:
+        allowed = ", ".join(map(repr, CHECKPOINT_MODES))
+        raise ConfigurationError(f"checkpoint={checkpoint!r}: {allowed} are allowed")
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigurationError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
+                    "in module: make it from module.parameters()"
+                )
+
+
+def _broadcast(ctx: JobContext, module: nn.Module) -> None:
+    """All replicas begin with rank 0's parameters and buffers."""
+    if ctx.env.num_replicas == 1:
+        return
+    on_gpu: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+        on_gpu = lambda t: t.to(device)  # noqa: E731
+    for tensor in (*module.parameters(), *module.buffers()):
+        carried = on_gpu(tensor.detach())
+        dist.broadcast(carried, src=0)
+        tensor.data.copy_(carried)

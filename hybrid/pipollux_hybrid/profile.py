@@ -1,0 +1,189 @@
+"""What was measured of a job: times of steps and of stages, by configuration.
+
+These measurements are what the performance model is fitted to. Times are kept as the latest few
+samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst) does
+not bend the fit. The first steps of a run are left out: they pay for warming up.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["Configuration", "Measurements", "StepProfile"]
+
+WINDOW = 64
+"""Latest samples kept per configuration and kind."""
+WARMUP = 2
+"""Steps left out at the beginning of a run and after a change of batch size."""
+
+
+class Configuration(NamedTuple):
+    """What the time of a step depends on."""
+
+    num_stages: int
+    num_nodes: int
+    num_replicas: int
+    atomic_bsz: int
+    num_microbatches: int
+
+
+@dataclass
+class Measurements:
+    """Samples for one configuration, in seconds."""
+
+    accum: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Accumulation steps, and optimizer steps less the time waited for peers."""
+    optim: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Optimizer steps."""
+    forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Per stage, the forward of one micro-batch."""
+    backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Per stage, the backward of one micro-batch, recomputation included."""
+
+
+class FitData(NamedTuple):
+    """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration."""
+
+    num_nodes: list[int]
+    num_replicas: list[int]
+    atomic_bsz: list[int]
+    num_microbatches: list[int]
+    accum_step_time: list[float]
+    optim_step_time: list[float]
+    compute_time: list[float]
+    forward_shares: tuple[float, ...]
+    backward_shares: tuple[float, ...]
+
+
+class StepProfile:
+    """Measurements of all configurations that the job has run in.
+
+    Written by the training thread and read by the thread that fits; a lock keeps them apart.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._measurements: dict[Configuration, Measurements] = {}
+        self._latest: Configuration | None = None
+        self._to_skip = WARMUP
+
+    def add_step(
+        self, configuration: Configuration, step_time: float, sync_time: float, *, optimizer: bool
+    ) -> None:
+        """Add one accumulation or optimizer step.
+
+        Args:
+            configuration: What the step ran as.
+            step_time: Seconds from one step boundary to the next.
+            sync_time: Of those, seconds waited for the other replicas' gradients.
+            optimizer: Whether it was an optimizer step.
+        """
+        with self._lock:
+            if configuration != self._latest:
+                self._latest, self._to_skip = configuration, WARMUP
+            if self._to_skip > 0:
+                self._to_skip -= 1
+                return
+            entry = self._measurements.setdefault(configuration, Measurements())
+            entry.accum.append(max(step_time - sync_time, 1e-9))
+            if optimizer:
+                entry.optim.append(step_time)
+
+    def add_stages(
+        self, configuration: Configuration, forward: Sequence[float], backward: Sequence[float]
+    ) -> None:
+        """Add the mean times of one micro-batch in each stage."""
+        with self._lock:
+            entry = self._measurements.setdefault(configuration, Measurements())
+            entry.forward.append(tuple(forward))
+            entry.backward.append(tuple(backward))
+
+    @property
+    def max_replicas(self) -> int:
+        """Largest number of replicas that was measured, 0 before the first measurement."""
+        with self._lock:
+            return max(
+                (c.num_replicas for c, m in self._measurements.items() if m.optim), default=0
+            )
+
+    def fit_data(self, num_stages: int) -> FitData | None:
+        """What there is to fit for pipelines of ``num_stages``; None before the first step."""
+        with self._lock:
+            rows = [
+                (c, m)
+                for c, m in self._measurements.items()
+                if c.num_stages == num_stages and m.optim
+            ]
+            if not rows:
+                return None
+            forward, backward = _shares(num_stages, (m for _, m in rows))
+            return FitData(
+                num_nodes=[c.num_nodes for c, _ in rows],
+                num_replicas=[c.num_replicas for c, _ in rows],
+                atomic_bsz=[c.atomic_bsz for c, _ in rows],
+                num_microbatches=[c.num_microbatches for c, _ in rows],
+                accum_step_time=[statistics.median(m.accum) for _, m in rows],
+                optim_step_time=[statistics.median(m.optim) for _, m in rows],
+                compute_time=[_compute_time(m) for _, m in rows],
+                forward_shares=forward,
+                backward_shares=backward,
+            )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """All measurements as plain lists, for a checkpoint."""
+        with self._lock:
+            return [
+                {
+                    **c._asdict(),
+                    "accum": list(m.accum),
+                    "optim": list(m.optim),
+                    "forward": list(m.forward),
+                    "backward": list(m.backward),
+                }
+                for c, m in self._measurements.items()
+            ]
+
+    def load_json(self, content: Iterable[Mapping[str, Any]]) -> None:
+        """Put back what :meth:`to_json` gave."""
+        with self._lock:
+            for row in content:
+                key = Configuration(*(int(row[name]) for name in Configuration._fields))
+                entry = self._measurements.setdefault(key, Measurements())
+                entry.accum.extend(map(float, row["accum"]))
+                entry.optim.extend(map(float, row["optim"]))
+                entry.forward.extend(tuple(map(float, times)) for times in row["forward"])
+                entry.backward.extend(tuple(map(float, times)) for times in row["backward"])
+
+
+def stage_medians(samples: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """The median over samples, for each stage."""
+    return tuple(statistics.median(times) for times in zip(*samples, strict=True))
+
+
+def _compute_time(entry: Measurements) -> float:
+    """C(b): forward and backward of one micro-batch over all stages; nan if never measured."""
+    if not entry.forward:
+        return float("nan")
+    return sum(stage_medians(entry.forward)) + sum(stage_medians(entry.backward))
+
+
+def _shares(
+    num_stages: int, entries: Iterable[Measurements]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Shares of C(b) in each stage's forward and backward, over all configurations measured."""
+    forward = [0.0] * num_stages
+    backward = [0.0] * num_stages
+    for entry in entries:
+        for total, samples in ((forward, entry.forward), (backward, entry.backward)):
+            for k, seconds in enumerate(stage_medians(samples)):
+                total[k] += seconds
+    whole = sum(forward) + sum(backward)
+    if whole <= 0.0:
+        # Backward takes about twice the forward; equal stages until the timers have spoken.
+        return (1 / (3 * num_stages),) * num_stages, (2 / (3 * num_stages),) * num_stages
+    return tuple(t / whole for t in forward), tuple(t / whole for t in backward)

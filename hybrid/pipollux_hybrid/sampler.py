@@ -1,0 +1,116 @@
+"""Which samples each replica takes at each step.
+
+An epoch is one permutation of the data set, drawn from the seed and the epoch alone. An iteration takes
+the next stretch of it and cuts the stretch into one part for each accumulation step of each replica.
+The position in the permutation is all there is to remember, so any number of replicas and any batch
+size can go on from it, with every sample taken exactly once in an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BatchShape", "ElasticSampler", "Part"]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How many samples an iteration takes, and in how many parts.
+
+    ``batch_size`` samples over ``num_replicas * (accum_steps + 1)`` parts; with adaptive batch sizes
+    each part is the atomic batch size exactly.
+    """
+
+    batch_size: int
+    num_replicas: int
+    accum_steps: int
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a full iteration."""
+        return self.num_replicas * (self.accum_steps + 1)
+
+    @property
+    def atomic_bsz(self) -> int:
+        """Samples of the largest part."""
+        return -(-self.batch_size // self.num_parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one replica does in one accumulation step of one iteration."""
+
+    indices: list[int]
+    """Indices into the data set; never empty."""
+    num_samples: int
+    """How many of them count: all, or none when the batch only keeps step with the other replicas."""
+    is_optimizer_step: bool
+    """Whether this is the last part of its iteration."""
+    is_full: bool
+    """Whether the iteration takes a whole batch, as all do but the last of an epoch."""
+    next_index: int
+    """Position in the permutation after this iteration."""
+
+
+class ElasticSampler:
+    """The order of samples, and the share of a replica in it.
+
+    Args:
+        num_samples: Size of the data set.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seed of these orders.
+
+    Example:
+        >>> sampler = ElasticSampler(10, shuffle=False, seed=0)
+        >>> shape = BatchShape(batch_size=4, num_replicas=2, accum_steps=0)
+        >>> [part.indices for part in sampler.parts(epoch=0, index=0, shape=shape, rank=1)]
+        [[2, 3], [6, 7], [9]]
+    """
+
+    def __init__(self, num_samples: int, *, shuffle: bool, seed: int) -> None:
+        if num_samples < 1:
+            raise ValueError("the data set is empty: there is nothing to train on")
+        self.num_samples = num_samples
+        self.shuffle = shuffle
+        self.seed = seed
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """The permutation of an epoch, shape [num_samples]."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator()
+        generator.manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def parts(self, *, epoch: int, index: int, shape: BatchShape, rank: int) -> Iterator[Part]:
+        """The parts of replica ``rank`` from position ``index`` to the end of the epoch."""
+        order = self.order(epoch)
+        while index < self.num_samples:
+            count = min(shape.batch_size, self.num_samples - index)
+            # A short last iteration keeps the parts as large as the others are, so it has fewer.
+            accum_steps = min(
+                -(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps
+            )
+            sizes = split_evenly(count, shape.num_replicas * (accum_steps + 1))
+            starts = [index + sum(sizes[:i]) for i in range(len(sizes))]
+            for step in range(accum_steps + 1):
+                # Part (step, rank): the replicas' shares of one accumulation step lie side by side.
+                i = step * shape.num_replicas + rank
+                indices = order[starts[i] : starts[i] + sizes[i]].tolist()
+                yield Part(
+                    indices=indices or [int(order[index])],
+                    num_samples=sizes[i],
+                    is_optimizer_step=step == accum_steps,
+                    is_full=count == shape.batch_size,
+                    next_index=index + count,
+                )
+            index += count
+
+
+def split_evenly(count: int, num_parts: int) -> list[int]:
+    """Sizes of ``num_parts`` parts of ``count`` things, larger ones first, differing by one at most."""
+    small, larger = divmod(count, num_parts)
+    return [small + 1] * larger + [small] * (num_parts - larger)

@@ -1,0 +1,188 @@
+"""When each stage computes which micro-batch: the measured time line of one step.
+
+On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the tensors
+at its borders when the gradient comes in and goes out. On CUDA devices the notes are events on the
+stage's stream, read after the step, so that nothing waits for them; elsewhere they are the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torchgpipe.checkpoint import is_checkpointing, is_recomputing
+
+from pipollux_perfmodel import StageEvent
+
+__all__ = ["StageTimer", "stage_times"]
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass
+class _Span:
+    stage: int
+    microbatch: int
+    phase: str
+    start: Mark
+    end: Mark | None = None
+
+
+@dataclass
+class _Counts:
+    """Micro-batches of a stage seen so far."""
+
+    forward: int = 0
+    recomputed: int = 0
+    open: list[_Span] = field(default_factory=list)
+
+
+class StageTimer:
+    """Times one step of a pipeline.
+
+    Args:
+        stages: The stages' modules.
+        devices: Their devices.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._stages = list(stages)
+        self._devices = list(devices)
+        self._handles: list[RemovableHandle] = []
+        self._spans: list[_Span] = []
+        self._counts: list[_Counts] = []
+        self._num_recomputed = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a step is being timed."""
+        return bool(self._handles)
+
+    def start(self, num_recomputed: int) -> None:
+        """Time the coming forward and backward, of which so many micro-batches are recomputed."""
+        self.cancel()
+        self._num_recomputed = num_recomputed
+        self._counts = [_Counts() for _ in self._stages]
+        for k, stage in enumerate(self._stages):
+            self._handles.append(stage.register_forward_pre_hook(self._before(k)))
+            self._handles.append(stage.register_forward_hook(self._after(k)))
+
+    def gradient_arrived(self, k: int) -> None:
+        """A parameter of stage ``k`` received its gradient: its backward lasted at least until now.
+
+        The first stage's input needs no gradient, so this is how its backward is seen to end.
+        """
+        if self._handles and k == 0 and self._counts[0].open:
+            self._counts[0].open[-1].end = self._mark(0)
+
+    def stop(self) -> list[StageEvent]:
+        """The time line, in seconds from its first event; empty if no step was timed."""
+        spans = [span for span in self._spans if span.end is not None]
+        self.cancel()
+        if not spans:
+            return []
+        for device in {d for d in self._devices if d.type == "cuda"}:
+            torch.cuda.synchronize(device)
+        origin = spans[0].start
+        events = [
+            StageEvent(
+                s.stage, s.microbatch, s.phase, _seconds(origin, s.start), _seconds(origin, s.end)
+            )
+            for s in spans
+        ]
+        return sorted(events, key=lambda event: event.start)
+
+    def cancel(self) -> None:
+        """Forget the step being timed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._spans = []
+
+    def _mark(self, k: int) -> Mark:
+        device = self._devices[k]
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _open(self, k: int, microbatch: int, phase: str) -> _Span:
+        span = _Span(k, microbatch, phase, self._mark(k))
+        self._spans.append(span)
+        self._counts[k].open.append(span)
+        return span
+
+    def _before(self, k: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            counts = self._counts[k]
+            if is_recomputing():
+                microbatch = self._num_recomputed - 1 - counts.recomputed
+                counts.recomputed += 1
+                self._open(k, microbatch, "backward")
+            else:
+                microbatch = counts.forward
+                counts.forward += 1
+                self._open(k, microbatch, "forward")
+            if torch.is_grad_enabled() and not is_checkpointing():
+                self._close_with_gradient_of(k, args, microbatch)
+
+        return hook
+
+    def _after(self, k: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            span = self._counts[k].open[-1]
+            span.end = self._mark(k)
+            outputs = output if isinstance(output, tuple) else (output,)
+            carrier = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
+            if carrier is not None and torch.is_grad_enabled():
+                carrier.register_hook(lambda _: self._begin_backward(k, span.microbatch))
+
+        return hook
+
+    def _begin_backward(self, k: int, microbatch: int) -> None:
+        if self._handles:
+            self._open(k, microbatch, "backward").end = self._mark(k)
+
+    def _close_with_gradient_of(self, k: int, args: tuple[Any, ...], microbatch: int) -> None:
+        inputs = args[0] if isinstance(args[0], tuple) else args[:1]
+        carrier = next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None)
+        if carrier is not None:
+            carrier.register_hook(lambda _: self._end_backward(k, microbatch))
+
+    def _end_backward(self, k: int, microbatch: int) -> None:
+        if not self._handles:
+            return
+        for span in reversed(self._counts[k].open):
+            if span.microbatch == microbatch and span.phase == "backward":
+                span.end = self._mark(k)
+                return
+
+
+def stage_times(
+    events: Sequence[StageEvent], num_stages: int, num_microbatches: int
+) -> tuple[list[float], list[float]]:
+    """Mean seconds of one micro-batch's forward and backward in each stage, shapes [K], [K].
+
+    Recomputation counts as backward.
+    """
+    totals = {"forward": [0.0] * num_stages, "backward": [0.0] * num_stages}
+    for event in events:
+        totals[event.phase][event.stage] += event.end - event.start
+    forward, backward = (
+        [total / num_microbatches for total in totals[phase]] for phase in ("forward", "backward")
+    )
+    return forward, backward
+
+
+def _seconds(origin: Mark, mark: Mark | None) -> float:
+    if isinstance(origin, torch.cuda.Event):
+        assert isinstance(mark, torch.cuda.Event)  # noqa: S101  # one clock a pipeline
+        return float(origin.elapsed_time(mark)) / 1000.0
+    assert isinstance(mark, float)  # noqa: S101  # one clock a pipeline
+    return mark - origin

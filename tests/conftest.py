@@ -1,0 +1,58 @@
+"""What holds for every test: it leaves no process, no environment variable and no file behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Children of the whole run: multiprocessing's fork server and resource tracker.
+LASTING = ("forkserver", "resource_tracker")
+# pytest's own, and what torch sets when parts of it are imported.
+CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _children() -> set[int]:
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and not any(n in command for n in LASTING):
+                found.add(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process or an environment variable."""
+    processes, environment = _children(), dict(os.environ)
+    yield
+    left = [psutil.Process(pid).cmdline() for pid in _children() - processes]
+    assert not left, f"processes left behind: {left}"
+    changed = {
+        name
+        for name in environment.keys() | os.environ.keys()
+        if environment.get(name) != os.environ.get(name) and name not in CHANGING
+    }
+    assert not changed, f"environment variables left changed: {changed}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_are_ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Everything temporary goes under pytest's own directory."""
+    before = tempfile.tempdir
+    tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
+    yield
+    tempfile.tempdir = before
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parent.parent
