@@ -1,7 +1,7 @@
 """A character-level transformer that learns to write Python, as a pipeline of two stages.
 
-The text is the source code of Python's standard library, which every machine with Python has. Run it by
-itself, on several pipeline replicas, or under the scheduler; the script is the same:
+The text is the source code of Python's standard library, which every machine with Python has. Run
+it by itself, on several pipeline replicas, or under the scheduler; the script is the same:
 
     python examples/char_lm.py
     torchrun --nproc-per-node 2 examples/char_lm.py
@@ -14,11 +14,12 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-import pipollux_hybrid as pipollux
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+import pipollux_hybrid as pipollux
 
 VOCABULARY = 128  # ASCII
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 
-import pipollux_hybrid as pipollux
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
+
+import pipollux_hybrid as pipollux
 
 
 def parse_arguments() -> argparse.Namespace:

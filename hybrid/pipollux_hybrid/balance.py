@@ -38,15 +38,16 @@ def choose_balance(
     Raises:
         ConfigurationError: The wishes contradict each other or the number of layers.
     """
-    wanted = ctx.env.num_stages or num_stages or (len(balance) if balance is not None else 1)
+    default = len(balance) if balance is not None else 1
+    wanted = ctx.env.num_stages or (default if num_stages is None else num_stages)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise ConfigurationError(f"num_stages={wanted!r}: a whole number of at least 1 is needed")
     if balance is not None:
         return _checked(list(balance), wanted, len(module))
     if wanted > len(module):
         raise ConfigurationError(
-            f"num_stages={wanted}: the module has only {len(module)} layers, and each stage needs one; "
-            "ask for fewer stages or cut the module into more layers"
+            f"num_stages={wanted}: the module has only {len(module)} layers, and each stage needs "
+            "one; ask for fewer stages or cut the module into more layers"
         )
     costs = layer_times(module, sample) if sample is not None else _sizes(module)
     # Times differ from replica to replica; rank 0's count.
@@ -137,6 +138,7 @@ def _checked(balance: list[int], num_stages: int, num_layers: int) -> list[int]:
     if len(balance) != num_stages:
         raise ConfigurationError(
             f"balance={balance} makes {len(balance)} stages, but {num_stages} were asked for "
-            "(num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): leave balance out to have it chosen"
+            "(num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): leave balance out to have it "
+            "chosen"
         )
     return balance

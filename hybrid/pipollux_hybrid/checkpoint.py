@@ -1,9 +1,9 @@
 """Checkpoints: pieces of state, saved together, whole or not at all.
 
-A checkpoint is a directory ``checkpoint-00000042`` with one file per :class:`State` and a manifest of
-their checksums. It is written under another name, flushed to the disk and then renamed, so that a
-process killed at any instruction leaves either the new checkpoint or the old one. Loading takes the
-newest whose checksums hold. Rank 0 writes; every rank reads.
+A checkpoint is a directory ``checkpoint-00000042`` with one file per :class:`State` and a manifest
+of their checksums. It is written under another name, flushed to the disk and then renamed, so that
+a process killed at any instruction leaves either the new checkpoint or the old one. Loading takes
+the newest whose checksums hold. Rank 0 writes; every rank reads.
 
 The interface of :class:`State` is AdaptDL's (``save``, ``load``, ``sync``).
 """
@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import BinaryIO
 
 import torch
@@ -49,7 +50,7 @@ class State:
 
     def __init__(self, name: str) -> None:
         states = context().states
-        if not name or Path(name).name != name or name == MANIFEST:
+        if Path(name).name != name or name.startswith(".") or name in ("", MANIFEST):
             raise ValueError(f"state name {name!r} must be a plain file name")
         if name in states:
             raise ValueError(f"a state named {name!r} exists already; names must be unique")
@@ -108,7 +109,7 @@ def load_state(state: State) -> bool:
     with (directory / state.name).open("rb") as fileobj:
         try:
             state.load(fileobj)
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, KeyError, RuntimeError, UnpicklingError) as error:
             raise CheckpointError(f"{directory / state.name}: {error}") from error
     return True
 

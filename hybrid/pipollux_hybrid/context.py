@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from . import interrupt
 from .control import ControlPlane
 from .env import JobEnvironment
+from .errors import ConfigurationError
 
 if TYPE_CHECKING:
     from .checkpoint import State
@@ -32,7 +35,7 @@ class MicroStep:
     """The part of an iteration that one pass of the user's loop body works on."""
 
     num_samples: int
-    """Samples of this replica that count; 0 when the batch is only there to keep step with peers."""
+    """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
     is_optimizer_step: bool
     """Whether gradients are synchronised and the optimizer steps after this one."""
 
@@ -85,16 +88,26 @@ class JobContext:
         """End what runs in the background."""
         while self.closers:
             self.closers.pop()()
+        self.control.close()
 
 
 _context: JobContext | None = None
 
 
 def context() -> JobContext:
-    """The context of this process, made from the environment at the first call."""
+    """The context of this process, made from the environment at the first call.
+
+    Raises:
+        ConfigurationError: There are other replicas, and the script has not joined them yet.
+    """
     global _context
     if _context is None:
         env = JobEnvironment.read()
+        if env.num_replicas > 1 and not dist.is_initialized():
+            raise ConfigurationError(
+                f"this is replica {env.rank} of {env.num_replicas}, which has not met the others: "
+                "call pipollux_hybrid.init_process_group() at the beginning of the script"
+            )
         _context = JobContext(env=env, control=ControlPlane(env.num_replicas, PEER_TIMEOUT))
     return _context
 

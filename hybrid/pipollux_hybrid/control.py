@@ -2,9 +2,9 @@
 
 Stopping, saving and changing the batch size must happen on every replica at the same step, or the
 next collective hangs. So at each step boundary every replica contributes one small vector, which is
-summed over the replicas: whether it was asked to stop, its share of the loss, and (from rank 0 alone)
-whether to save and which configuration to use next. The exchange runs in the background of the
-step and is read at the following boundary, so that training never waits for it.
+summed over the replicas: whether it was asked to stop, its share of the loss, and (from rank 0
+alone) whether to save and which configuration to use next. The exchange runs in the background of
+the step and is read at the following boundary, so that training never waits for it.
 
 The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
 synchronisation.
@@ -91,6 +91,13 @@ class ControlPlane:
     def group(self) -> dist.ProcessGroup | None:
         """The gloo group of all replicas; None for one replica."""
         return self._group
+
+    def close(self) -> None:
+        """Let go of the group, so that it ends with the process group and not with the interpreter.
+
+        A gloo thread that gives a tensor back while the interpreter shuts down aborts the process.
+        """
+        self._vector = self._work = self._group = None
 
     def launch(self, message: ControlMessage) -> None:
         """Send this replica's message; :meth:`collect` reads the answer a step later."""

@@ -1,7 +1,7 @@
 """A data loader whose batch size follows the goodput, and whose position outlives restarts.
 
-Names are AdaptDL's. The loader is also where step boundaries are, so it is here that the replicas agree
-to stop, to save, or to change the batch size.
+Names are AdaptDL's. The loader is also where step boundaries are, so it is here that the replicas
+agree to stop, to save, or to change the batch size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .control import ControlMessage
 from .epoch import epoch_state
 from .errors import CheckpointError, ConfigurationError
 from .limits import BatchSizeLimits
+from .rng import random_state
 from .sampler import BatchShape, ElasticSampler, Part
 
 __all__ = ["AdaptiveDataLoader"]
@@ -70,12 +71,13 @@ class AdaptiveDataLoader(DataLoader[T]):
 
     Args:
         dataset: A map-style data set (with ``__len__`` and ``__getitem__``).
-        batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the initial one.
+        batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the
+            initial one.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of these orders; the same on all replicas.
         **options: Handed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
-            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are this class's own
-            business.
+            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are this class's
+            own business.
 
     Raises:
         ConfigurationError: An argument is out of range, or the data set has no length.
@@ -98,7 +100,8 @@ class AdaptiveDataLoader(DataLoader[T]):
                 )
         if not isinstance(dataset, Sized):
             raise ConfigurationError(
-                f"{type(dataset).__name__} has no length: AdaptiveDataLoader needs a map-style data set"
+                f"{type(dataset).__name__} has no length: AdaptiveDataLoader needs a map-style "
+                "data set"
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigurationError(
@@ -114,6 +117,7 @@ class AdaptiveDataLoader(DataLoader[T]):
         self._state = LoaderState(number)
         load_state(self._state)
         self._limits: BatchSizeLimits | None = None
+        self._random = random_state(self._context)
 
     def autoscale_batch_size(
         self,
@@ -125,8 +129,8 @@ class AdaptiveDataLoader(DataLoader[T]):
 
         Args:
             max_batch_size: Largest batch size over all replicas.
-            local_bsz_bounds: Smallest and largest atomic batch size, that is, samples of one replica
-                in one forward and backward; the largest is what fits its devices' memory.
+            local_bsz_bounds: Smallest and largest atomic batch size, that is, samples of one
+                replica in one forward and backward; the largest is what fits its devices' memory.
             gradient_accumulation: Whether accumulation steps may be used to get further.
 
         Raises:
@@ -168,10 +172,11 @@ class AdaptiveDataLoader(DataLoader[T]):
         parts = self._sampler.parts(epoch=0, index=0, shape=shape, rank=0)
         return sum(1 for _ in parts)
 
-    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # the base class's is a private type
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # base: a private type
         """Iterate over this replica's atomic batches, from where the last run stopped."""
         if self._epochs.skip_loop():
             return
+        self._random.restore_once()
         state, metrics = self._state, self._context.metrics
         while state.index < self._sampler.num_samples:
             # A segment is a stretch of iterations of one batch shape.
@@ -193,21 +198,23 @@ class AdaptiveDataLoader(DataLoader[T]):
     def _segment(self) -> Iterator[tuple[Part, T]]:
         """Parts and batches from the present position on, fetched ahead by the workers."""
         self._choose_initial_shape()
-        where = {
-            "epoch": self._epochs.epoch,
-            "index": self._state.index,
-            "shape": self._shape(),
-            "rank": self._context.env.rank,
-        }
         self._context.scale = self._scale()
         # One pass gives the workers their indices, a second one tells this loop what they mean.
-        ahead = (part.indices for part in self._sampler.parts(**where))
+        ahead = (part.indices for part in self._parts())
         batches = DataLoader(
             self.dataset,
             batch_sampler=cast("Any", _Lists(ahead)),
-            **self._options,
+            **{"generator": self._sampler.generator(self._epochs.epoch), **self._options},
         )
-        return zip(self._sampler.parts(**where), batches, strict=True)
+        return zip(self._parts(), batches, strict=True)
+
+    def _parts(self) -> Iterator[Part]:
+        return self._sampler.parts(
+            epoch=self._epochs.epoch,
+            index=self._state.index,
+            shape=self._shape(),
+            rank=self._context.env.rank,
+        )
 
     def _boundary(self) -> bool:
         """Between two iterations: agree with the other replicas on what happens next.

@@ -18,7 +18,7 @@ _previous: dict[int, object] = {}
 
 
 def install_handlers() -> None:
-    """Remember SIGTERM and SIGINT instead of dying of them; does nothing outside the main thread."""
+    """Remember SIGTERM and SIGINT instead of dying of them; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,7 +52,7 @@ def reset() -> None:
     _previous.clear()
 
 
-def _remember(number: int, frame: FrameType | None) -> None:
+def _remember(number: int, _frame: FrameType | None) -> None:
     request_stop(number)
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)

@@ -45,8 +45,8 @@ class BatchSizeLimits:
         if smallest * num_replicas > self.max_batch_size:
             raise ConfigurationError(
                 f"local_bsz_bounds={self.local_bsz_bounds}: {num_replicas} replicas of at least "
-                f"{smallest} samples exceed max_batch_size={self.max_batch_size}; lower the smallest "
-                "local batch size or ask for fewer replicas"
+                f"{smallest} samples exceed max_batch_size={self.max_batch_size}; lower the "
+                "smallest local batch size or ask for fewer replicas"
             )
         if largest * num_replicas < self.init_batch_size and not self.gradient_accumulation:
             raise ConfigurationError(

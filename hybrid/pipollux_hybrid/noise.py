@@ -3,22 +3,23 @@
 Symbols, for one optimizer step whose B samples came as J gradient estimates (micro-batches, or
 whole atomic batches under ``checkpoint="never"``), estimate j being the mean ĝ_j over b_j samples:
 
-    G     = Σ_j (b_j / B) ĝ_j            the gradient that the optimizer sees
+    G     = Σ_j (b_j / B) ĝ_j       the gradient that the optimizer sees
     S     = Σ_j (b_j / B) |ĝ_j|²
-    E|G|² = |g|² + tr Σ / B              g: the true gradient; Σ: covariance of one sample's gradient
+    E|G|² = |g|² + tr Σ / B         g: the true gradient; Σ: covariance of one sample's gradient
     E S   = |g|² + J tr Σ / B
 
 hence, unbiased for any b_j,
 
     tr Σ = (S − |G|²) · B / (J − 1)      |g|² = (J |G|² − S) / (J − 1)
 
-For equal b_j this is the estimator of McCandlish et al. (An Empirical Model of Large-Batch Training,
-2018) as AdaptDL applies it to replicas; micro-batches let a single replica use it too. With J = 1 two
-successive steps serve as two estimates, which mistakes the step between them for noise: it
-is the last resort.
+For equal b_j this is the estimator of McCandlish et al. (An Empirical Model of Large-Batch
+Training, 2018) as AdaptDL applies it to replicas; micro-batches let a single replica use it too.
+With J = 1 two successive steps serve as two estimates, which mistakes the step between them for
+noise: it is the last resort.
 
-``GradParams.var`` is tr Σ / initial batch size and ``GradParams.sqr`` is |g|². For Adam-like optimizers all
-norms are taken after dividing by √v̂ + ε, the geometry in which those optimizers move.
+``GradParams.var`` is tr Σ / initial batch size and ``GradParams.sqr`` is |g|². For Adam-like
+optimizers all norms are taken after dividing by √v̂ + ε, the geometry in which those optimizers
+move.
 """
 
 from __future__ import annotations

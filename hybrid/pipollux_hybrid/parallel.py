@@ -33,8 +33,8 @@ class HybridParallel(nn.Module):
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
     accumulation steps and replicas are weighed by their samples, provided the loss is a MEAN over
-    the batch dimension. ``backward()`` averages gradients over the replicas; the optimizer steps when
-    an iteration is complete, at a learning rate that follows the batch size.
+    the batch dimension. ``backward()`` averages gradients over the replicas; the optimizer steps
+    when an iteration is complete, at a learning rate that follows the batch size.
 
     Example::
 
@@ -45,7 +45,8 @@ class HybridParallel(nn.Module):
     Args:
         module: The layers. Each takes and gives a tensor or a tuple of tensors, shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
-        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before it.
+        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
+            it.
         balance: Number of layers of each stage, instead of ``num_stages``; by default stages are
             cut so that the slowest is as fast as can be.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
@@ -175,7 +176,7 @@ class HybridParallel(nn.Module):
         finally:
             self._no_sync = False
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's state, keyed by its own layer names whatever the balance."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -332,8 +333,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(module, nn.Sequential):
         raise ConfigurationError(
-            f"module is a {type(module).__name__}: an nn.Sequential is needed, as its layers are what "
-            "stages are cut from"
+            f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
+            "cut from its layers"
         )
     if len(module) == 0:
         raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
@@ -345,8 +346,8 @@ def _check_arguments(
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise ConfigurationError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
-                    "in module: make it from module.parameters()"
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not in module: make it from module.parameters()"
                 )
 
 

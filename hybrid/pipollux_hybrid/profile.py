@@ -1,8 +1,8 @@
 """What was measured of a job: times of steps and of stages, by configuration.
 
 These measurements are what the performance model is fitted to. Times are kept as the latest few
-samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst) does
-not bend the fit. The first steps of a run are left out: they pay for warming up.
+samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst)
+does not bend the fit. The first steps of a run are left out: they pay for warming up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Telling the scheduler how the job does, without ever standing in the way of training.
 
-On rank 0 a thread fits the performance model every hints interval (30 s by default), sends hints and,
-about once a second, the latest points of progress. Requests have a timeout; when the scheduler is
-away the thread backs off, keeps a bounded number of points, and training goes on.
+On rank 0 a thread fits the performance model every hints interval (30 s by default), sends hints
+and, about once a second, the latest points of progress. Requests have a timeout; when the scheduler
+is away the thread backs off, keeps a bounded number of points, and training goes on.
 """
 
 from __future__ import annotations

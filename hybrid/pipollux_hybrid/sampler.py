@@ -1,9 +1,9 @@
 """Which samples each replica takes at each step.
 
-An epoch is one permutation of the data set, drawn from the seed and the epoch alone. An iteration takes
-the next stretch of it and cuts the stretch into one part for each accumulation step of each replica.
-The position in the permutation is all there is to remember, so any number of replicas and any batch
-size can go on from it, with every sample taken exactly once in an epoch.
+An epoch is one permutation of the data set, drawn from the seed and the epoch alone. An iteration
+takes the next stretch of it and cuts the stretch into one part for each accumulation step of each
+replica. The position in the permutation is all there is to remember, so any number of replicas and
+any batch size can go on from it, with every sample taken exactly once in an epoch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["BatchShape", "ElasticSampler", "Part"]
 class BatchShape:
     """How many samples an iteration takes, and in how many parts.
 
-    ``batch_size`` samples over ``num_replicas * (accum_steps + 1)`` parts; with adaptive batch sizes
-    each part is the atomic batch size exactly.
+    ``batch_size`` samples over ``num_replicas * (accum_steps + 1)`` parts; with adaptive batch
+    sizes each part is the atomic batch size exactly.
     """
 
     batch_size: int
@@ -46,7 +46,7 @@ class Part:
     indices: list[int]
     """Indices into the data set; never empty."""
     num_samples: int
-    """How many of them count: all, or none when the batch only keeps step with the other replicas."""
+    """How many of them count: all, or none when the batch only keeps step with its peers."""
     is_optimizer_step: bool
     """Whether this is the last part of its iteration."""
     is_full: bool
@@ -81,9 +81,13 @@ class ElasticSampler:
         """The permutation of an epoch, shape [num_samples]."""
         if not self.shuffle:
             return torch.arange(self.num_samples)
+        return torch.randperm(self.num_samples, generator=self.generator(epoch))
+
+    def generator(self, epoch: int) -> torch.Generator:
+        """Random numbers of an epoch, apart from those that the model draws."""
         generator = torch.Generator()
         generator.manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
-        return torch.randperm(self.num_samples, generator=generator)
+        return generator
 
     def parts(self, *, epoch: int, index: int, shape: BatchShape, rank: int) -> Iterator[Part]:
         """The parts of replica ``rank`` from position ``index`` to the end of the epoch."""
@@ -111,6 +115,6 @@ class ElasticSampler:
 
 
 def split_evenly(count: int, num_parts: int) -> list[int]:
-    """Sizes of ``num_parts`` parts of ``count`` things, larger ones first, differing by one at most."""
+    """Sizes of ``num_parts`` parts of ``count`` things, the larger first, at most 1 apart."""
     small, larger = divmod(count, num_parts)
     return [small + 1] * larger + [small] * (num_parts - larger)

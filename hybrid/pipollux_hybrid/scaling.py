@@ -1,7 +1,7 @@
 """How the learning rate follows the batch size.
 
-A rule gives the factor on the learning rate for a batch ``scale`` times the initial one, of which one
-step is worth ``gain`` initial steps (:meth:`~pipollux_hybrid.noise.GradientNoiseScale.gain`).
+A rule gives the factor on the learning rate for a batch ``scale`` times the initial one, of which
+one step is worth ``gain`` initial steps (:meth:`~pipollux_hybrid.noise.GradientNoiseScale.gain`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """When each stage computes which micro-batch: the measured time line of one step.
 
-On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the tensors
-at its borders when the gradient comes in and goes out. On CUDA devices the notes are events on the
-stage's stream, read after the step, so that nothing waits for them; elsewhere they are the clock.
+On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the
+tensors at its borders when the gradient comes in and goes out. On CUDA devices the notes are events
+on the stage's stream, read after the step, so that nothing waits for them; elsewhere they are the
+clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,14 @@ from pipollux_perfmodel import StageEvent
 __all__ = ["StageTimer", "stage_times"]
 
 Mark = float | torch.cuda.Event
+Phase = Literal["forward", "backward"]
 
 
 @dataclass
 class _Span:
     stage: int
     microbatch: int
-    phase: str
+    phase: Phase
     start: Mark
     end: Mark | None = None
 
@@ -112,14 +114,14 @@ class StageTimer:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def _open(self, k: int, microbatch: int, phase: str) -> _Span:
+    def _open(self, k: int, microbatch: int, phase: Phase) -> _Span:
         span = _Span(k, microbatch, phase, self._mark(k))
         self._spans.append(span)
         self._counts[k].open.append(span)
         return span
 
     def _before(self, k: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
             counts = self._counts[k]
             if is_recomputing():
                 microbatch = self._num_recomputed - 1 - counts.recomputed
@@ -135,7 +137,7 @@ class StageTimer:
         return hook
 
     def _after(self, k: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             span = self._counts[k].open[-1]
             span.end = self._mark(k)
             outputs = output if isinstance(output, tuple) else (output,)

@@ -2,11 +2,11 @@
 
 DistributedDataParallel cannot do this: it expects each gradient once per backward, where GPipe with
 recomputation delivers one per micro-batch, and it loses gradients without a word when the number of
-micro-batches falls. So gradients are counted here. A stage's gradients are final when each of
-its parameters has been reached once for every recomputed micro-batch, plus once if the rest (all
-micro-batches that are not recomputed) share one pass; then its all-reduce starts, in the order K-1 … 0
-in which stages finish their backward. Whatever is still out at the end of the backward, because a layer
-was not used, is sent then.
+micro-batches falls. So gradients are counted here. A stage's gradients are final when each of its
+parameters has been reached once for every recomputed micro-batch, plus once if the rest (all
+micro-batches that are not recomputed) share one pass; then its all-reduce starts, in the order K-1
+… 0 in which stages finish their backward. Whatever is still out at the end of the backward, because
+a layer was not used, is sent then.
 
 Every gradient counts by its samples. With n_ra samples and mean gradient g_ra on replica r in
 accumulation step a, parameters end up with
@@ -144,7 +144,7 @@ class GradientSynchronizer:
         """Hook for the output of the pipeline: the backward begins with its gradient."""
         if not self._callback_queued:
             self._callback_queued = True
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish)
         # A batch that does not count leaves zeros everywhere, and its hooks all the same.
         return None if self._counted else torch.zeros_like(gradient)
 
@@ -191,7 +191,7 @@ class GradientSynchronizer:
         return hook
 
     def _arrival_hook(self, stage: _Stage) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
+        def hook(_parameter: Tensor) -> None:
             self._on_gradient(stage.index)
             with self._lock:
                 if stage.launched:

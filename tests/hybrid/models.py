@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,7 @@ def mlp() -> nn.Sequential:
     """Five linear layers: inputs [batch, 6], outputs [batch, 3]."""
     sizes = [6, 10, 10, 8, 8]
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], 3))
 

@@ -83,7 +83,7 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                failed, results[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301  # our own child's
+                failed, results[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301
             except EOFError:
                 processes[rank].join(TIMEOUT)
                 code = processes[rank].exitcode

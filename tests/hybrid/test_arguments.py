@@ -1,0 +1,170 @@
+"""A user's mistake meets one sentence that names the argument, its value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.hybrid.models import make_data, make_model
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from pipollux_hybrid import (
+    AdaptiveDataLoader,
+    ConfigurationError,
+    HybridParallel,
+    init_process_group,
+    remaining_epochs_until,
+)
+from pipollux_hybrid import context as contexts
+from pipollux_hybrid.balance import choose_devices
+from pipollux_hybrid.env import JobEnvironment
+
+
+@pytest.fixture(autouse=True)
+def fresh_context() -> Iterator[None]:
+    contexts.reset()
+    yield
+    contexts.reset()
+
+
+def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
+    module = module or make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return HybridParallel(module, optimizer, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 0}, r"num_stages=0: a whole number of at least 1"),
+        ({"num_stages": 99}, r"num_stages=99: the module has only 9 layers"),
+        ({"balance": [4, 4]}, r"balance=\[4, 4\] covers 8 layers, the module has 9"),
+        ({"balance": [9, 0]}, r"balance=\[9, 0\]: each stage needs at least one layer"),
+        ({"balance": [5, 4], "num_stages": 3}, r"makes 2 stages, but 3 were asked for"),
+        ({"num_microbatches": 0}, r"num_microbatches=0"),
+        ({"num_microbatches": 2.5}, r"num_microbatches=2.5"),
+        ({"checkpoint": "sometimes"}, r"checkpoint='sometimes': 'always', 'except_last', 'never'"),
+        ({"num_stages": 2, "devices": ["cpu"]}, r"2 stages need 2 devices, devices give 1"),
+    ],
+)
+def test_hybrid_parallel(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        wrap(**options)
+
+
+def test_modules() -> None:
+    with pytest.raises(ConfigurationError, match=r"module is a Linear: an nn.Sequential is needed"):
+        wrap(nn.Linear(2, 2))
+    shared = nn.Linear(6, 6)
+    with pytest.raises(ConfigurationError, match=r"(?i)duplicate"):
+        wrap(nn.Sequential(shared, nn.Tanh(), shared))
+    module, other = make_model("mlp"), make_model("mlp")
+    with pytest.raises(ConfigurationError, match=r"that is not in module"):
+        HybridParallel(module, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_inputs() -> None:
+    model = wrap(nn.Sequential(nn.Linear(6, 3)))
+    for inputs, message in [
+        ((3.0,), "the model got a float"),
+        ((torch.tensor(1.0),), "a scalar"),
+        ((torch.zeros(0, 6),), "an empty batch"),
+        ((torch.zeros(2, 6), torch.zeros(3, 6)), r"different size \(\(2, 6\), \(3, 6\)\)"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            model(*inputs)
+
+
+def test_state_dict_is_the_plain_models() -> None:
+    plain = make_model("mlp")
+    model = wrap(num_stages=3)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+
+
+def test_evaluation_gives_the_plain_models_outputs() -> None:
+    plain = make_model("mlp")
+    model = wrap(num_stages=3, num_microbatches=4)
+    inputs = make_data("mlp", 10).tensors[0]
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_loader() -> None:
+    data = make_data("mlp", 10)
+    for batch_size in (0, -1, 2.5, True):
+        with pytest.raises(ConfigurationError, match=r"batch_size=.*at least 1"):
+            AdaptiveDataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"takes no sampler"):
+        AdaptiveDataLoader(data, sampler=[1, 2])
+    with pytest.raises(ConfigurationError, match=r"Stream has no length"):
+        AdaptiveDataLoader(Stream())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4,), r"max_batch_size=4: must be at least batch_size=8"),
+        ((16, (0, 4)), r"local_bsz_bounds=\(0, 4\): \(smallest, largest\)"),
+        ((16, (8, 4)), r"local_bsz_bounds=\(8, 4\)"),
+        ((16, (32, 64)), r"1 replicas of at least 32 samples exceed max_batch_size=16"),
+        ((16, (1, 4)), r"do not reach batch_size=8; pass gradient_accumulation=True"),
+    ],
+)
+def test_batch_size_limits(arguments: tuple[object, ...], message: str) -> None:
+    loader = AdaptiveDataLoader(make_data("mlp", 10), batch_size=8)
+    with pytest.raises(ConfigurationError, match=message):
+        loader.autoscale_batch_size(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK is 2 but WORLD_SIZE is 2"),
+        ({"RANK": "one"}, r"environment variable RANK='one'"),
+        ({"PIPOLLUX_HINTS_INTERVAL": "0"}, r"PIPOLLUX_HINTS_INTERVAL='0': a positive number"),
+        ({"PIPOLLUX_NUM_STAGES": "-2"}, r"PIPOLLUX_NUM_STAGES='-2'"),
+    ],
+)
+def test_environment(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        JobEnvironment.read(environment)
+
+
+def test_several_replicas_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="start the script with torchrun"):
+        init_process_group()
+    with pytest.raises(ConfigurationError, match=r"call pipollux_hybrid.init_process_group\(\)"):
+        make_loader()
+    with pytest.raises(ConfigurationError, match=r"'nccl' and 'gloo' are allowed"):
+        init_process_group("mpi")
+
+
+def make_loader() -> AdaptiveDataLoader[object]:
+    return AdaptiveDataLoader(make_data("mlp", 4))  # type: ignore[arg-type]
+
+
+def test_epochs() -> None:
+    with pytest.raises(ValueError, match="num_epochs=-1"):
+        list(remaining_epochs_until(-1))
+    assert list(remaining_epochs_until(3)) == [0, 1, 2]
+    assert list(remaining_epochs_until(3)) == [], "they are over"
+
+
+def test_devices_of_the_environment() -> None:
+    env = JobEnvironment.read({"PIPOLLUX_DEVICES": "cpu, cpu"})
+    assert choose_devices(env, 2, None) == [torch.device("cpu")] * 2
+    with pytest.raises(
+        ConfigurationError, match="3 stages need 3 devices, PIPOLLUX_DEVICES give 2"
+    ):
+        choose_devices(env, 3, None)

@@ -1,0 +1,151 @@
+"""Where the layers are cut, what the timers see, what the profile makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+from tests.hybrid.models import make_model
+from torch import Tensor, nn
+
+from pipollux_hybrid.balance import layer_times
+from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
+from pipollux_hybrid.profile import WARMUP, Configuration, StepProfile
+from pipollux_hybrid.stagetimer import StageTimer, stage_times
+
+
+def busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        busy(seconds)
+        ctx.seconds = seconds  # type: ignore[attr-defined]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        busy(2 * ctx.seconds)  # type: ignore[attr-defined]
+        return gradient, gradient.sum().reshape(1), None
+
+
+class Work(nn.Module):
+    """Takes a known time forward, and twice that backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Work.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "recomputed"), [("never", 0), ("except_last", 2), ("always", 3)]
+)
+def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int) -> None:
+    """Stages of 4 and 8 ms forward: what is measured is at least that, and not much more."""
+    module = nn.Sequential(Work(0.004), Work(0.004), Work(0.004))
+    devices = [torch.device("cpu")] * 2
+    engine = PipelineEngine(module, [1, 2], devices, checkpoint)
+    timer = StageTimer(engine.stages, devices)
+    num_recomputed = engine.checkpointed(3, training=True)
+    assert num_recomputed == recomputed
+    forward, backward = [math.inf] * 2, [math.inf] * 2
+    for _ in range(3):  # the best of three, as neighbours may take the processor away
+        timer.start(num_recomputed)
+        output = engine.run(torch.ones(3, 2), 3, training=True)
+        handle = module[0].weight.register_post_accumulate_grad_hook(
+            lambda _: timer.gradient_arrived(0)
+        )
+        output.sum().backward()  # type: ignore[union-attr]
+        handle.remove()
+        events = timer.stop()
+        ends = [event.end for event in events]
+        assert all(b.start >= a.start for a, b in itertools.pairwise(events))
+        assert max(ends) > 0
+        seen = {(e.stage, e.microbatch, e.phase) for e in events}
+        assert seen == {
+            (k, i, p) for k in (0, 1) for i in (0, 1, 2) for p in ("forward", "backward")
+        }
+        f, b = stage_times(events, 2, 3)
+        forward, backward = (
+            [min(x) for x in zip(forward, f, strict=True)],
+            [min(x) for x in zip(backward, b, strict=True)],
+        )
+    again = recomputed / 3  # recomputation is part of the backward
+    assert forward == pytest.approx([0.004, 0.008], rel=0.4)
+    assert backward == pytest.approx([0.008 + again * 0.004, 0.016 + again * 0.008], rel=0.4)
+    assert not timer.running
+
+
+def test_layer_times_leave_the_model_alone() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Work(0.005))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    times = layer_times(module, torch.randn(4, 6))
+    assert times[2] > times[0]
+    assert times[2] >= 0.015
+    assert all(p.grad is None for p in module.parameters())
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def test_micro_batches_are_those_of_chunk() -> None:
+    for batch_size in range(1, 20):
+        for num_microbatches in range(1, 9):
+            chunks = torch.zeros(batch_size).chunk(num_microbatches)
+            assert microbatch_sizes(batch_size, num_microbatches) == [len(c) for c in chunks]
+
+
+def test_micro_batches_may_grow_on_a_live_pipeline() -> None:
+    module = make_model("mlp")
+    engine = PipelineEngine(module, [4, 5], [torch.device("cpu")] * 2, "always")
+    inputs = torch.randn(8, 6, dtype=torch.float64)
+    for num_microbatches in (1, 2, 8, 4):
+        output = engine.run(inputs, num_microbatches, training=True)
+        assert isinstance(output, Tensor)
+        output.sum().backward()
+
+
+def configuration(atomic_bsz: int = 8, num_replicas: int = 1) -> Configuration:
+    return Configuration(2, num_replicas, num_replicas, atomic_bsz, 4)
+
+
+def test_profile_is_the_median_without_the_first_steps() -> None:
+    profile = StepProfile()
+    for seconds in [9.0] * WARMUP + [0.1, 0.1, 0.1, 5.0, 0.1]:
+        profile.add_step(configuration(), seconds, 0.02, optimizer=True)
+    data = profile.fit_data(2)
+    assert data is not None
+    assert data.optim_step_time == [0.1]
+    assert data.accum_step_time == [pytest.approx(0.08)]
+    assert math.isnan(data.compute_time[0])
+    assert data.forward_shares == pytest.approx((1 / 6, 1 / 6))
+    assert profile.fit_data(3) is None, "other stages were never measured"
+
+
+def test_profile_outlives_a_checkpoint_and_knows_stages() -> None:
+    profile = StepProfile()
+    for replicas in (1, 2):
+        for _ in range(WARMUP + 3):
+            profile.add_step(configuration(num_replicas=replicas), 0.2, 0.0, optimizer=True)
+        profile.add_stages(configuration(num_replicas=replicas), [0.01, 0.03], [0.02, 0.04])
+    restored = StepProfile()
+    restored.load_json(profile.to_json())
+    data = restored.fit_data(2)
+    assert data == profile.fit_data(2)
+    assert data is not None
+    assert data.num_replicas == [1, 2]
+    assert data.compute_time == pytest.approx([0.1, 0.1])
+    assert data.forward_shares == pytest.approx((0.1, 0.3))
+    assert data.backward_shares == pytest.approx((0.2, 0.4))
+    assert restored.max_replicas == 2
