@@ -1,0 +1,41 @@
+"""The package as a whole: its examples are true, its names are public, it needs no torch."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import pipollux_perfmodel
+
+MODULES = [module.name for module in pkgutil.iter_modules(pipollux_perfmodel.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    module = importlib.import_module(f"pipollux_perfmodel.{name}")
+    assert doctest.testmod(module).failed == 0
+
+
+def test_every_public_name_exists_and_says_what_it_is() -> None:
+    for name in pipollux_perfmodel.__all__:
+        assert getattr(pipollux_perfmodel, name).__doc__, name
+
+
+def test_imports_neither_torch_nor_a_cluster() -> None:
+    code = (
+        "import sys, pipollux_perfmodel; "
+        "print([m for m in ('torch', 'pipollux_sched', 'pipollux_hybrid') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout.strip() == "[]"
