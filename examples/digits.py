@@ -1,6 +1,6 @@
 """A small network that reads handwritten digits: one stage, as many replicas as are worth it.
 
-The 1797 images come inside scikit-learn. Run it by itself, with torchrun, or under the scheduler:
+`digits_plain.py` is the same script before Pipollux. The 1797 images come inside scikit-learn.
 
     python examples/digits.py
     torchrun --nproc-per-node 2 examples/digits.py
@@ -20,10 +20,9 @@ import pipollux_hybrid as pipollux
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Read handwritten digits.")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=32, help="initial, over all replicas")
-    parser.add_argument("--max-batch-size", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=32)
     return parser.parse_args()
 
 
@@ -38,24 +37,24 @@ def main() -> None:
     held_out = torch.arange(len(targets)) % 5 == 0
     dataset = TensorDataset(inputs[~held_out], targets[~held_out])
 
-    module = nn.Sequential(
+    model = nn.Sequential(
+        nn.Dropout2d(0.1),
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
+        nn.Dropout(0.5),
         nn.Linear(1024, 128),
         nn.ReLU(),
+        nn.Dropout(0.5),
         nn.Linear(128, 10),
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loader = pipollux.AdaptiveDataLoader(dataset, batch_size=args.batch_size, shuffle=True)
-    loader.autoscale_batch_size(
-        args.max_batch_size, local_bsz_bounds=(8, 128), gradient_accumulation=True
-    )
-    model = pipollux.HybridParallel(module, optimizer, num_stages=1)
+    loader.autoscale_batch_size(256, local_bsz_bounds=(8, 128), gradient_accumulation=True)
+    model = pipollux.HybridParallel(model, optimizer, num_stages=1, num_microbatches=2)
 
     for epoch in pipollux.remaining_epochs_until(args.epochs):
         model.train()

