@@ -63,13 +63,13 @@ class Reporter:
 
     def add_point(self, point: Point) -> None:
         """Report an optimizer step; of steps in quick succession the latest is kept."""
-        self._ensure_running()
         with self._lock:
             if point.time - self._last_point < 1.0 / POINTS_PER_SECOND:
                 self._held = point
                 return
             self._last_point, self._held = point.time, None
             self._points.append(_camel_case(asdict(point)))
+        self._ensure_running()
 
     def add_timeline(
         self, step: int, num_stages: int, num_microbatches: int, events: list[StageEvent]
@@ -102,8 +102,10 @@ class Reporter:
         headers = {"Authorization": f"Bearer {self._context.env.token or ''}"}
         # Loopback and cluster addresses are not for proxies.
         with httpx.Client(timeout=REQUEST_TIMEOUT, headers=headers, trust_env=False) as client:
-            while not self._stop.wait(REPORT_INTERVAL):
+            # The first point goes out at once: the scheduler waits to see the job train.
+            while not self._stop.is_set():
                 self._turn(client)
+                self._stop.wait(REPORT_INTERVAL)
             with self._lock:
                 if self._held is not None:
                     self._points.append(_camel_case(asdict(self._held)))

@@ -1,0 +1,337 @@
+"""Who gets what: when to ask the policy, and what of its answer is carried out.
+
+* A job that has just come starts at once where something is free (`Strategy.place`).
+* All jobs are weighed against each other at every interval, and when one has come or ended
+  (`Strategy.optimize`).
+* A job whose present generation has not taken its first step, or is being stopped, is left where
+  it is: it would be moved on the strength of nothing, and moved again soon.
+* A job gets at most twice the replicas that its step time was measured on, so that a model that is
+  optimistic about what it has not seen is never trusted far (`inventory.replica_cap`).
+* Whatever the policy says is checked against nodes, slots and bounds before anything happens.
+
+`place_new` and `reallocate` are pure: they turn what is known into decisions. `Allocator` reads
+what is known from the store, and lets what was decided happen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
+
+from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_sched.explanation import explain
+from pipollux_sched.inventory import configuration, free_resources, job_info, node_template
+from pipollux_sched.lifecycle import Allocate, JobState, Phase
+from pipollux_sched.policy import JobInfo, NodeInfo
+from pipollux_sched.spec import parse_job
+from pipollux_sched.store import JobRecord, Store, UnknownJobError
+
+_LOG = logging.getLogger(__name__)
+
+Nodes: TypeAlias = Mapping[str, NodeInfo]
+
+
+class Policy(Protocol):
+    """What the allocator asks of an allocation policy: see `pipollux_sched.policy`."""
+
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> list[str]:
+        """Place one job that has just come on what is free."""
+
+    def optimize(
+        self,
+        jobs: Mapping[str, JobInfo],
+        nodes: Nodes,
+        base_allocations: Mapping[str, list[str]],
+        node_template: NodeInfo,
+    ) -> tuple[dict[str, list[str]], int]:
+        """Allocate all jobs anew."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job that has not ended, as the allocator sees it."""
+
+    name: str
+    info: JobInfo
+    allocation: tuple[str, ...] = ()
+    """Node of each replica that it holds or was promised."""
+    pinned: bool = False
+    """Whether it is to be left where it is for now."""
+    suspended: bool = False
+    """Whether the policy took everything from it, and so alone may give it something again."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one job is to get, and why."""
+
+    job: str
+    nodes: tuple[str, ...]
+    previous: tuple[str, ...] = ()
+    why: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """num_stages, and, where it can be predicted, batch_size and speedup."""
+
+
+class Strategy(Protocol):
+    """How decisions are come by."""
+
+    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+        """Give a job that holds nothing a start on what is free, or nothing."""
+
+    def optimize(
+        self, candidates: Sequence[Candidate], nodes: Nodes
+    ) -> Mapping[str, Sequence[str]]:
+        """Give every job its share of all nodes."""
+
+
+@dataclass(frozen=True)
+class PolicyStrategy:
+    """Asks an allocation policy."""
+
+    policy: Policy
+
+    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+        """Ask the policy for a start."""
+        return self.policy.allocate_job(candidate.info, free)
+
+    def optimize(
+        self, candidates: Sequence[Candidate], nodes: Nodes
+    ) -> Mapping[str, Sequence[str]]:
+        """Ask the policy for all; what is to be left where it is, it is told not to preempt."""
+        jobs = {
+            job.name: replace(job.info, preemptible=False) if job.pinned else job.info
+            for job in candidates
+        }
+        base = {job.name: list(job.allocation) for job in candidates if job.allocation}
+        return self.policy.optimize(jobs, nodes, base, node_template(nodes))[0]
+
+
+@dataclass(frozen=True)
+class FixedStrategy:
+    """Gives each job exactly what was decided beforehand, as soon as it is free."""
+
+    allocations: Mapping[str, Sequence[str]]
+
+    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+        """Give a job its allocation if all of it is free."""
+        nodes = tuple(self.allocations.get(candidate.name, ()))
+        return nodes if _fits(free, [replace(candidate, allocation=nodes)]) else ()
+
+    def optimize(
+        self,
+        candidates: Sequence[Candidate],
+        nodes: Nodes,  # noqa: ARG002
+    ) -> Mapping[str, Sequence[str]]:
+        """Leave everything as it is."""
+        return {job.name: job.allocation for job in candidates}
+
+
+def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+    """Start jobs that hold nothing on what is free, those that came first before the others.
+
+    Raises:
+        ValueError: what the strategy came to is impossible; the text says why.
+    """
+    placed = {job.name: job for job in candidates}
+    for job in candidates:
+        if not (job.allocation or job.pinned or job.suspended):
+            free = _with_resources(nodes, _free(nodes, list(placed.values())))
+            placed[job.name] = replace(job, allocation=tuple(strategy.place(job, free)))
+    return _decisions(candidates, list(placed.values()), nodes)
+
+
+def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+    """Decide anew on all jobs; the decisions are those that change something.
+
+    Raises:
+        ValueError: what the strategy came to is impossible; the text says why.
+    """
+    if not candidates:
+        return []
+    result = strategy.optimize(candidates, nodes)
+    after = [replace(job, allocation=tuple(result.get(job.name, ()))) for job in candidates]
+    return _decisions(candidates, after, nodes)
+
+
+def why_waiting(job: Candidate, candidates: Sequence[Candidate], nodes: Nodes) -> str:
+    """Say why a job that holds nothing gets nothing at the moment."""
+    return explain(job.info, (), (), nodes, _free(nodes, candidates))
+
+
+def is_pinned(state: JobState) -> bool:
+    """Say whether a job is to be left where it is: it starts, stops, or waits after a failure."""
+    if state.phase is Phase.RESTARTING or state.intent is not None:
+        return True
+    return bool(state.launched) and not state.settled
+
+
+def _decisions(
+    before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
+) -> list[Decision]:
+    """Return what changes, with reasons, once it is known to be possible."""
+    pairs = [
+        (old, new)
+        for old, new in zip(before, after, strict=True)
+        if sorted(old.allocation) != sorted(new.allocation)
+    ]
+    for old, new in pairs:
+        _check(old, new, nodes)
+    if pairs and not _fits(nodes, after):
+        raise ValueError(f"more is given than there is: {[new.allocation for new in after]}")
+    free = _free(nodes, after)
+    return [_decision(old, new, nodes, free) for old, new in pairs]
+
+
+def _check(old: Candidate, new: Candidate, nodes: Nodes) -> None:
+    if old.pinned:
+        raise ValueError(f"job {old.name!r} was to be left where it is")
+    unknown = set(new.allocation) - nodes.keys()
+    if unknown:
+        raise ValueError(f"job {old.name!r} is given nodes that are not there: {unknown}")
+    if new.allocation and len(new.allocation) < old.info.min_replicas:
+        raise ValueError(
+            f"job {old.name!r} is given {len(new.allocation)} replicas, "
+            f"its min_replicas is {old.info.min_replicas}"
+        )
+
+
+def _decision(
+    old: Candidate, new: Candidate, nodes: Nodes, free: Mapping[str, Mapping[str, int]]
+) -> Decision:
+    known = configuration(new.info, new.allocation)
+    details = {
+        "num_stages": new.info.num_stages,
+        "batch_size": known.batch_size if known else None,
+        "speedup": known.speedup if known and math.isfinite(known.speedup) else None,
+    }
+    why = explain(new.info, old.allocation, new.allocation, nodes, free)
+    return Decision(new.name, new.allocation, old.allocation, why, details)
+
+
+def _free(nodes: Nodes, candidates: Sequence[Candidate]) -> dict[str, dict[str, int]]:
+    """Return what the jobs leave of every node; negative where they hold more than there is."""
+    infos = {job.name: job.info for job in candidates}
+    return free_resources(nodes, infos, {job.name: job.allocation for job in candidates})
+
+
+def _fits(nodes: Nodes, candidates: Sequence[Candidate]) -> bool:
+    left = _free(nodes, candidates)
+    return all(amount >= 0 for resources in left.values() for amount in resources.values())
+
+
+def _with_resources(nodes: Nodes, resources: Mapping[str, Mapping[str, int]]) -> Nodes:
+    return {name: replace(node, resources=resources[name]) for name, node in nodes.items()}
+
+
+def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
+    """Read hints; those that an older version left and this one cannot read are as good as none."""
+    try:
+        return SchedHints.from_json_object(hints) if hints else None
+    except HintsError as error:
+        _LOG.warning("the hints of job %s are left aside: %s", job, error)
+        return None
+
+
+class Allocator:
+    """Reads what is known from the store, decides, and lets it happen.
+
+    Args:
+        store: knows the jobs.
+        nodes: the nodes and what jobs may use of them.
+        strategy: how decisions are come by.
+        carry_out: lets a job be allocated.
+        restart_seconds: what a restart is taken to cost before a job's own was measured.
+        clock: tells the time, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        nodes: Nodes,
+        strategy: Strategy,
+        *,
+        carry_out: Callable[[str, Allocate], object],
+        restart_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._nodes = dict(nodes)
+        self._strategy = strategy
+        self._carry_out = carry_out
+        self._restart_seconds = restart_seconds
+        self._clock = clock
+
+    def run_once(self) -> list[Decision]:
+        """Start what can be started, then weigh all jobs against each other.
+
+        A policy that fails, or wants what is impossible, changes nothing; the log says so.
+
+        Returns:
+            The decisions that were carried out.
+        """
+        decisions = [*self._attempt(place_new), *self._attempt(reallocate)]
+        self._queue_the_rest()
+        return decisions
+
+    def candidates(self) -> list[Candidate]:
+        """Return the jobs that can be decided on, as they stand now, in the order they came."""
+        hints, launches = self._store.hints(), self._store.num_launches()
+        found = [
+            self._candidate(job, hints.get(job.name), launches.get(job.name, 0))
+            for job in self._store.jobs()
+            if not job.phase.ended
+        ]
+        # Pinned to nothing: it is being stopped, and can be weighed again when it has.
+        return [job for job in found if job.allocation or not job.pinned]
+
+    def _candidate(
+        self, job: JobRecord, hints: Mapping[str, Any] | None, launches: int
+    ) -> Candidate:
+        spec = parse_job(job.spec)
+        info = job_info(
+            spec,
+            _believed(job.name, hints) or spec.hints,
+            age=max(self._clock() - job.submitted_at, 0.0),
+            created=job.submitted_at,
+            num_restarts=max(launches - 1, 0),
+            restart_seconds=self._store.restart_seconds(job.name, self._restart_seconds),
+        )
+        return Candidate(
+            job.name,
+            info,
+            job.state.allocation,
+            pinned=is_pinned(job.state),
+            suspended=job.phase is Phase.SUSPENDED,
+        )
+
+    def _attempt(
+        self, decide: Callable[[Sequence[Candidate], Nodes, Strategy], list[Decision]]
+    ) -> list[Decision]:
+        candidates = self.candidates()
+        try:
+            decisions = decide(candidates, self._nodes, self._strategy)
+        except Exception:
+            _LOG.exception("the policy failed, so all allocations stay as they are")
+            return []
+        for decision in decisions:
+            self._let(decision.job, Allocate(decision.nodes, decision.why, decision.details))
+        return decisions
+
+    def _queue_the_rest(self) -> None:
+        """Say of the jobs that have just come and got nothing why they wait."""
+        candidates = self.candidates()
+        new = {job.name for job in self._store.jobs() if job.phase is Phase.CREATED}
+        for job in candidates:
+            if job.name in new and not job.allocation:
+                self._let(job.name, Allocate((), why_waiting(job, candidates, self._nodes)))
+
+    def _let(self, name: str, event: Allocate) -> None:
+        try:
+            self._carry_out(name, event)
+        except UnknownJobError:
+            _LOG.warning("job %s was decided on, but is gone", name)

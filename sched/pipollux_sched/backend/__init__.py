@@ -1,0 +1,16 @@
+"""Engines that carry allocations out."""
+
+from __future__ import annotations
+
+from .base import Backend, BackendError, Node, Report, Running, Workload
+from .local import LocalBackend
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "LocalBackend",
+    "Node",
+    "Report",
+    "Running",
+    "Workload",
+]

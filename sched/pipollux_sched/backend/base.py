@@ -1,0 +1,122 @@
+"""What an engine must be able to do so that Pollux can run jobs on it.
+
+A backend answers four questions: which nodes are there (`nodes`), make this job run there
+(`apply`), what runs (`running`, `poll`), stop (`stop`, `shutdown`). `apply` and `stop` only ask and
+do not wait for a process; `poll`, called again and again by one thread, carries on with what is
+under way and reports what has come of it, in the words of `pipollux_sched.lifecycle`.
+
+A generation lives and dies as a whole: when one replica fails, the backend ends the others and
+reports one `Exited`. It is reported once, after the last process has ended and its slots are free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.lifecycle import Exited, Started
+
+
+class BackendError(SchedulerError):
+    """A backend cannot do what was asked; the text is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that a backend can start replicas on."""
+
+    slots: int
+    """Number of devices."""
+    kind: str
+    """What a slot is: "cpu" (a CPU device of one thread) or "gpu"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every pipeline replica of a job runs, whichever the allocation."""
+
+    job: str
+    """Name of the job."""
+    script: Path
+    args: tuple[str, ...] = ()
+    num_stages: int = 1
+    """K, the devices that one replica needs on its node."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the processes."""
+    directory: Path | None = None
+    """Working directory; None: that of the scheduler."""
+
+
+class Report(NamedTuple):
+    """Something that came of an earlier `apply` or `stop`, or happened by itself."""
+
+    job: str
+    event: Started | Exited
+
+
+class Running(NamedTuple):
+    """A generation whose processes are there, or about to be."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+class Backend(ABC):
+    """An engine that runs generations of jobs, one torchrun agent per pipeline replica."""
+
+    name: str = "backend"
+
+    @abstractmethod
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the nodes that replicas can be started on, by name."""
+
+    @abstractmethod
+    def free(self) -> Mapping[str, int]:
+        """Return the number of slots by node that no process holds."""
+
+    @abstractmethod
+    def apply(self, workload: Workload, generation: int, nodes: Sequence[str]) -> None:
+        """Make a job run as `generation`, with one replica for each entry of `nodes`.
+
+        An earlier generation of the job that still runs is stopped gracefully first, and the new
+        one waits until its slots are free. Returns at once; `poll` does the work and reports
+        `Started`, or `Exited` where nothing could be started.
+
+        Raises:
+            BackendError: `nodes` names a node that is not there or too small.
+        """
+
+    @abstractmethod
+    def stop(self, job: str, grace: float) -> bool:
+        """Ask a job's processes to save and end; they are killed when `grace` seconds have passed.
+
+        Returns at once; `poll` does the work and reports `Exited`. Asked again, only a shorter
+        grace counts.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Report]:
+        """Carry on with what is under way; return what has happened since the last call."""
+
+    @abstractmethod
+    def running(self) -> Mapping[str, Running]:
+        """Return what runs, by job."""
+
+    @abstractmethod
+    def recover(self, grace: float) -> list[str]:
+        """End what an earlier scheduler of the same state directory left running.
+
+        Returns:
+            One line for each process that was found.
+        """
+
+    @abstractmethod
+    def shutdown(self, grace: float = 0.0) -> None:
+        """End everything; return when nothing runs any more, at the latest soon after `grace`."""

@@ -1,0 +1,90 @@
+"""Finding every process that belongs to a job, and ending it.
+
+torchrun starts its workers in sessions of their own, so killing an agent's process group leaves
+them behind; and once an agent is dead its workers are no longer its children. So processes are
+found both ways: down the tree from the agents, and by marks in the environment that children
+inherit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+import psutil
+
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at processes that are being waited for."""
+
+
+def descendants(pids: Iterable[int]) -> set[psutil.Process]:
+    """Return the living processes with these ids, and all that descend from them."""
+    found: set[psutil.Process] = set()
+    for pid in pids:
+        with suppress(psutil.Error):
+            root = psutil.Process(pid)
+            found.update((root, *root.children(recursive=True)))
+    return {process for process in found if is_alive(process)}
+
+
+def marked(wanted: Callable[[Mapping[str, str]], bool]) -> set[psutil.Process]:
+    """Return the living processes whose environment is `wanted`, this one and its parents not."""
+    spared = {os.getpid()}
+    with suppress(psutil.Error):
+        spared.update(parent.pid for parent in psutil.Process().parents())
+    found = set()
+    for process in psutil.process_iter():
+        if process.pid in spared:
+            continue
+        with suppress(psutil.Error, OSError):
+            if wanted(process.environ()) and is_alive(process):
+                found.add(process)
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Say whether a process can still do something; a zombie cannot."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes; psutil sees to it that none is hit that merely has the same id."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+
+
+def end(find: Callable[[], set[psutil.Process]], grace: float, limit: float = 10.0) -> bool:
+    """Ask processes to end, and kill those that have not after `grace` seconds.
+
+    Only those that no other one of them has started are asked: an agent passes the signal on, and a
+    worker that gets it twice would take the second for impatience.
+
+    Args:
+        find: tells which processes are to end; asked again and again.
+        grace: seconds that they have to save.
+        limit: seconds after which killing them is given up as well.
+
+    Returns:
+        Whether none is left.
+    """
+    first = find()
+    ids = {process.pid for process in first}
+    for process in first:
+        with suppress(psutil.Error):
+            if process.ppid() not in ids:
+                process.terminate()
+    deadline = time.monotonic() + grace
+    left = first
+    while left and time.monotonic() < deadline + limit:
+        if time.monotonic() >= deadline:
+            kill(left)
+        time.sleep(POLL_INTERVAL)
+        left = find()
+    return not left

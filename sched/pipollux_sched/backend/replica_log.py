@@ -1,0 +1,74 @@
+"""What replicas print: finding the lines that say why one failed.
+
+torchrun writes its own report behind what the script printed, and ends with status 1 whatever
+happened; the script's last words and its exit status have to be read out of the log.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+_REPORT = re.compile(
+    r"^E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: (?P<status>-?\d+)\)"
+)
+_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: 15\b")
+_STOPPED = 128 + signal.SIGTERM
+_AGENT_LINE = re.compile(r"^[EWI]\d{4} .*torch/distributed/")
+
+_READ_LIMIT = 256 * 1024
+_LINE_LIMIT = 300
+
+
+class LastWords(NamedTuple):
+    """How a script ended."""
+
+    status: int | None
+    """Exit status, negative for a signal; None where torchrun reported none."""
+    lines: list[str]
+    """The last lines that it printed."""
+    asked_to_stop: bool = False
+    """Whether it, or its agent, ended because of a SIGTERM."""
+
+    def describe(self) -> str:
+        """Say how it ended, in words that continue "replica 0 …"."""
+        if self.status is None:
+            return "ended without a report by torchrun"
+        if self.status >= 0:
+            return f"ended with exit status {self.status}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:
+            name = f"signal {-self.status}"
+        return f"was ended by {name}"
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a file, fewer when it is short, none when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - _READ_LIMIT, 0))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return text.splitlines()[-count:] if count > 0 else []
+
+
+def last_words(path: Path, count: int = 20) -> LastWords:
+    """Read how a script ended, and the last lines it printed before torchrun reported on it.
+
+    Where the script printed nothing, the lines are torchrun's own.
+    """
+    lines = last_lines(path, 100_000)
+    reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]
+    report = _REPORT.match(lines[reports[0]]) if reports else None
+    own = [line for line in lines[: reports[0] if reports else None] if not _AGENT_LINE.match(line)]
+    while own and not own[-1].strip():
+        own.pop()
+    asked = any(_SIGNALLED.search(line) for line in lines)
+    shown = [line[:_LINE_LIMIT] for line in (own or lines)[-count:]]
+    status = int(report["status"]) if report else None
+    return LastWords(status, shown, asked or status in (_STOPPED, -signal.SIGTERM))

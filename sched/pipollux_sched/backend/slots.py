@@ -1,0 +1,59 @@
+"""Which replica holds which slot of which node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class SlotLedger:
+    """The slots of all nodes, and who holds them.
+
+    Example:
+        >>> ledger = SlotLedger({"node-a": 2, "node-b": 2})
+        >>> ledger.take("job", ["node-a", "node-b"], num_stages=2)
+        [(0, 1), (0, 1)]
+
+    Args:
+        nodes: number of slots by node.
+    """
+
+    def __init__(self, nodes: Mapping[str, int]) -> None:
+        self._size = dict(nodes)
+        self._free = {name: set(range(slots)) for name, slots in nodes.items()}
+        self._held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+
+    def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
+        """Say whether the replicas would fit if nobody held anything."""
+        return all(
+            name in self._size and nodes.count(name) * num_stages <= self._size[name]
+            for name in nodes
+        )
+
+    def take(
+        self, holder: str, nodes: Sequence[str], num_stages: int
+    ) -> list[tuple[int, ...]] | None:
+        """Give each replica `num_stages` slots of its node, the lowest free ones.
+
+        Returns:
+            The slots of each replica; None, and nothing taken, where they are not all free.
+        """
+        if holder in self._held:
+            raise ValueError(f"{holder} holds slots already; they must be given back first")
+        if any(nodes.count(name) * num_stages > len(self._free.get(name, ())) for name in nodes):
+            return None
+        taken = []
+        for name in nodes:
+            slots = tuple(sorted(self._free[name])[:num_stages])
+            self._free[name].difference_update(slots)
+            taken.append(slots)
+        self._held[holder] = list(zip(nodes, taken, strict=True))
+        return taken
+
+    def release(self, holder: str) -> None:
+        """Take back all that `holder` has."""
+        for name, slots in self._held.pop(holder, []):
+            self._free[name].update(slots)
+
+    def free(self) -> dict[str, int]:
+        """Return the number of free slots by node."""
+        return {name: len(slots) for name, slots in self._free.items()}

@@ -1,0 +1,7 @@
+"""The command `pipollux`; `app` lists its commands, each group of them is a module of its own."""
+
+from __future__ import annotations
+
+from .app import main
+
+__all__ = ["main"]

@@ -1,0 +1,154 @@
+"""`pipollux` itself: the list of commands, and what becomes of errors.
+
+To add a command, write a typer function of that name (``-`` becomes ``_``) in a module of this
+package and put a line into `COMMANDS`. A module is imported only when one of its commands is run,
+so `pipollux --help` stays fast whatever they import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .console import FAILED, USAGE, CommandError, complain
+
+
+class _Entry(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": _Entry("demo", "Show it all at work on this machine, and write a report."),
+    "plan": _Entry("plan", "Print what every job of a file would get; touch nothing."),
+    "apply": _Entry("apply", "Carry a plan out on this machine, and wait for the jobs."),
+    "serve": _Entry("serve", "Run the scheduler until it is interrupted."),
+    "submit": _Entry("jobs", "Submit jobs to a running scheduler."),
+    "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
+    "cancel": _Entry("jobs", "Cancel a job."),
+    "logs": _Entry("jobs", "Print what a job has written."),
+    "report": _Entry("report", "Draw the report of a run anew from its event log."),
+    "version": _Entry("version", "Print the version."),
+}
+"""Every command, in the order of `--help`: its module, and its line there."""
+
+
+class _LazyGroup(TyperGroup):
+    """A group whose commands are imported when they are run, not when they are listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        if cmd_name not in self.commands and cmd_name in COMMANDS:
+            return TyperCommand(name=cmd_name, help=COMMANDS[cmd_name].summary)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command, and return the command."""
+    module = import_module(f"pipollux_sched.cli.{COMMANDS[name].module}")
+    command = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    command.command(name)(getattr(module, name.replace("-", "_")))
+    return typer.main.get_command(command)
+
+
+app = typer.Typer(
+    name="pipollux",
+    cls=_LazyGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .version import version
+
+        version()
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def pipollux(
+    context: typer.Context,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Train models cut into GPipe stages on as many nodes as are worth having.
+
+    A scheduler moves whole pipeline replicas between jobs, so that the goodput
+    of the cluster (useful training progress per second) is as high as can be.
+
+    Begin with [bold]pipollux demo[/bold]; then see what it would do with jobs of your own:
+
+        pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `pipollux` and exit: 0 done, 1 failed, 2 usage.
+
+    A user's mistake ends in one clear sentence on standard error, never in a traceback.
+
+    Args:
+        args: the command line without the program; None: `sys.argv`.
+    """
+    sys.exit(_run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
+        code = app(args=args, prog_name="pipollux", standalone_mode=False)
+        # Here, and not at the interpreter's end, a closed pipe can still be met.
+        sys.stdout.flush()
+    except CommandError as error:
+        complain(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
+        return FAILED
+    except BrokenPipeError:
+        # The reader, say `head`, has what it wanted; nobody is left to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return _known_error(error, sys.argv[1:] if args is None else args)
+    return code if isinstance(code, int) else 0
+
+
+def _known_error(error: Exception, args: Sequence[str]) -> int:
+    """Say what a known error means; one that is not known is a defect, and shows where."""
+    if hasattr(error, "format_message"):  # typer's own, about the command line
+        command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
+        complain(f"{error.format_message().rstrip('.')}; see '{command} --help'")
+        return USAGE
+    # Only who raises these has imported their modules.
+    spec = sys.modules.get("pipollux_sched.spec")
+    planner = sys.modules.get("pipollux_sched.planner")
+    if spec and isinstance(error, spec.SpecError):
+        complain(*error.problems)
+        return USAGE
+    if planner and isinstance(error, planner.PlanError):
+        complain(str(error))
+        return FAILED
+    raise error

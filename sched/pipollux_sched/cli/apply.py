@@ -1,0 +1,121 @@
+"""`pipollux apply`: a plan, carried out on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from pipollux_sched.event_line import event_line
+from pipollux_sched.interruption import Interruption
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.planner import Plan
+from pipollux_sched.planner import plan as make_plan
+from pipollux_sched.service import Scheduler
+from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
+from pipollux_sched.store import JobRecord, StateDir, Store
+
+from .console import CommandError
+from .failure import one_sentence
+from .jobs import located
+from .options import ClusterFile, JobsFile, StateDirectory
+from .plan import print_table
+
+TICK = 0.2
+"""Seconds between two looks at whether somebody wants it to end."""
+
+
+def apply(
+    cluster: ClusterFile,
+    jobs: JobsFile,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Carry a plan out on this machine, and wait for the jobs.
+
+    The plan is that of `pipollux plan`; each job runs at exactly the allocation
+    it has there, as torchrun processes of this machine, until all are complete.
+    Run again after an interruption, jobs go on from their last checkpoint, and
+    those that are complete are left alone.
+
+    Exit code: 0 all jobs are complete; 1 one is not; 2 a file or an option is
+    wrong.
+    """
+    nodes = load_cluster(cluster)
+    specs = [located(spec, jobs) for spec in load_jobs(jobs)]
+    directory = StateDir.choose(state_dir)
+    with one_sentence():
+        done = _complete(directory)
+        left = [spec for spec in specs if spec.name not in done]
+        for spec in specs:
+            if spec.name in done:
+                typer.echo(f"{spec.name} is complete already, and left alone.")
+        if not left:
+            return
+        plan = make_plan(nodes, left)
+        print_table(plan)
+        if not yes and not typer.confirm("Carry this out?"):
+            raise CommandError("nothing was started")
+        _carry_out(directory, nodes, left, plan)
+
+
+def _complete(directory: StateDir) -> set[str]:
+    if not directory.database.exists():
+        return set()
+    with Store(directory.database) as store:
+        return {job.name for job in store.jobs() if job.phase is Phase.COMPLETE}
+
+
+def _carry_out(directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], plan: Plan) -> None:
+    allocations = {job.job: job.nodes for job in plan.assignments if job.nodes}
+    scheduler = Scheduler(directory, nodes, allocations=allocations, on_event=_print_event)
+    with Interruption() as interruption:
+        scheduler.start()
+        try:
+            for spec in specs:
+                if spec.name in allocations:
+                    _submit(scheduler, spec)
+            over = False
+            while not over and not interruption.count:
+                over = scheduler.wait(lambda jobs: _over(jobs, allocations), TICK)
+            found = scheduler.jobs()
+        finally:
+            if interruption.count:
+                typer.echo("Stopping: jobs save and go on when this is run again.")
+            scheduler.stop(hurry=lambda: interruption.count > 1)
+    _judge(specs, found, interrupted=interruption.count > 0)
+
+
+def _submit(scheduler: Scheduler, spec: JobSpec) -> None:
+    """Submit a job, unless an interrupted run has left it to go on from where it was."""
+    known = scheduler.jobs().get(spec.name)
+    if known is None or known.phase is Phase.FAILED:
+        scheduler.submit(spec)
+
+
+def _over(jobs: Mapping[str, JobRecord], allocations: Mapping[str, object]) -> bool:
+    wanted = [jobs[name].phase for name in allocations]
+    return all(phase.ended for phase in wanted) or Phase.FAILED in wanted
+
+
+def _judge(specs: list[JobSpec], jobs: Mapping[str, JobRecord], *, interrupted: bool) -> None:
+    open_ = [
+        spec.name
+        for spec in specs
+        if spec.name not in jobs or jobs[spec.name].phase is not Phase.COMPLETE
+    ]
+    if not open_:
+        return
+    failed = [name for name in open_ if name in jobs and jobs[name].phase is Phase.FAILED]
+    if failed:
+        reasons = "\n".join(f"{name}: {jobs[name].state.message}" for name in failed)
+        raise CommandError(f"{', '.join(failed)} failed; all jobs were stopped\n{reasons}")
+    why = "interrupted" if interrupted else "the plan has no room for them"
+    raise CommandError(f"not complete: {', '.join(open_)} ({why})")
+
+
+def _print_event(event: Mapping[str, Any]) -> None:
+    line = event_line(event)
+    if line:
+        typer.echo(line)

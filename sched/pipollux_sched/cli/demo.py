@@ -1,0 +1,46 @@
+"""`pipollux demo`: everything at work on this machine, and a report of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipollux_sched.demo import Demo
+
+from .console import FAILED
+from .failure import one_sentence
+
+
+def demo(
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the report and the state."),
+    ] = Path("demo-report"),
+    examples: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the example scripts.", show_default="the project's own"
+        ),
+    ] = None,
+) -> None:
+    """Train two real jobs under the scheduler on this machine, and write a report.
+
+    A transformer learns to write Python as a pipeline of two stages; a digit classifier arrives,
+    takes its share and finishes; the transformer grows to two pipeline replicas. It takes some
+    minutes on two cores. Ctrl-C ends every process, and what was done so far is still reported.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with one_sentence():
+        demonstration = Demo(output, console, examples)
+        complete = demonstration.run()
+    console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)
+    console.print(f"Events: {demonstration.events}", soft_wrap=True, highlight=False)
+    console.print(
+        f"State:  pipollux jobs --state-dir {output / 'state'}", soft_wrap=True, highlight=False
+    )
+    if not complete:
+        raise typer.Exit(FAILED)

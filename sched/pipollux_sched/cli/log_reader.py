@@ -1,0 +1,73 @@
+"""Reading the logs of a job's replicas, also while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipollux_sched.store import StateDir
+
+_CHUNK = 2**20
+
+
+class LogReader:
+    """Reads whole lines of a job's logs, each line once.
+
+    Where there is more than one log, each line begins with the generation and replica it is from.
+
+    Args:
+        state_dir: where the logs are.
+        job: whose.
+        generation: which launch; None: the last one there is, and those that come after.
+        replica: which pipeline replica; None: all.
+    """
+
+    def __init__(
+        self, state_dir: StateDir, job: str, generation: int | None, replica: int | None
+    ) -> None:
+        self._state_dir = state_dir
+        self._job = job
+        self._generation = generation
+        self._replica = replica
+        self._first: int | None = None
+        self._offsets: dict[Path, int] = {}
+        self._begun: dict[Path, bytes] = {}
+
+    @property
+    def found(self) -> bool:
+        """Whether there was any log to read."""
+        return bool(self._offsets)
+
+    def read(self) -> Iterator[str]:
+        """Return the lines that were finished since the last call."""
+        logs = self._logs()
+        for generation, replica, path in logs:
+            prefix = f"[{generation}.{replica}] " if len(self._offsets) > 1 or logs[1:] else ""
+            for line in self._new_lines(path):
+                yield prefix + line
+
+    def rest(self) -> Iterator[str]:
+        """Return what stands behind the last line break of each log."""
+        for path, begun in self._begun.items():
+            if begun:
+                self._begun[path] = b""
+                yield begun.decode("utf-8", "replace")
+
+    def _logs(self) -> list[tuple[int, int, Path]]:
+        found = self._state_dir.logs(self._job)
+        if self._generation is not None:
+            found = [entry for entry in found if entry[0] == self._generation]
+        elif found:
+            self._first = self._first or found[-1][0]
+            found = [entry for entry in found if entry[0] >= self._first]
+        return [entry for entry in found if self._replica in (None, entry[1])]
+
+    def _new_lines(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(self._offsets.setdefault(path, 0))
+            while chunk := file.read(_CHUNK):
+                self._offsets[path] += len(chunk)
+                *lines, begun = (self._begun.get(path, b"") + chunk).split(b"\n")
+                self._begun[path] = begun
+                for line in lines:
+                    yield line.decode("utf-8", "replace")

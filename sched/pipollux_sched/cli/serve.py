@@ -1,0 +1,80 @@
+"""`pipollux serve`: the scheduler, in the foreground."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from pipollux_sched.event_line import event_line
+from pipollux_sched.interruption import Interruption
+from pipollux_sched.service import STOP_GRACE, Scheduler
+from pipollux_sched.spec import load_cluster
+from pipollux_sched.store import StateDir
+
+from .failure import one_sentence
+from .options import ClusterFile, StateDirectory
+
+
+def serve(
+    cluster: ClusterFile,
+    state_dir: StateDirectory = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two decisions on all jobs.")
+    ] = 60.0,
+    hints_interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two hints of a job.")
+    ] = 30.0,
+    checkpoint_interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two checkpoints of a job.")
+    ] = 60.0,
+    grace: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a job has to save when it is stopped.")
+    ] = STOP_GRACE,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")
+    ] = 0,
+) -> None:
+    """Run the scheduler of a cluster in the foreground, until Ctrl-C.
+
+    It keeps everything in its state directory. Jobs that run when it ends save,
+    and go on when it is started again. From another terminal:
+
+        pipollux submit examples/jobs.yaml
+        pipollux jobs
+
+    Nodes are virtual: each is a name and a number of slots of this machine. A
+    slot is a GPU, or on nodes of kind cpu a CPU device of one thread.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    with one_sentence():
+        nodes = load_cluster(cluster)
+        directory = StateDir.choose(state_dir)
+        scheduler = Scheduler(
+            directory,
+            nodes,
+            interval=interval,
+            hints_interval=hints_interval,
+            checkpoint_interval=checkpoint_interval,
+            grace=grace,
+            port=port,
+            on_event=_print_event,
+        )
+        with Interruption() as interruption:
+            scheduler.start()
+            slots = sum(node.slots for node in nodes.nodes)
+            typer.echo(
+                f"Serving {len(nodes.nodes)} nodes with {slots} slots at {scheduler.url}, "
+                f"state in {directory.path}. Ctrl-C ends it."
+            )
+            interruption.wait()
+            typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
+            scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
+def _print_event(event: Mapping[str, Any]) -> None:
+    line = event_line(event)
+    if line:
+        typer.echo(line)

@@ -1,0 +1,122 @@
+"""Reading a user's YAML file, so that every complaint about it can say where.
+
+YAML is taken as the safe loader takes it, with one difference: a key that stands twice in one
+mapping is refused, where YAML's own loaders silently keep the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class SpecError(ValueError):
+    """A description of a cluster or a job that cannot be used.
+
+    Its text is for the user: one sentence a problem, each with file, place, value and remedy.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems: tuple[str, ...] = problems
+        """One sentence each."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, refusing a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in lines:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"'{key.value}' stands here a second time "
+                        f"(first in line {lines[key.value]}); keep one of them",
+                        problem_mark=key.start_mark,
+                    )
+                lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML file: its data, and the line that each piece of it stands in."""
+
+    path: Path
+    data: Any
+    root: yaml.Node
+
+    def line(self, place: Sequence[int | str]) -> int:
+        """Return the line (from 1) of a place such as ``("nodes", 1, "slots")``.
+
+        Where the place does not exist, the line of the last piece on the way that does.
+        """
+        node, line = self.root, self.root.start_mark.line
+        for step in place:
+            if isinstance(node, yaml.MappingNode):
+                found = [(key, value) for key, value in node.value if key.value == str(step)]
+                if not found:
+                    break
+                line, node = found[0][0].start_mark.line, found[0][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+                node = node.value[step]
+                line = node.start_mark.line
+            else:
+                break
+        return line + 1
+
+
+def read_document(path: str | Path, example: str) -> Document:
+    """Read one YAML file.
+
+    Args:
+        path: the file.
+        example: what such a file must begin with, for the complaint about an empty one.
+
+    Raises:
+        SpecError: the file is missing, unreadable, empty, or not YAML.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            data = None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        reason = error.problem or error.context or "unreadable"
+        if reason.startswith("but "):
+            reason = f"{error.context} {reason}"
+        raise SpecError(f"{path}{where}: not valid YAML: {reason}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # An impossible date is a ValueError, a control character a ReaderError without a mark.
+        reason = " ".join(str(error).split())
+        raise SpecError(f"{path}: not valid YAML: {reason}") from None
+    except RecursionError:
+        raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
+    if root is None or data is None:
+        raise SpecError(f"{path}: the file is empty; it must begin with '{example}'")
+    return Document(path, data, root)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise SpecError(f"{path}: there is no such file{where}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{path}: not a text file: byte {error.start} is not UTF-8; save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None

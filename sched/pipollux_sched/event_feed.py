@@ -1,0 +1,65 @@
+"""Handing on events as they are committed, in order, without holding up who causes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from pipollux_sched.store import Store, StoreError
+
+_LOG = logging.getLogger(__name__)
+_BATCH = 500
+
+Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+class EventFeed:
+    """A thread that calls a listener with every event committed after a given one.
+
+    Args:
+        store: whose events.
+        listener: called with one event at a time, always from the same thread. What it raises is
+            logged, and does not keep the next event from it.
+        after: id of the last event that is not handed on.
+    """
+
+    def __init__(self, store: Store, listener: Listener, after: int) -> None:
+        self._store = store
+        self._listener = listener
+        self._last = after
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipollux-events", daemon=True)
+
+    def start(self) -> None:
+        """Begin to hand on events."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Hand on what was committed so far, and end."""
+        self._ending.set()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            ending, version = self._ending.is_set(), self._store.version
+            try:
+                if self._hand_on():
+                    continue
+            except StoreError as error:
+                _LOG.warning("no more events are handed on: %s", error)
+                return
+            if ending:
+                return
+            self._store.wait(version, timeout=0.2)
+
+    def _hand_on(self) -> bool:
+        events = self._store.events(self._last, limit=_BATCH)
+        for event in events:
+            self._last = event["id"]
+            try:
+                self._listener(event)
+            except Exception:
+                _LOG.exception("the listener failed on event %s", event)
+        return bool(events)

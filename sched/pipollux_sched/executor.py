@@ -1,0 +1,155 @@
+"""Carrying out what the life of a job asks for: the bridge between store and backend.
+
+`Executor.handle` lets an event happen to a job: the store computes and keeps the new state, and
+what is then to be done is queued in the same order. `Executor.step` does it, asks the backend what
+has come of it, and lets that happen in turn. `step` belongs to one thread; `handle` to any.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipollux_sched.backend import Backend, BackendError, Report, Workload
+from pipollux_sched.lifecycle import (
+    Action,
+    Event,
+    Exited,
+    Launch,
+    Outcome,
+    Phase,
+    Record,
+    Retry,
+    RetryAfter,
+    Stop,
+)
+from pipollux_sched.spec import SpecError
+from pipollux_sched.store import JobRecord, Store
+
+_LOG = logging.getLogger(__name__)
+
+HARD_GRACE = 5.0
+"""Seconds to end for a generation that has trained nothing yet, so has nothing to save."""
+
+
+class Executor:
+    """Lets events happen to jobs, and carries out what follows.
+
+    Args:
+        store: keeps the jobs.
+        backend: runs them.
+        workload: tells what the processes of a job run.
+        grace: seconds that a job has to save when it is asked to stop.
+        on_ended: called when a job has ended, or waits for an allocation.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        workload: Callable[[JobRecord], Workload],
+        *,
+        grace: float,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._workload = workload
+        self._grace = grace
+        self._on_ended = on_ended
+        self._lock = threading.Lock()
+        self._todo: deque[tuple[str, Action]] = deque()
+        self._reports: deque[Report] = deque()
+        self._retries: list[tuple[float, int, str, Retry]] = []
+        self._order = itertools.count()
+        self.woken = threading.Event()
+        """Set when there is something to do."""
+
+    def handle(self, name: str, event: Event) -> JobRecord:
+        """Let an event happen to a job; what follows is done by the next `step`.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        # One lock for both, or two threads could queue their actions in the wrong order.
+        with self._lock:
+            change = self._store.transition(name, event)
+            self._todo.extend((name, action) for action in change.actions)
+        if change.actions:
+            self.woken.set()
+        if change.job.phase.ended or change.job.phase is Phase.SUSPENDED:
+            self._on_ended()
+        return change.job
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there is something to do, or `timeout` seconds have passed."""
+        self.woken.wait(timeout)
+        self.woken.clear()
+
+    def limit_grace(self, grace: float) -> None:
+        """Give jobs that are asked to stop from now on at most so many seconds."""
+        self._grace = min(self._grace, grace)
+
+    def step(self) -> None:
+        """Do what is to be done, and take up what has happened.
+
+        Where that fails, say because the disk is full, nothing is forgotten: the next call goes on
+        with it.
+        """
+        while self._retries and self._retries[0][0] <= time.monotonic():
+            _, _, name, retry = self._retries[0]
+            self.handle(name, retry)
+            heapq.heappop(self._retries)
+        self._act()
+        self._reports.extend(self._backend.poll())
+        while self._reports:
+            name, event = self._reports[0]
+            self.handle(name, self._completed(name, event) if isinstance(event, Exited) else event)
+            self._reports.popleft()
+        self._act()
+
+    def _act(self) -> None:
+        while self._todo:
+            name, action = self._todo[0]
+            match action:
+                case Launch():
+                    self._launch(name, action)
+                case Stop():
+                    self._stop(name, action)
+                case RetryAfter():
+                    due = time.monotonic() + action.seconds
+                    retry = Retry(action.generation)
+                    heapq.heappush(self._retries, (due, next(self._order), name, retry))
+                case Record():  # the store has done it
+                    pass
+            self._todo.popleft()
+
+    def _launch(self, name: str, action: Launch) -> None:
+        try:
+            workload = self._workload(self._store.job(name))
+            self._backend.apply(workload, action.generation, action.nodes)
+        except (BackendError, SpecError, OSError) as error:
+            _LOG.warning("generation %d of job %s: %s", action.generation, name, error)
+            failed = Exited(action.generation, Outcome.FAILED, message=str(error))
+            self.handle(name, failed)
+
+    def _stop(self, name: str, action: Stop) -> None:
+        grace = self._grace if action.graceful else min(self._grace, HARD_GRACE)
+        if not self._backend.stop(name, grace):
+            gone = Exited(action.generation, Outcome.FAILED, message="Nothing of it was running.")
+            self.handle(name, gone)
+
+    def _completed(self, name: str, event: Exited) -> Exited:
+        """Add where the training stood, which the backend does not know."""
+        point = self._store.last_points().get(name)
+        if point is None:
+            return event
+        step = event.step if event.step is not None else point.step
+        # Points count epochs from 0; who has completed the last one has done one more.
+        return replace(event, step=step, epoch=point.epoch + 1)

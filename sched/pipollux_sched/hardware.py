@@ -1,0 +1,32 @@
+"""What devices this machine has, found out without importing torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+__all__ = ["count_gpus"]
+
+TIMEOUT = 10.0
+
+
+def count_gpus() -> int:
+    """Number of NVIDIA GPUs that processes started from here may use.
+
+    ``CUDA_VISIBLE_DEVICES`` is respected. Without NVIDIA's tools, or when they do not answer within
+    ten seconds, there are none.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listed = subprocess.run(
+            [program, "--list-gpus"], capture_output=True, text=True, timeout=TIMEOUT, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

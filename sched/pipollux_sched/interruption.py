@@ -1,0 +1,61 @@
+"""Signals to end as something to wait for, instead of something that may strike anywhere."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interruption:
+    """While it is entered, signals to end are counted; the main thread can wait for them.
+
+    These are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The handler
+    only counts and writes a byte into a pipe: it takes no lock, so it can come at any moment. Must
+    be entered in the main thread.
+
+    Example:
+        >>> with Interruption() as interruption:
+        ...     interruption.wait(timeout=0.0)
+        False
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many signals have come."""
+        self._previous: dict[signal.Signals, Any] = {}
+        self._pipe = (-1, -1)
+
+    def __enter__(self) -> Self:
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        for end in self._pipe:
+            os.close(end)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a signal, at most `timeout` seconds; say whether one has come so far."""
+        if not self.count:
+            select.select([self._pipe[0]], [], [], timeout)
+        return self.count > 0
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        with suppress(OSError):
+            os.write(self._pipe[1], b".")

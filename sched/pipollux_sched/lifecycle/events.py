@@ -1,0 +1,120 @@
+"""What can happen to a job (`Event`), and what is then to be done about it (`Action`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .state import Outcome
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Somebody asks for the job; on a failed or cancelled one: to take it up again."""
+
+    max_restarts: int = 3
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """The allocator decided; an empty `nodes` means that the job gets nothing for now."""
+
+    nodes: Sequence[str]
+    why: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What the event log shall say besides: num_stages, batch_size, speedup."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """The processes of a generation are there."""
+
+    generation: int
+    pids: tuple[int, ...]
+    port: int
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """A generation reported its first optimizer step."""
+
+    generation: int
+    step: int
+    restart_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The last process of a generation has ended."""
+
+    generation: int
+    outcome: Outcome
+    step: int | None = None
+    epoch: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The wait after the failure of `generation` is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Somebody wants the job to end."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """The scheduler is about to end, and its jobs with it, to go on when it is back."""
+
+
+@dataclass(frozen=True)
+class Recover:
+    """A new scheduler has found the job in the store, and no process of it runs any more."""
+
+
+Event: TypeAlias = (
+    Submit | Allocate | Started | FirstStep | Exited | Retry | Cancel | Shutdown | Recover
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start a generation, one replica per entry of `nodes`."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ask the processes of a generation to stop, and see to it that they do."""
+
+    generation: int
+    why: str
+    graceful: bool = True
+    """False: nothing was trained yet, so there is no checkpoint worth waiting for."""
+
+
+@dataclass(frozen=True)
+class RetryAfter:
+    """Send a `Retry` of this generation when `seconds` have passed."""
+
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write an event into the log, in the transaction that changes the state."""
+
+    type: str
+    generation: int | None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+Action: TypeAlias = Launch | Stop | RetryAfter | Record

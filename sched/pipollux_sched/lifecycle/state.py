@@ -1,0 +1,96 @@
+"""What a job's life depends on: its phase, its conditions, what runs and what is meant to run.
+
+The names of phases and the shape of conditions are those of Kubeflow's TrainJob, so that a backend
+on Kubernetes need not translate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where a job stands; also the types of its conditions."""
+
+    CREATED = "Created"
+    QUEUED = "Queued"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    RESTARTING = "Restarting"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether a job in this phase will do nothing more by itself."""
+        return self in (Phase.COMPLETE, Phase.FAILED)
+
+
+class Intent(StrEnum):
+    """What a running generation is being stopped for."""
+
+    MOVE = "move"
+    SUSPEND = "suspend"
+    CANCEL = "cancel"
+    SHUTDOWN = "shutdown"
+
+
+class Outcome(StrEnum):
+    """How the processes of a generation ended."""
+
+    COMPLETE = "complete"
+    """Every replica ended with exit status 0."""
+    STOPPED = "stopped"
+    """The replicas agreed to stop and left a checkpoint with the marker of this generation."""
+    FAILED = "failed"
+    """Anything else."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of a job, as Kubeflow's TrainJob has them."""
+
+    type: Phase
+    status: bool
+    reason: str
+    message: str
+    time: float
+    """Seconds since the epoch of the last change of `status`."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """Everything about a job that its life depends on."""
+
+    phase: Phase = Phase.CREATED
+    conditions: tuple[Condition, ...] = ()
+    generation: int = 0
+    """Number of the last launch; 0 before the first."""
+    allocation: tuple[str, ...] = ()
+    """Node of each replica as decided last; empty when the job holds nothing."""
+    launched: tuple[str, ...] = ()
+    """Node of each replica of the generation that runs (or is being started); empty when none."""
+    settled: bool = False
+    """Whether the running generation has reported its first step."""
+    intent: Intent | None = None
+    """What the running generation is being stopped for; None while it may run on."""
+    failures: int = 0
+    """How often a generation ended by itself without being complete."""
+    max_restarts: int = 3
+    """How many such failures are made good by a restart."""
+
+    @property
+    def condition(self) -> Condition | None:
+        """The condition that belongs to the present phase."""
+        return next((entry for entry in self.conditions if entry.type is self.phase), None)
+
+    @property
+    def reason(self) -> str:
+        """One word for why the job is in its phase."""
+        return self.condition.reason if self.condition else ""
+
+    @property
+    def message(self) -> str:
+        """A sentence on why the job is in its phase."""
+        return self.condition.message if self.condition else ""

@@ -1,0 +1,273 @@
+"""The numbers and sentences of the report: what a run's records amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+from .gantt import slot_use
+from .prediction import accuracies, mean_absolute_error
+from .records import JobRecord, Run
+from .words import DASH, amount, clean, clock, count, duration, listing, number, percent, placements
+
+
+class Headline(NamedTuple):
+    """One large number of the header, with what it is."""
+
+    value: str
+    caption: str
+
+
+class JobRow(NamedTuple):
+    """One job's line in the table of the header."""
+
+    name: str
+    colour: int
+    phase: str
+    message: str
+    stages: str
+    steps: str
+    epochs: str
+    replicas: str
+    restarts: str
+    loss: str
+    goodput: str
+    speedup: str
+
+
+class AllocationRow(NamedTuple):
+    """One line of the allocation history."""
+
+    time: str
+    job: str
+    colour: int
+    num_stages: str
+    replicas: str
+    nodes: list[str]
+    batch_size: str
+    speedup: str
+    why: str
+
+
+def title(run: Run) -> str:
+    """Name the run by its jobs, as long as they are few."""
+    names = [clean(name, 32) for name in run.jobs]
+    if not names:
+        return "A run without jobs"
+    jobs = listing(names) if len(names) <= 3 else _spelt(len(names), "job")
+    return f"{jobs} on {_spelt(len(run.nodes), 'node').lower()}" if run.nodes else jobs
+
+
+def moment(run: Run) -> str:
+    """Return when the run began, as a date in UTC."""
+    try:
+        begin = datetime.fromtimestamp(run.start or 0.0, UTC)
+    except (OverflowError, OSError, ValueError):
+        return "unknown date"
+    return f"{begin.day} {begin:%B %Y, %H:%M} UTC"
+
+
+def cluster(run: Run) -> str:
+    """Describe the cluster: `2 nodes with 4 CPU slots`."""
+    slots = sum(node.slots for node in run.nodes.values())
+    kinds = sorted({node.kind.upper() for node in run.nodes.values() if node.kind})
+    what = f"{' and '.join(kinds)} slot".strip()
+    return f"{count(len(run.nodes), 'node')} with {count(slots, clean(what, 24))}"
+
+
+def summary(run: Run) -> str:
+    """Tell the run in a few sentences."""
+    jobs = list(run.jobs.values())
+    if not jobs:
+        return "The log tells of no job."
+    sentences = [
+        f"{_spelt(len(jobs), 'training job')} on {cluster(run)}, for {duration(run.seconds)}."
+    ]
+    if len(jobs) <= 3:
+        sentences += [_job_sentence(job, run) for job in jobs if job.launched]
+    sentences.append(_outcomes(jobs))
+    return " ".join(sentences)
+
+
+def _spelt(how_many: int, what: str) -> str:
+    small = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")
+    if how_many >= len(small):
+        return count(how_many, what)
+    return f"{small[how_many]} {what}{'' if how_many == 1 else 's'}"
+
+
+def _job_sentence(job: JobRecord, run: Run) -> str:
+    name = clean(job.name, 32)
+    sizes = [g.num_replicas for g in job.launched]
+    shape = f"a pipeline of {job.num_stages} stages" if job.num_stages > 1 else "one stage"
+    if job.num_microbatches and job.num_stages > 1:
+        shape += f" and {count(job.num_microbatches, 'micro-batch', 'micro-batches')}"
+    first = f"{name} ({shape}) ran with {count(sizes[0], 'replica')}"
+    turns = [
+        f"{g.num_replicas} from {clock(g.started - (run.start or 0.0))}"
+        for before, g in pairwise(job.launched)
+        if g.started is not None and g.num_replicas != before.num_replicas
+    ]
+    if not turns:
+        return f"{first} throughout."
+    if len(turns) > 3:
+        return f"{first}, and then with {min(sizes)} to {max(sizes)}."
+    return f"{first}, with {listing(turns)} on."
+
+
+def _outcomes(jobs: list[JobRecord]) -> str:
+    ends: dict[str, list[str]] = {}
+    for job in jobs:
+        ends.setdefault(job.phase, []).append(clean(job.name, 32))
+    if list(ends) == ["Complete"]:
+        return {1: "It completed.", 2: "Both completed."}.get(len(jobs), "All completed.")
+    parts = []
+    for phase, names in ends.items():
+        who = listing(names) if len(names) <= 4 else _spelt(len(names), "job")
+        known = {
+            "Complete": "completed",
+            "Failed": "failed",
+            "Cancelled": "cancelled",
+        }
+        parts.append(f"{who}: {known.get(phase, f'still {phase.lower()} when the log ends')}")
+    return "; ".join(parts) + "."
+
+
+def headlines(run: Run) -> list[Headline]:
+    """Return the large numbers of the header."""
+    found = [Headline(duration(run.seconds), "from the first event to the last")]
+    use = slot_use(run)
+    if use is not None:
+        caption = f"of the slots' time in training, {percent(use.changing)} starting or stopping"
+        found.append(Headline(percent(use.training), caption))
+    restarts = sum(job.num_restarts for job in run.jobs.values())
+    costs = restart_costs(run)
+    tail = f", {duration(median(costs))} each at the median" if costs else ""
+    found.append(Headline(str(restarts), f"{'restart' if restarts == 1 else 'restarts'}{tail}"))
+    error = mean_absolute_error(accuracies(run))
+    if error is not None:
+        found.append(Headline(percent(error), "mean absolute error of the predicted step time"))
+    return found
+
+
+def restart_costs(run: Run) -> list[float]:
+    """Return what each restart cost: seconds from asking to stop to the next first step."""
+    costs = []
+    for job in run.jobs.values():
+        for before, after in pairwise(job.launched):
+            if after.restart_seconds is not None:
+                costs.append(after.restart_seconds)
+            elif after.first_step is not None and (begin := before.stopping or before.ended):
+                costs.append(after.first_step - begin)
+    return costs
+
+
+def job_row(job: JobRecord, colour: int) -> JobRow:
+    """Return a job's line in the table of the header."""
+    losses = [p.loss for p in job.points if p.loss is not None]
+    speedups = [a.speedup for a in job.allocations if a.speedup is not None]
+    last = job.last_point
+    step = job.final_step if job.final_step is not None else last.step if last else None
+    return JobRow(
+        name=clean(job.name),
+        colour=colour,
+        phase=job.phase,
+        message=clean(job.message),
+        stages=str(job.num_stages),
+        steps=amount(step),
+        epochs=amount(epochs(job)),
+        replicas=_path([str(g.num_replicas) for g in job.launched]),
+        restarts=str(job.num_restarts) if job.launched else DASH,
+        loss=f"{number(losses[0])} → {number(losses[-1])}" if losses else DASH,
+        goodput=_path([number(value) for value in goodputs(job)]),
+        speedup=f"{number(max(speedups))}×" if speedups else DASH,
+    )
+
+
+def epochs(job: JobRecord) -> int | None:
+    """Return the epoch a job reached: the one it completed with, else its last report's."""
+    if job.final_epoch is not None:
+        return job.final_epoch
+    return job.last_point.epoch if job.last_point else None
+
+
+def goodputs(job: JobRecord) -> list[float]:
+    """Return the mean goodput of each generation that reported any, in samples/s."""
+    known = [(p.generation, p.goodput) for p in job.points if p.goodput is not None]
+    return [fmean(values) for values in _grouped(known).values()]
+
+
+class Speedup(NamedTuple):
+    """Goodput with the most replicas a job had over that with one: measured, and as predicted."""
+
+    num_replicas: int
+    measured: float
+    predicted: float | None
+
+
+def speedup(job: JobRecord) -> Speedup | None:
+    """Return a job's speedup; None unless it reported goodput with one replica and with more."""
+    known = [(p.num_replicas, p.goodput) for p in job.points if p.goodput and p.num_replicas]
+    means = {size: fmean(values) for size, values in _grouped(known).items()}
+    most = max(means, default=1)
+    if most < 2 or means.get(1, 0.0) <= 0:
+        return None
+    foretold = [a.speedup for a in job.allocations if a.num_replicas == most]
+    return Speedup(most, means[most] / means[1], foretold[-1] if foretold else None)
+
+
+def _grouped(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    groups: dict[int, list[float]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return dict(sorted(groups.items()))
+
+
+def _path(values: list[str]) -> str:
+    """Write a series as `1 → 2`, its ends when it is long."""
+    if not values:
+        return DASH
+    short = [v for i, v in enumerate(values) if i == 0 or v != values[i - 1]]
+    if len(short) > 3:
+        short = [short[0], "…", short[-1]]
+    return " → ".join(short)
+
+
+def continuations(job: JobRecord) -> str:
+    """Say at which steps a job stopped and went on."""
+    parts = []
+    for before, after in pairwise(job.launched):
+        if after.first_step_number is None:
+            continue
+        last = before.stopped_step
+        head = "" if last is None else f"stopped at step {amount(last)}, "
+        verb = "went on" if last is None or after.first_step_number >= last else "went back"
+        parts.append(
+            f"{head}{verb} with step {amount(after.first_step_number)} "
+            f"and {count(after.num_replicas, 'replica')}"
+        )
+    if not parts:
+        return "It ran without a restart." if job.launched else "It was never launched."
+    tail = f", and {count(len(parts) - 3, 'more restart')}" if len(parts) > 3 else ""
+    return f"It {'; '.join(parts[:3])}{tail}."
+
+
+def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:
+    """Return every decision about every job in words."""
+    return [
+        AllocationRow(
+            time=clock(a.time - (run.start or 0.0)),
+            job=clean(a.job),
+            colour=colours[a.job],
+            num_stages=str(a.num_stages),
+            replicas=f"{len(a.previous)} → {a.num_replicas}" if a.previous else f"{a.num_replicas}",
+            nodes=placements(a.nodes),
+            batch_size=amount(a.batch_size),
+            speedup=f"{number(a.speedup)}×" if a.speedup is not None else DASH,
+            why=clean(a.why),
+        )
+        for a in run.allocations
+    ]

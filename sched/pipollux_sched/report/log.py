@@ -1,0 +1,109 @@
+"""The event log as it lies on disk: one JSON object per line, in the order things happened.
+
+A log may end in the middle of a line, because whoever wrote it was interrupted. Lines that cannot
+be read are left out and counted; a file with no readable event at all is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Event = Mapping[str, Any]
+
+LARGEST = 1e18
+"""No number of an event is larger; what is, or is not finite, is taken as unknown."""
+
+
+class EventLogError(ValueError):
+    """An event log that cannot be read; its text says which file, what is wrong and what to do."""
+
+
+class EventLog(NamedTuple):
+    """Events in order, and how many entries were no events and were left out."""
+
+    events: list[Event]
+    num_skipped: int = 0
+
+
+def read_events(source: str | Path | Sequence[Event]) -> EventLog:
+    """Read events from a file of JSON lines, or check a list of them.
+
+    Args:
+        source: path of an `events.jsonl`, or the events themselves.
+
+    Raises:
+        EventLogError: the file cannot be read or holds no event.
+    """
+    if not isinstance(source, str | Path):
+        return _checked(list(source))
+    path = Path(source)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise EventLogError(
+            f"{path}: cannot read the event log ({reason}); "
+            "give the path of an events.jsonl that `pipollux demo` wrote"
+        ) from error
+    log = _checked([_parse(line) for line in lines if line.strip()])
+    if not log.events:
+        raise EventLogError(
+            f"{path}: no event found; an event log has one JSON object per line, "
+            'each with a "time" and a "type"'
+        )
+    return log
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checked(entries: Sequence[Any]) -> EventLog:
+    events = [entry for entry in entries if _is_event(entry)]
+    return EventLog(events, len(entries) - len(events))
+
+
+def _is_event(entry: Any) -> bool:
+    return (
+        isinstance(entry, Mapping)
+        and isinstance(entry.get("type"), str)
+        and real(entry, "time") is not None
+    )
+
+
+def real(event: Mapping[str, Any], field: str) -> float | None:
+    """Return a number of an event, or None where it has none."""
+    value = event.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return None
+    return as_float if abs(as_float) < LARGEST else None
+
+
+def whole(event: Mapping[str, Any], field: str) -> int | None:
+    """Return a whole number of an event, or None where it has none."""
+    value = real(event, field)
+    return None if value is None else round(value)
+
+
+def text(event: Mapping[str, Any], field: str) -> str:
+    """Return a text of an event, empty where it has none."""
+    value = event.get(field)
+    return value if isinstance(value, str) else ""
+
+
+def names(event: Mapping[str, Any], field: str) -> list[str]:
+    """Return a list of names of an event, empty where it has none."""
+    value = event.get(field)
+    if not isinstance(value, list | tuple):
+        return []
+    return [item for item in value if isinstance(item, str)]

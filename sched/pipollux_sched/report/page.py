@@ -1,0 +1,248 @@
+"""The report as one HTML file: sections in order, each a picture with what it says in words.
+
+The file needs nothing but itself: no script, no font, no address. It is written aside, synced and
+renamed, so whoever opens it meets the whole of it or the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from . import facts
+from .bubble import bubble, draw_bubble, missing, verdict
+from .curves import draw_goodput, draw_loss
+from .gantt import draw_gantt, slot_use
+from .history import Recorder
+from .log import Event, EventLog, read_events
+from .prediction import (
+    Accuracy,
+    accuracies,
+    draw_predictions,
+    mean_absolute_error,
+)
+from .records import JobRecord, Run
+from .words import clean, count, duration, percent
+
+MAX_DETAILED = 12
+"""Jobs with pictures of their own; further ones are in the tables only."""
+
+
+class Figure(NamedTuple):
+    """A picture of one job: its name and colour, the picture or None, and what it says."""
+
+    job: str
+    colour: int
+    picture: Markup | None
+    words: str
+
+
+class PredictionRow(NamedTuple):
+    """One line of the table of step times."""
+
+    job: str
+    colour: int
+    replicas: str
+    atomic_bsz: str
+    accum_steps: str
+    reports: str
+    measured: str
+    predicted: str
+    error: str
+    first_error: str
+
+
+def render_report(source: str | Path | Sequence[Event]) -> str:
+    """Return the report of an event log as HTML.
+
+    Args:
+        source: path of an `events.jsonl`, or the events themselves.
+
+    Raises:
+        EventLogError: the file cannot be read or holds no event.
+
+    Example:
+        >>> html = render_report([{"time": 0.0, "type": "submitted", "job": "a", "spec": {}}])
+        >>> html.startswith("<!doctype html>")
+        True
+    """
+    log = read_events(source)
+    recorder = Recorder()
+    for event in log.events:
+        recorder.add(event)
+    return _render(recorder.run, log)
+
+
+def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Path:
+    """Write the report of an event log to `output` and return its path.
+
+    Args:
+        source: path of an `events.jsonl`, or the events themselves.
+        output: the HTML file; its folder is made when missing, and it is replaced at one go.
+
+    Raises:
+        EventLogError: the log cannot be read or holds no event.
+        OSError: `output` cannot be written.
+    """
+    path = Path(output)
+    html = render_report(source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(handle, 0o644)
+            file.write(html)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _render(run: Run, log: EventLog) -> str:
+    colours = {name: index for index, name in enumerate(run.jobs)}
+    detailed = list(run.jobs.values())[:MAX_DETAILED]
+    entries = accuracies(run)
+    start = run.start or 0.0
+    return (
+        _environment()
+        .get_template("template.html.j2")
+        .render(
+            title=facts.title(run),
+            moment=facts.moment(run),
+            cluster=facts.cluster(run),
+            policy=clean(run.policy),
+            summary=facts.summary(run),
+            headlines=facts.headlines(run),
+            jobs=[facts.job_row(job, colours[job.name]) for job in run.jobs.values()],
+            num_left_out=len(run.jobs) - len(detailed),
+            gantt=draw_gantt(run, colours),
+            gantt_words=_gantt_words(run),
+            losses=[_loss(job, colours[job.name], start) for job in detailed],
+            goodputs=[_goodput(job, colours[job.name], start) for job in detailed],
+            predictions=draw_predictions(entries, colours),
+            prediction_rows=[_prediction_row(e, colours) for e in entries],
+            prediction_words=_prediction_words(entries),
+            bubbles=[_bubble(j, colours[j.name], run) for j in detailed if j.num_stages > 1],
+            allocations=facts.allocation_rows(run, colours),
+            footer=_footer(log),
+        )
+    )
+
+
+def _environment() -> Environment:
+    folder = resources.files(__package__)
+
+    def load(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    return Environment(
+        loader=FunctionLoader(load),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _gantt_words(run: Run) -> str:
+    use = slot_use(run)
+    words = ""
+    if use is not None:
+        free = max(0.0, 1 - use.training - use.changing)
+        words = (
+            f"The slots were held by jobs in training for {percent(use.training)} of the time, by "
+            f"jobs starting or stopping for {percent(use.changing)}, and free for {percent(free)}."
+        )
+    if run.nodes and not run.nodes_declared:
+        words += " The log does not say how large the nodes are; what was put on them is shown."
+    open_ends = [clean(j.name, 32) for j in run.jobs.values() if j.current is not None]
+    if open_ends:
+        words += f" The log ends while {', '.join(open_ends[:6])} still ran."
+    return words.strip()
+
+
+def _loss(job: JobRecord, index: int, start: float) -> Figure:
+    picture = draw_loss(job, index, start)
+    num_points = sum(p.loss is not None for p in job.points)
+    words = "It reported no loss."
+    if picture is not None:
+        words = facts.continuations(job)
+    elif num_points:
+        words = "It reported its loss only once."
+    return Figure(clean(job.name), index, picture, words)
+
+
+def _goodput(job: JobRecord, index: int, start: float) -> Figure:
+    picture = draw_goodput(job, index, start)
+    words = "It reported neither goodput, batch size nor efficiency."
+    if picture is not None:
+        words = _goodput_words(job)
+    return Figure(clean(job.name), index, picture, words)
+
+
+def _goodput_words(job: JobRecord) -> str:
+    gain = facts.speedup(job)
+    if gain is None:
+        return ""
+    words = (
+        f"Mean goodput with {count(gain.num_replicas, 'replica')} over that with one: "
+        f"measured {gain.measured:.2f}×"
+    )
+    return words + (f", predicted {gain.predicted:.2f}×." if gain.predicted is not None else ".")
+
+
+def _prediction_words(entries: Sequence[Accuracy]) -> str:
+    error = mean_absolute_error(entries)
+    if error is None:
+        return "No job reported a measured and a predicted step time for the same step."
+    return (
+        f"Over {count(len(entries), 'configuration')} the mean absolute error is {percent(error)}. "
+        "The model is fitted to what the job measures while it runs, so a dot (median prediction) "
+        "mostly knows its configuration; a ring is the first prediction made in it."
+    )
+
+
+def _prediction_row(entry: Accuracy, colours: dict[str, int]) -> PredictionRow:
+    return PredictionRow(
+        job=clean(entry.job.name),
+        colour=colours[entry.job.name],
+        replicas=str(entry.num_replicas),
+        atomic_bsz=str(entry.atomic_bsz),
+        accum_steps=str(entry.accum_steps),
+        reports=str(entry.num_reports),
+        measured=duration(entry.measured, 3),
+        predicted=duration(entry.predicted, 3),
+        error=_signed(entry.error),
+        first_error=_signed(entry.first_error),
+    )
+
+
+def _signed(share: float) -> str:
+    return f"{'+' if share >= 0 else '−'}{percent(abs(share))}"
+
+
+def _bubble(job: JobRecord, index: int, run: Run) -> Figure:
+    found = bubble(job)
+    if found is None:
+        return Figure(clean(job.name), index, None, missing(job))
+    return Figure(clean(job.name), index, draw_bubble(found, index), verdict(job, found, run))
+
+
+def _footer(log: EventLog) -> str:
+    words = f"Drawn from {count(len(log.events), 'event')}."
+    if log.num_skipped:
+        words += (
+            f" {count(log.num_skipped, 'line')} of the log could not be read and "
+            f"{'was' if log.num_skipped == 1 else 'were'} left out."
+        )
+    return words

@@ -1,0 +1,165 @@
+"""What a run consists of, as its events tell it: nodes, jobs, generations, what was measured.
+
+A generation moves through these moments (generation = one launch of a job); each is None until, or
+unless, it is seen:
+
+    allocated --> started --> first_step --> stopping --> ended
+                  |  starting  |  training   | stopping |
+                  '------------- holds its slots -------'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipollux_perfmodel import StageEvent
+
+FINISHED = ("Complete", "Failed", "Cancelled")
+
+
+class NodeRecord(NamedTuple):
+    """A node of the cluster: its name, how many slots it has and of which kind (cpu, gpu)."""
+
+    name: str
+    slots: int
+    kind: str = ""
+
+
+class Point(NamedTuple):
+    """What a job said of itself at one optimizer step. Times in seconds, goodput in samples/s."""
+
+    time: float
+    generation: int
+    step: int
+    epoch: int | None
+    samples: int | None
+    loss: float | None
+    batch_size: int | None
+    atomic_bsz: int | None
+    accum_steps: int | None
+    num_replicas: int | None
+    step_time: float | None
+    predicted_step_time: float | None
+    goodput: float | None
+    efficiency: float | None
+
+
+class StepTimeline(NamedTuple):
+    """One optimizer step of one replica: when each stage worked on which micro-batch."""
+
+    generation: int
+    step: int | None
+    num_stages: int
+    num_microbatches: int
+    events: tuple[StageEvent, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first stage's beginning to the last stage's end."""
+        return max(e.end for e in self.events) - min(e.start for e in self.events)
+
+
+class AllocationRecord(NamedTuple):
+    """One decision of the scheduler about one job."""
+
+    time: float
+    job: str
+    nodes: tuple[str, ...]
+    previous: tuple[str, ...]
+    num_stages: int
+    num_replicas: int
+    batch_size: int | None
+    speedup: float | None
+    why: str
+
+
+@dataclass
+class Generation:
+    """One launch of a job. All moments are unix times; None is a moment that was not seen."""
+
+    number: int
+    nodes: tuple[str, ...]
+    num_stages: int
+    allocated: float | None = None
+    started: float | None = None
+    first_step: float | None = None
+    first_step_number: int | None = None
+    stopping: float | None = None
+    ended: float | None = None
+    stopped_step: int | None = None
+    outcome: str = ""
+    restart_seconds: float | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """Whole pipeline replicas, one entry of `nodes` each."""
+        return len(self.nodes)
+
+    @property
+    def active(self) -> bool:
+        """Whether it has been launched and has not ended."""
+        return self.started is not None and self.ended is None
+
+
+@dataclass
+class JobRecord:
+    """A job as the events tell it, from submission to its end."""
+
+    name: str
+    num_stages: int = 1
+    num_microbatches: int | None = None
+    phase: str = "Queued"
+    message: str = ""
+    submitted: float | None = None
+    ended: float | None = None
+    num_epochs: int | None = None
+    final_step: int | None = None
+    final_epoch: int | None = None
+    num_failures: int = 0
+    generations: list[Generation] = field(default_factory=list)
+    allocations: list[AllocationRecord] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    timelines: list[StepTimeline] = field(default_factory=list)
+
+    @property
+    def launched(self) -> list[Generation]:
+        """Generations whose processes were started."""
+        return [g for g in self.generations if g.started is not None]
+
+    @property
+    def num_restarts(self) -> int:
+        """Launches after the first."""
+        return max(0, len(self.launched) - 1)
+
+    @property
+    def current(self) -> Generation | None:
+        """The generation that runs now, if any."""
+        return next((g for g in reversed(self.generations) if g.active), None)
+
+    @property
+    def last_point(self) -> Point | None:
+        """The latest report, if any."""
+        return self.points[-1] if self.points else None
+
+
+@dataclass
+class Run:
+    """Everything the events told. `start` and `end` are the first and last event's unix times."""
+
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    policy: str = ""
+    start: float | None = None
+    end: float | None = None
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    nodes_declared: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Length of the run."""
+        return 0.0 if self.start is None or self.end is None else self.end - self.start
+
+    @property
+    def allocations(self) -> list[AllocationRecord]:
+        """Every decision about every job, in order of time."""
+        return sorted((a for j in self.jobs.values() for a in j.allocations), key=lambda a: a.time)

@@ -1,0 +1,393 @@
+"""The scheduler as one object: store, supervisor, allocator, backend, started and ended as one.
+
+Four threads share the work, and meet in the store alone:
+
+* `pipollux-http` answers jobs and users (`pipollux_sched.supervisor`);
+* `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
+* `pipollux-executor` starts and stops processes and watches them (`.executor`);
+* `pipollux-events` hands events on to whoever listens (`.event_feed`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pipollux_sched.allocator import Allocator, FixedStrategy, Policy, PolicyStrategy, Strategy
+from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
+from pipollux_sched.backend.processes import POLL_INTERVAL
+from pipollux_sched.event_feed import EventFeed, Listener
+from pipollux_sched.executor import Executor
+from pipollux_sched.explanation import misfit
+from pipollux_sched.http_server import HttpServer
+from pipollux_sched.interruption import Interruption
+from pipollux_sched.inventory import job_info, node_info
+from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Recover, Shutdown
+from pipollux_sched.policy import PolluxPolicy
+from pipollux_sched.spec import ClusterSpec, JobSpec, SpecError, parse_job, resolve_script
+from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
+from pipollux_sched.supervisor import UnavailableError, create_app
+
+_LOG = logging.getLogger(__name__)
+
+STOP_GRACE = 30.0
+"""Seconds that a job has to save when it is asked to stop."""
+STOP_PATIENCE = 5.0
+"""Seconds beyond that, after which what is left is killed once more."""
+TICK = 0.2
+"""Seconds between two looks at the processes."""
+JOIN_TIMEOUT = 5.0
+"""Seconds that a thread has to end."""
+
+
+class Scheduler:
+    """A scheduler for one cluster, keeping everything in one state directory.
+
+    Example:
+        >>> with Scheduler(Path("state"), load_cluster("cluster.yaml")) as scheduler:
+        ...     scheduler.submit(load_jobs("jobs.yaml")[0])
+        ...     scheduler.wait(lambda jobs: all(job.phase.ended for job in jobs.values()))
+
+    Args:
+        state_dir: where everything is kept; made when it is not there.
+        cluster: the nodes.
+        policy: decides on allocations; None: `PolluxPolicy`.
+        interval: seconds between two decisions on all jobs.
+        hints_interval: seconds between two fits, and hints, of a job.
+        checkpoint_interval: seconds between two checkpoints of a job.
+        restart_seconds: what a restart is taken to cost before a job's own was measured.
+        grace: seconds that a job has to save when it is asked to stop.
+        host: address for jobs and users to ask at.
+        port: port for the same; 0 for any that is free.
+        on_event: called with every event, in order, by a thread of its own.
+        allocations: node of each replica by job; given, there is no policy, and each job runs there
+            and nowhere else.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path | StateDir,
+        cluster: ClusterSpec,
+        policy: Policy | None = None,
+        *,
+        interval: float = 60.0,
+        hints_interval: float = 30.0,
+        checkpoint_interval: float = 60.0,
+        restart_seconds: float = 30.0,
+        grace: float = STOP_GRACE,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_event: Listener | None = None,
+        allocations: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
+        self._cluster = cluster
+        self._nodes = {node.name: node_info(node) for node in cluster.nodes}
+        if allocations is None:
+            policy = policy or PolluxPolicy()
+            self._strategy: Strategy = PolicyStrategy(policy)
+            self._policy_name = type(policy).__name__
+        else:
+            self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
+        self._interval = interval
+        self._restart_seconds = restart_seconds
+        self._grace = grace
+        self._address = (host, port)
+        self._on_event = on_event
+        self._environment = {
+            "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
+            "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
+        }
+        self._admin_token = secrets.token_urlsafe(32)
+        self._resources = ExitStack()
+        self._started = self._serving = False
+        self._stopping = False
+        self._deciding = threading.Lock()
+        self._reconsider = threading.Event()
+        self._ending = threading.Event()
+
+    # Life
+
+    def start(self) -> None:
+        """Take the state directory over and begin to schedule; return when requests are answered.
+
+        Raises:
+            StateDirError: another scheduler serves it, or it cannot be written.
+            StoreError: its store cannot be used by this version.
+            HttpServerError: the address cannot be listened on.
+            BackendError: processes of an earlier scheduler are left and cannot be ended.
+        """
+        if self._started:
+            raise RuntimeError("a scheduler is started once; make another one")
+        self._started = True
+        self.state_dir.create()
+        with ExitStack() as resources:
+            # What is entered here is left in the opposite order, whatever happens.
+            resources.enter_context(self.state_dir.lock())
+            self._store = resources.enter_context(Store(self.state_dir.database, create=True))
+            self._start_feed(resources)
+            self._start_backend(resources)
+            self._start_server(resources)
+            self._start_thread(resources, "executor", self._execute, self._executor.woken)
+            self._start_thread(resources, "allocator", self._allocate, self._reconsider)
+            self._resources = resources.pop_all()
+            self._serving = True
+
+    def stop(self, grace: float | None = None, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End every job's processes, and everything else; what was done so far stays in the store.
+
+        May be called again, and in any state. It is bounded in time: jobs have `grace` seconds to
+        save, and everything else gives up after a few.
+
+        Args:
+            grace: seconds; None: as the constructor was told.
+            hurry: asked now and then; True ends the wait for jobs that save.
+        """
+        with self._deciding:
+            if self._stopping or not self._serving:
+                return
+            self._stopping = True
+        with self._resources:
+            self._stop_jobs(self._grace if grace is None else grace, hurry)
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM; at a second one jobs are no longer given time to save."""
+        with Interruption() as interruption:
+            self.start()
+            interruption.wait()
+            self.stop(hurry=lambda: interruption.count > 1)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # What users and jobs ask
+
+    @property
+    def url(self) -> str:
+        """Where the scheduler answers."""
+        return self._server.url
+
+    @property
+    def admin_token(self) -> str:
+        """Opens everything."""
+        return self._admin_token
+
+    @property
+    def store(self) -> Store:
+        """What the scheduler knows."""
+        return self._store
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Take a job in; it is started as soon as something is free.
+
+        Raises:
+            SpecError: the job cannot run here: no such script, or no node that it fits on.
+            JobExistsError: a job of this name is under way, or complete.
+        """
+        self._check_running()
+        fitting = self._fitting(spec)
+        token = secrets.token_urlsafe(32)
+        data = fitting.model_dump(mode="json")
+        change = self._store.submit(spec.name, data, token, spec.max_restarts)
+        self._reconsider.set()
+        return change.job
+
+    def cancel(self, name: str) -> JobRecord:
+        """End a job, and its processes; one that has ended stays as it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        self._check_running()
+        return self._executor.handle(name, Cancel())
+
+    def cluster(self) -> Mapping[str, Any]:
+        """Describe nodes, free slots, and the policy."""
+        free = self._backend.free()
+        nodes = {
+            name: {"slots": node.slots, "kind": node.kind, "free": free[name]}
+            for name, node in self._backend.nodes().items()
+        }
+        return {"nodes": nodes, "policy": self._policy_name}
+
+    def settled(self, name: str) -> None:
+        """Take note that a job has taken its first step: it can be moved now, if others wait."""
+        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs()):
+            _LOG.debug("job %s has settled while others wait", name)
+            self._reconsider.set()
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """Return all jobs by name, in the order they came."""
+        return {job.name: job for job in self._store.jobs()}
+
+    def wait(
+        self, predicate: Callable[[Mapping[str, JobRecord]], bool], timeout: float | None = None
+    ) -> bool:
+        """Wait until something is true of the jobs; it is asked whenever something has changed.
+
+        Args:
+            predicate: is given all jobs by name.
+            timeout: seconds after which to give up; None: never.
+
+        Returns:
+            Whether it came true.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            version = self._store.version
+            if predicate(self.jobs()):
+                return True
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._store.wait(version, min(left, 1.0))
+
+    # How it starts
+
+    def _start_feed(self, resources: ExitStack) -> None:
+        if self._on_event is not None:
+            feed = EventFeed(self._store, self._on_event, self._store.last_event())
+            feed.start()
+            resources.callback(feed.stop)
+
+    def _start_backend(self, resources: ExitStack) -> None:
+        """Open the backend, end what an earlier scheduler left, and queue its jobs to go on."""
+        nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
+        self._backend: Backend = LocalBackend(nodes, self.state_dir, grace=self._grace)
+        self._executor = Executor(
+            self._store,
+            self._backend,
+            self._workload,
+            grace=self._grace,
+            on_ended=self._reconsider.set,
+        )
+        resources.callback(self._executor.step)  # takes up what shutting down has brought about
+        resources.callback(self._backend.shutdown)
+        self._store.set_nodes(
+            (node.name, node.slots, node.kind, node.model_dump(mode="json"))
+            for node in self._cluster.nodes
+        )
+        described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
+        self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+        for process in self._backend.recover(self._grace):
+            _LOG.warning("ended what an earlier scheduler had left: %s", process)
+        for job in self._store.jobs():
+            self._executor.handle(job.name, Recover())
+
+    def _start_server(self, resources: ExitStack) -> None:
+        app = create_app(self._store, self, state_dir=self.state_dir, admin_token=self._admin_token)
+        self._server = HttpServer(app, *self._address)
+        resources.callback(self._server.stop)
+        self._server.start()
+        self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
+        self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
+        resources.callback(self.state_dir.remove_server)
+
+    def _start_thread(
+        self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
+    ) -> None:
+        thread = threading.Thread(target=run, name=f"pipollux-{name}", daemon=True)
+        thread.start()
+        resources.callback(thread.join, JOIN_TIMEOUT)
+        resources.callback(wake.set)
+        resources.callback(self._ending.set)
+
+    # What the threads do
+
+    def _execute(self) -> None:
+        while not self._ending.is_set():
+            try:
+                self._executor.step()
+            except Exception:
+                _LOG.exception("the executor failed; it goes on in a second")
+                self._ending.wait(1.0)
+            self._executor.wait(TICK)
+
+    def _allocate(self) -> None:
+        allocator = self._make_allocator()
+        while not self._ending.is_set():
+            self._reconsider.clear()
+            try:
+                allocator.run_once()
+            except Exception:
+                if self._stopping:
+                    return
+                _LOG.exception("the allocator failed; it goes on at the next occasion")
+            self._reconsider.wait(self._interval)
+
+    def _make_allocator(self) -> Allocator:
+        return Allocator(
+            self._store,
+            self._nodes,
+            self._strategy,
+            carry_out=self._carry_out,
+            restart_seconds=self._restart_seconds,
+        )
+
+    def _carry_out(self, name: str, event: Allocate) -> None:
+        # Under the lock that `stop` takes, or a decision could start a job behind its back.
+        with self._deciding:
+            if not self._stopping:
+                self._executor.handle(name, event)
+
+    # How it ends
+
+    def _stop_jobs(self, grace: float, hurry: Callable[[], bool]) -> None:
+        """Ask all jobs to save and end, and wait until they have, as long as there is patience."""
+        self._executor.limit_grace(grace)
+        for job in self._store.jobs():
+            self._executor.handle(job.name, Shutdown())
+        deadline = time.monotonic() + grace + STOP_PATIENCE
+        while self._backend.running() and time.monotonic() < deadline and not hurry():
+            time.sleep(POLL_INTERVAL)
+
+    # What jobs are made of
+
+    def _workload(self, job: JobRecord) -> Workload:
+        spec = parse_job(job.spec)
+        return Workload(
+            job=job.name,
+            script=Path(spec.script),
+            args=tuple(spec.args),
+            num_stages=spec.num_stages,
+            environment={
+                **spec.environment,
+                **self._environment,
+                "PIPOLLUX_TOKEN": job.token,
+            },
+            directory=Path(spec.working_dir) if spec.working_dir else None,
+        )
+
+    def _fitting(self, spec: JobSpec) -> JobSpec:
+        """Return the job with its script found; complain about one that can never run here."""
+        reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), self._nodes)
+        if reason:
+            raise SpecError(reason)
+        script = resolve_script(spec, must_exist=True).path
+        folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
+        if not folder.is_dir():
+            raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
+        return spec.model_copy(
+            update={"script": str(script), "working_dir": str(folder.absolute())}
+        )
+
+    def _check_running(self) -> None:
+        if self._stopping:
+            raise UnavailableError("the scheduler is being stopped and takes nothing new")

@@ -1,0 +1,359 @@
+"""What a user says of a cluster and of jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
+
+Everything is checked before anything is done with it, and whatever is wrong is said in one
+sentence each, with file, line, place, value and what is allowed (`SpecError`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from pipollux_perfmodel import SchedHints
+
+from .document import Document, SpecError, read_document
+from .validation import problem_at, problems
+
+__all__ = [
+    "ClusterSpec",
+    "JobSpec",
+    "NodeSpec",
+    "ResolvedScript",
+    "ResourceSpec",
+    "SpecError",
+    "load_cluster",
+    "load_jobs",
+    "parse_bytes",
+    "parse_job",
+    "resolve_script",
+]
+
+DEFAULT_MAX_REPLICAS = 64
+DEFAULT_MAX_RESTARTS = 3
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAME_LENGTH = 63
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+_RESERVED_PREFIX = "PIPOLLUX_"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?B?")
+_POWERS = " KMGTP"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Turn a size into bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
+
+    Raises:
+        ValueError: it is not such a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        shown = {True: "true", False: "false"}.get(text) if isinstance(text, bool) else repr(text)
+        raise ValueError(f"{shown} is not a size; give bytes, or a text such as 8GiB or 500MB")
+    number, unit = match.groups()
+    unit = str(unit or " ")
+    base = 1024 if unit.endswith("i") else 1000
+    return round(float(number) * float(base) ** _POWERS.index(unit[0].upper()))
+
+
+def _check_name(name: str) -> str:
+    if len(name) > _NAME_LENGTH:
+        raise ValueError(
+            f"'{name[:20]}...' has {len(name)} characters; a name has at most {_NAME_LENGTH}"
+        )
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name}' is not a name; a name begins with a lower-case letter, goes on with "
+            "lower-case letters, digits and '-', and ends with a letter or digit"
+        )
+    return name
+
+
+def _check_not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; give a path")
+    return text
+
+
+def _check_environment(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(
+                f"'{name}' is not a variable's name; use letters, digits and '_', "
+                "and no digit at the beginning"
+            )
+        if name in _RESERVED_VARIABLES or name.startswith(_RESERVED_PREFIX):
+            raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+    return environment
+
+
+def _read_hints(value: Any) -> Any:
+    """Let the hints complain in their own words, which know their fields best."""
+    if value is None or isinstance(value, SchedHints):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping, as in {initBatchSize: 64}")
+    try:
+        return SchedHints.from_json_object(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("hints: ")) from None
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Count = Annotated[int, Field(ge=1)]
+FilePath = Annotated[str, AfterValidator(_check_not_empty)]
+T = TypeVar("T")
+List = Annotated[tuple[T, ...], Field(strict=False)]
+
+
+class _Spec(BaseModel):
+    """Nothing unknown, nothing converted silently, nothing changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class NodeSpec(_Spec):
+    """One node of the cluster."""
+
+    name: Name = Field(description="a name, as in name: node-a")
+    slots: Count
+    """Devices: a slot is one GPU, or one CPU thread on a machine without any."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    cpus: Count | None = Field(default=None, description="a whole number of at least 1")
+    """CPUs that jobs may use; None: as many as they ask for."""
+    memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
+    """Bytes of main memory that jobs may use; None: as many as they ask for."""
+    preemptible: bool = Field(default=False, description="true or false")
+    """True for a node that may be taken away at any time; such nodes are filled last."""
+
+
+class ClusterSpec(_Spec):
+    """The nodes that there are."""
+
+    nodes: List[NodeSpec] = Field(description="a list of nodes")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_names("nodes", [node.name for node in self.nodes])
+        return self
+
+
+class ResourceSpec(_Spec):
+    """What one pipeline replica holds of its node besides its slots."""
+
+    cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    memory: Bytes = Field(default=0, description="a size such as 8GiB")
+    """Bytes."""
+
+
+class JobSpec(_Spec):
+    """One job: a script that trains, and the bounds within which it may be scaled.
+
+    Example:
+        >>> JobSpec(name="digits", script="examples/digits.py", max_replicas=4).num_stages
+        1
+    """
+
+    name: Name = Field(description="a name, as in name: char-lm")
+    script: FilePath = Field(description="the path of a Python script")
+    """As the user wrote it; `resolve_script` finds the file."""
+    args: List[str] = Field(default=(), description="a list of texts")
+    num_stages: Count = 1
+    """K, the devices of one pipeline replica; all lie on one node."""
+    num_microbatches: Count = 1
+    """M, the micro-batches of one forward and backward."""
+    min_replicas: Count = 1
+    """The job runs on at least so many replicas, or not at all."""
+    max_replicas: Count = DEFAULT_MAX_REPLICAS
+    preemptible: bool = Field(default=True, description="true or false")
+    """False: once the job runs, its allocation stays as it is."""
+    resources: ResourceSpec = Field(
+        default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
+    )
+    """Per replica, besides its slots."""
+    environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
+        default={}, description="a mapping of texts to texts"
+    )
+    working_dir: FilePath | None = Field(default=None, description="the path of a folder")
+    """The folder that the script runs in; None: the one that the scheduler was started in."""
+    max_restarts: int = Field(
+        default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
+    )
+    """Restarts after failures; restarts for a new allocation do not count."""
+    hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
+    """What is known of the job beforehand."""
+    allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
+    """Where the job runs now, one node name per replica; only `plan` asks for it."""
+
+    @field_serializer("hints")
+    def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
+        return None if hints is None else hints.to_json_object()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hints_know_the_pipeline(cls, data: Any) -> Any:
+        """Let hints leave out the stages and micro-batches that the job states anyway."""
+        hints = data.get("hints") if isinstance(data, Mapping) else None
+        if not isinstance(hints, Mapping):
+            return data
+        known = {
+            "numStages": data.get("num_stages", 1),
+            "numMicrobatches": data.get("num_microbatches", 1),
+        }
+        return {**data, "hints": {**known, **hints}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise problem_at(
+                ("min_replicas",),
+                f"{self.min_replicas} is more than max_replicas = {self.max_replicas}; "
+                "lower the one or raise the other",
+            )
+        running = len(self.allocation)
+        if running and not self.min_replicas <= running <= self.max_replicas:
+            raise problem_at(
+                ("allocation",),
+                f"names {running} replicas, but min_replicas = {self.min_replicas} and "
+                f"max_replicas = {self.max_replicas}; list one node name per running replica",
+            )
+        if self.hints is not None:
+            self._check_hints(self.hints)
+        return self
+
+    def _check_hints(self, hints: SchedHints) -> None:
+        pairs = (
+            ("numStages", hints.num_stages, "num_stages", self.num_stages),
+            ("numMicrobatches", hints.num_microbatches, "num_microbatches", self.num_microbatches),
+        )
+        for hint, hinted, name, stated in pairs:
+            if hinted != stated:
+                raise problem_at(
+                    ("hints",),
+                    f"{hint} is {hinted} but {name} of the job is {stated}; make them equal",
+                )
+
+
+class _JobsFile(_Spec):
+    jobs: List[JobSpec] = Field(description="a list of jobs")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_names("jobs", [job.name for job in self.jobs])
+        return self
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    if not names:
+        raise problem_at((where,), "the list is empty; it must have at least 1 entry")
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            raise problem_at(
+                (where, index, "name"),
+                f"'{name}' is also the name of {where}[{first[name]}]; give each its own",
+            )
+        first[name] = index
+
+
+def load_cluster(path: str | Path) -> ClusterSpec:
+    """Read a `cluster.yaml`.
+
+    Raises:
+        SpecError: the file cannot be read, or says something that is not allowed.
+    """
+    return _load(read_document(path, "nodes:"), ClusterSpec)
+
+
+def load_jobs(path: str | Path) -> list[JobSpec]:
+    """Read a `jobs.yaml`.
+
+    Raises:
+        SpecError: the file cannot be read, or says something that is not allowed.
+    """
+    return list(_load(read_document(path, "jobs:"), _JobsFile).jobs)
+
+
+def parse_job(data: Any, source: str = "job") -> JobSpec:
+    """Take a job from decoded JSON, such as the body of a request or a row of the store.
+
+    Args:
+        data: the decoded JSON.
+        source: what the complaints call it.
+
+    Raises:
+        SpecError: it says something that is not allowed.
+    """
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        found = problems(error, JobSpec)
+        raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _load(document: Document, model: type[M]) -> M:
+    try:
+        return model.model_validate(document.data)
+    except ValidationError as error:
+        raise SpecError(
+            *(
+                f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
+                for problem in problems(error, model)
+            )
+        ) from None
+
+
+class ResolvedScript(NamedTuple):
+    """Where a job's script lies."""
+
+    path: Path
+    """Absolute."""
+    found_in: str
+    """Which folder its relative path was taken from, for a message."""
+
+
+def resolve_script(
+    job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
+) -> ResolvedScript:
+    """Find a job's script: beside the file that names it, else from the current folder.
+
+    Args:
+        job: the job.
+        jobs_file: the file that the job was read from, if any.
+        must_exist: whether a script that lies in neither place is an error.
+
+    Raises:
+        SpecError: `must_exist`, and there is no such file.
+    """
+    script = Path(job.script).expanduser()
+    places = [(Path.cwd() / script, "the current folder")]
+    if script.is_absolute():
+        places = [(script, "an absolute path")]
+    elif jobs_file is not None:
+        places.insert(0, (Path(jobs_file).resolve().parent / script, f"the folder of {jobs_file}"))
+    for path, folder in places:
+        if path.is_file():
+            return ResolvedScript(path.resolve(), folder)
+    if must_exist:
+        tried = " and ".join(str(path) for path, _ in places)
+        raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
+    return ResolvedScript(*places[-1])

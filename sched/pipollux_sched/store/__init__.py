@@ -1,0 +1,33 @@
+"""What the scheduler remembers: jobs, hints, allocations, progress and events, in SQLite."""
+
+from __future__ import annotations
+
+from .database import (
+    ConflictError,
+    JobExistsError,
+    StaleGenerationError,
+    StoreError,
+    UnknownJobError,
+)
+from .journal import Change
+from .records import GenerationRecord, JobRecord, Point, Timeline
+from .state_dir import ServerInfo, StateDir, StateDirError
+from .store import Store, moving_average
+
+__all__ = [
+    "Change",
+    "ConflictError",
+    "GenerationRecord",
+    "JobExistsError",
+    "JobRecord",
+    "Point",
+    "ServerInfo",
+    "StaleGenerationError",
+    "StateDir",
+    "StateDirError",
+    "Store",
+    "StoreError",
+    "Timeline",
+    "UnknownJobError",
+    "moving_average",
+]

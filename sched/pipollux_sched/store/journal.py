@@ -1,0 +1,154 @@
+"""How a transaction writes down what happened to a job: its state, its launches, its events.
+
+These are the steps that the methods of the store are made of; each works within a session that the
+store has begun and will commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from pipollux_sched.lifecycle import (
+    Action,
+    Event,
+    Exited,
+    FirstStep,
+    Intent,
+    JobState,
+    Launch,
+    Record,
+    Recover,
+    Started,
+    Stop,
+    advance,
+)
+
+from .database import StaleGenerationError, UnknownJobError
+from .records import JobRecord, Point, job_record, job_state, write_job_state
+from .tables import EventRow, GenerationRow, JobRow, PointRow
+
+
+class Change(NamedTuple):
+    """What a transition came to."""
+
+    job: JobRecord
+    actions: tuple[Action, ...]
+    """What is now to be done in the world, in this order; what was to be recorded is recorded."""
+
+
+def find_job(session: Session, name: str) -> JobRow:
+    """Return the row of a job, or raise `UnknownJobError`."""
+    row = session.scalar(select(JobRow).where(JobRow.name == name))
+    if row is None:
+        known = session.scalars(select(JobRow.name).order_by(JobRow.id.desc()).limit(5)).all()
+        there = f"there are {', '.join(reversed(known))}" if known else "there is no job yet"
+        raise UnknownJobError(f"no job is named {name!r}; {there}")
+    return row
+
+
+def check_present(row: JobRow, generation: int) -> None:
+    """Raise `StaleGenerationError` unless `generation` is the present one of the job."""
+    if generation != row.generation:
+        raise StaleGenerationError(
+            f"generation {generation} of job {row.name!r} is not the present one "
+            f"({row.generation}); what it reports is not taken"
+        )
+
+
+def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Change:
+    """Let `event` happen to a job and write down everything that follows from it."""
+    before = job_state(row)
+    after, actions = advance(before, event, now)
+    write_job_state(row, after)
+    if after.phase.ended and not before.phase.ended:
+        row.ended_at = now
+    _keep_event(session, row.name, before, event, now)
+    for action in actions:
+        _keep_action(session, row.name, after, action, now)
+    todo = tuple(action for action in actions if not isinstance(action, Record))
+    return Change(job_record(row), todo)
+
+
+def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:
+    """Write into the row of a launch what `event` says of it."""
+    if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.launched:
+        return
+    row = find_generation(session, name, before.generation)
+    if row is None or (not isinstance(event, Recover) and event.generation != before.generation):
+        return
+    match event:
+        case Started():
+            row.started_at, row.port = now, event.port
+        case FirstStep() if not before.settled:
+            row.first_step_at, row.first_step = now, event.step
+            row.restart_seconds = event.restart_seconds
+        case Exited():
+            row.ended_at, row.outcome = now, event.outcome.value
+            row.intent = before.intent.value if before.intent else None
+        case Recover():
+            row.ended_at, row.outcome = now, "lost"
+
+
+def _keep_action(session: Session, name: str, state: JobState, action: Action, now: float) -> None:
+    match action:
+        case Record():
+            log(session, now, action.type, name, action.generation, action.data)
+        case Launch():
+            launched = GenerationRow(
+                job=name,
+                generation=action.generation,
+                nodes=list(action.nodes),
+                launched_at=now,
+            )
+            session.add(launched)
+        case Stop():
+            row = find_generation(session, name, state.generation)
+            if row is not None:
+                row.stopping_at = now
+
+
+def find_generation(session: Session, name: str, generation: int) -> GenerationRow | None:
+    """Return the row of a launch, None when there is none."""
+    query = select(GenerationRow).where(
+        GenerationRow.job == name, GenerationRow.generation == generation
+    )
+    return session.scalar(query)
+
+
+def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:
+    """Return the time since the generation before was asked to make way for this one, if it was."""
+    before = find_generation(session, name, generation - 1)
+    if before is None or before.intent != Intent.MOVE.value or before.stopping_at is None:
+        return None
+    return max(now - before.stopping_at, 0.0)
+
+
+def log(
+    session: Session,
+    now: float,
+    kind: str,
+    job: str | None,
+    generation: int | None,
+    data: Mapping[str, Any],
+) -> EventRow:
+    """Append an event to the log."""
+    row = EventRow(time=now, type=kind, job=job, generation=generation, data=dict(data))
+    session.add(row)
+    return row
+
+
+def point_of(row: PointRow) -> Point:
+    """Copy a row of progress."""
+    return Point(**{name: getattr(row, name) for name in Point.__dataclass_fields__})
+
+
+def event_object(row: EventRow, point: PointRow | None) -> dict[str, Any]:
+    """Return an event as one flat object."""
+    data = asdict(point_of(point)) if point is not None else row.data
+    head = {"id": row.id, "type": row.type, "job": row.job, "generation": row.generation}
+    return {"time": row.time, **head, **data}

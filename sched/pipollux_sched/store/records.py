@@ -1,0 +1,157 @@
+"""What the store hands out: immutable copies of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
+
+from .tables import GenerationRow, JobRow
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job as the store knows it."""
+
+    name: str
+    spec: Mapping[str, Any]
+    """The `JobSpec` as JSON."""
+    token: str
+    """What the job's processes show to the supervisor."""
+    submitted_at: float
+    ended_at: float | None
+    state: JobState
+
+    @property
+    def phase(self) -> Phase:
+        """Short for ``state.phase``."""
+        return self.state.phase
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Return the job for people and programs outside; its token is left out."""
+        state = asdict(self.state)
+        conditions = state.pop("conditions")
+        return {
+            "name": self.name,
+            "submitted_at": self.submitted_at,
+            "ended_at": self.ended_at,
+            **state,
+            "reason": self.state.reason,
+            "message": self.state.message,
+            "conditions": conditions,
+            "spec": dict(self.spec),
+        }
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """One launch of a job."""
+
+    job: str
+    generation: int
+    nodes: tuple[str, ...]
+    launched_at: float
+    started_at: float | None
+    port: int | None
+    first_step_at: float | None
+    first_step: int | None
+    restart_seconds: float | None
+    """From the moment the generation before was asked to stop to this one's first step; None where
+    the job did not go straight from one to the other."""
+    stopping_at: float | None
+    ended_at: float | None
+    outcome: str | None
+    intent: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Progress of a job at one optimizer step."""
+
+    time: float
+    step: int
+    epoch: int
+    samples: int
+    """Samples trained on so far, over all generations."""
+    loss: float | None
+    batch_size: int
+    atomic_bsz: int
+    accum_steps: int
+    num_replicas: int
+    step_time: float
+    predicted_step_time: float | None
+    goodput: float | None
+    efficiency: float | None
+    num_epochs: int | None = None
+    """How many epochs the job means to train; None when it does not say."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each stage worked on each micro-batch during one optimizer step."""
+
+    step: int
+    num_stages: int
+    num_microbatches: int
+    events: tuple[tuple[int, int, str, float, float], ...]
+    """(stage, micro-batch, "forward" or "backward", start, end), in seconds."""
+
+
+def job_state(row: JobRow) -> JobState:
+    """Read a job's state from its row."""
+    conditions = tuple(
+        Condition(
+            Phase(entry["type"]), entry["status"], entry["reason"], entry["message"], entry["time"]
+        )
+        for entry in row.conditions
+    )
+    return JobState(
+        phase=Phase(row.phase),
+        conditions=conditions,
+        generation=row.generation,
+        allocation=tuple(row.allocation),
+        launched=tuple(row.launched),
+        settled=row.settled,
+        intent=Intent(row.intent) if row.intent else None,
+        failures=row.failures,
+        max_restarts=row.max_restarts,
+    )
+
+
+def write_job_state(row: JobRow, state: JobState) -> None:
+    """Write a job's state into its row."""
+    row.phase = state.phase.value
+    row.conditions = [{**asdict(entry), "type": entry.type.value} for entry in state.conditions]
+    row.generation = state.generation
+    row.allocation = list(state.allocation)
+    row.launched = list(state.launched)
+    row.settled = state.settled
+    row.intent = state.intent.value if state.intent else None
+    row.failures = state.failures
+    row.max_restarts = state.max_restarts
+
+
+def job_record(row: JobRow) -> JobRecord:
+    """Copy a job's row."""
+    return JobRecord(row.name, row.spec, row.token, row.submitted_at, row.ended_at, job_state(row))
+
+
+def generation_record(row: GenerationRow) -> GenerationRecord:
+    """Copy a generation's row."""
+    return GenerationRecord(
+        job=row.job,
+        generation=row.generation,
+        nodes=tuple(row.nodes),
+        launched_at=row.launched_at,
+        started_at=row.started_at,
+        port=row.port,
+        first_step_at=row.first_step_at,
+        first_step=row.first_step,
+        restart_seconds=row.restart_seconds,
+        stopping_at=row.stopping_at,
+        ended_at=row.ended_at,
+        outcome=row.outcome,
+        intent=row.intent,
+    )

@@ -1,0 +1,293 @@
+"""What the scheduler remembers, and the only way its memory changes.
+
+Every method is one transaction: when it returns, the change is on the disk, so whatever is
+acknowledged after it survives the death of the scheduler. Changes of a job's state go through
+`Store.transition`, which computes the new state, writes it and the events that belong to it, and
+hands back what is then to be done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import func, select
+
+from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
+
+from . import journal
+from .database import Database, JobExistsError
+from .journal import Change
+from .records import (
+    GenerationRecord,
+    JobRecord,
+    Point,
+    Timeline,
+    generation_record,
+    job_record,
+    write_job_state,
+)
+from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
+
+RESTART_WEIGHT = 0.3
+"""Weight of the newest restart in the moving average of what a restart costs."""
+
+
+class Store:
+    """The memory of one scheduler, safe for use by many threads, readable by other processes.
+
+    Example:
+        >>> with Store(Path("/var/lib/pipollux/pipollux.db"), create=True) as store:
+        ...     [job.name for job in store.jobs()]
+        []
+
+    Args:
+        path: the SQLite file.
+        create: make the store when it is not there.
+        clock: tells the time, in seconds since the epoch.
+
+    Raises:
+        StoreError: there is no store at `path`, or it cannot be read by this version.
+    """
+
+    def __init__(
+        self, path: Path, *, create: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._database = Database(path, create=create)
+        self._clock = clock
+
+    def close(self) -> None:
+        """Close the store; it must not be used afterwards."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """Number of commits by this object so far; for `wait`."""
+        return self._database.version
+
+    def wait(self, version: int, timeout: float) -> int:
+        """Wait up to `timeout` seconds for a commit after `version`; return the version then."""
+        return self._database.wait(version, timeout)
+
+    # Jobs
+
+    def submit(self, name: str, spec: Mapping[str, Any], token: str, max_restarts: int) -> Change:
+        """Take a job in, or take up again one that failed or was cancelled.
+
+        Raises:
+            JobExistsError: a job of this name is under way, or complete.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            row = session.scalar(select(JobRow).where(JobRow.name == name))
+            if row is None:
+                row = JobRow(name=name, submitted_at=now)
+                write_job_state(row, JobState())
+                session.add(row)
+            elif row.phase != "Failed":
+                raise JobExistsError(
+                    f"a job named {name!r} is already there ({row.phase}); "
+                    "give the new one another name"
+                )
+            row.spec, row.token, row.ended_at = dict(spec), token, None
+            session.flush()
+            journal.log(session, now, "submitted", name, None, {"spec": dict(spec)})
+            return journal.advance_job(session, row, Submit(max_restarts), now)
+
+    def job(self, name: str) -> JobRecord:
+        """Return a job.
+
+        Raises:
+            UnknownJobError: there is none of this name.
+        """
+        with self._database.read() as session:
+            return job_record(journal.find_job(session, name))
+
+    def jobs(self) -> list[JobRecord]:
+        """Return all jobs in the order of their first submission."""
+        with self._database.read() as session:
+            return [job_record(row) for row in session.scalars(select(JobRow).order_by(JobRow.id))]
+
+    def transition(self, name: str, event: Event) -> Change:
+        """Let `event` happen to a job: see `pipollux_sched.lifecycle.advance`.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        with self._database.write() as session:
+            return journal.advance_job(
+                session, journal.find_job(session, name), event, self._clock()
+            )
+
+    # What jobs say
+
+    def put_hints(self, name: str, generation: int, hints: Mapping[str, Any]) -> None:
+        """Keep the hints of a job's present generation, given as JSON.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            StaleGenerationError: `generation` is not the present one.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            journal.check_present(journal.find_job(session, name), generation)
+            row = HintsRow(job=name, generation=generation, time=now, hints=dict(hints))
+            session.merge(row)
+            journal.log(session, now, "hints", name, generation, {"hints": dict(hints)})
+
+    def hints(self) -> dict[str, dict[str, Any]]:
+        """Return the latest hints by job, as JSON."""
+        with self._database.read() as session:
+            return {row.job: row.hints for row in session.scalars(select(HintsRow))}
+
+    def add_report(
+        self,
+        name: str,
+        generation: int,
+        points: Sequence[Point],
+        timeline: Timeline | None = None,
+    ) -> bool:
+        """Keep what a job reports of its training.
+
+        Returns:
+            Whether this was the first step of the generation.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            StaleGenerationError: `generation` is not the present one.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            row = journal.find_job(session, name)
+            journal.check_present(row, generation)
+            first = bool(points) and not row.settled and bool(row.launched)
+            if first:
+                seconds = journal.restart_seconds(session, name, generation, now)
+                event = FirstStep(generation, points[0].step, seconds)
+                journal.advance_job(session, row, event, now)
+            for point in points:
+                entry = journal.log(session, now, "progress", name, generation, {})
+                session.flush()
+                session.add(PointRow(event=entry.id, job=name, **asdict(point)))
+            if timeline is not None:
+                journal.log(session, now, "timeline", name, generation, asdict(timeline))
+            return first
+
+    def last_points(self) -> dict[str, Point]:
+        """Return the latest progress by job; a job that never reported is not in it."""
+        latest = select(func.max(PointRow.event)).group_by(PointRow.job)
+        with self._database.read() as session:
+            rows = session.scalars(select(PointRow).where(PointRow.event.in_(latest)))
+            return {row.job: journal.point_of(row) for row in rows}
+
+    # Launches
+
+    def generations(self, name: str) -> list[GenerationRecord]:
+        """Return the launches of a job, oldest first."""
+        query = select(GenerationRow).where(GenerationRow.job == name).order_by(GenerationRow.id)
+        with self._database.read() as session:
+            return [generation_record(row) for row in session.scalars(query)]
+
+    def num_launches(self) -> dict[str, int]:
+        """Return how often each job was launched; a job that never was is not in it."""
+        counts = select(GenerationRow.job, func.count().label("launches")).group_by(
+            GenerationRow.job
+        )
+        with self._database.read() as session:
+            return {row.job: row.launches for row in session.execute(counts)}
+
+    def restart_seconds(self, name: str, default: float) -> float:
+        """Return what a restart costs a job: a moving average of its own, `default` before any."""
+        measured = [entry.restart_seconds for entry in self.generations(name)]
+        return moving_average([seconds for seconds in measured if seconds is not None], default)
+
+    # Events
+
+    def add_event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Log something that belongs to no job."""
+        with self._database.write() as session:
+            journal.log(session, self._clock(), kind, None, None, data)
+
+    def last_event(self) -> int:
+        """Return the id of the newest event, 0 when there is none."""
+        with self._database.read() as session:
+            return session.scalar(select(func.max(EventRow.id))) or 0
+
+    def events(
+        self,
+        after: int = 0,
+        *,
+        job: str | None = None,
+        types: Collection[str] | None = None,
+        limit: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return events in the order they happened, each as one flat object.
+
+        Args:
+            after: leave out those up to this id.
+            job: only those of this job.
+            types: only those of these types.
+            limit: at most so many, the oldest of them.
+        """
+        query = (
+            select(EventRow, PointRow)
+            .join(PointRow, PointRow.event == EventRow.id, isouter=True)
+            .where(EventRow.id > after)
+            .order_by(EventRow.id)
+        )
+        if job is not None:
+            query = query.where(EventRow.job == job)
+        if types is not None:
+            query = query.where(EventRow.type.in_(types))
+        with self._database.read() as session:
+            rows = session.execute(query.limit(limit))
+            return [journal.event_object(event, point) for event, point in rows]
+
+    # Nodes
+
+    def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:
+        """Remember the nodes served now, each as (name, slots, kind, spec as JSON)."""
+        with self._database.write() as session:
+            for row in session.scalars(select(NodeRow)):
+                session.delete(row)
+            session.flush()
+            for name, slots, kind, spec in nodes:
+                session.add(NodeRow(name=name, slots=slots, kind=kind, spec=dict(spec)))
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the nodes served last, by name, each with its slots and kind."""
+        with self._database.read() as session:
+            return {
+                row.name: {"slots": row.slots, "kind": row.kind}
+                for row in session.scalars(select(NodeRow).order_by(NodeRow.name))
+            }
+
+
+def moving_average(values: Sequence[float], default: float) -> float:
+    """Return the exponentially weighted moving average of `values`, `default` when there is none.
+
+    Example:
+        >>> moving_average([10.0, 20.0], 30.0)
+        13.0
+    """
+    if not values:
+        return default
+    average = values[0]
+    for value in values[1:]:
+        average += RESTART_WEIGHT * (value - average)
+    return average

@@ -1,0 +1,134 @@
+"""The tables of the store.
+
+Times are seconds since the epoch. Progress points are events as well, but they are by far the most,
+so they have a table with columns of their own: the row in `events` says that there is one, and the
+row in `points` with the same id says what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+SCHEMA_VERSION = 1
+
+
+class Base(DeclarativeBase):
+    """Common base of all tables."""
+
+    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, list[dict[str, Any]]: JSON}  # noqa: RUF012
+
+
+class MetaRow(Base):
+    """Facts about the store itself, such as the version of its schema."""
+
+    __tablename__ = "meta"
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
+class JobRow(Base):
+    """A job: what was asked for, and its present state."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    spec: Mapped[dict[str, Any]]
+    token: Mapped[str]
+    submitted_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    phase: Mapped[str]
+    conditions: Mapped[list[dict[str, Any]]]
+    generation: Mapped[int]
+    allocation: Mapped[list[str]]
+    launched: Mapped[list[str]]
+    settled: Mapped[bool]
+    intent: Mapped[str | None]
+    failures: Mapped[int]
+    max_restarts: Mapped[int]
+
+
+class HintsRow(Base):
+    """The latest hints of a job."""
+
+    __tablename__ = "hints"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
+    generation: Mapped[int]
+    time: Mapped[float]
+    hints: Mapped[dict[str, Any]]
+
+
+class GenerationRow(Base):
+    """One launch of a job: where, when, and how it ended."""
+
+    __tablename__ = "generations"
+    __table_args__ = (UniqueConstraint("job", "generation"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.name"))
+    generation: Mapped[int]
+    nodes: Mapped[list[str]]
+    launched_at: Mapped[float]
+    started_at: Mapped[float | None]
+    port: Mapped[int | None]
+    first_step_at: Mapped[float | None]
+    first_step: Mapped[int | None]
+    restart_seconds: Mapped[float | None]
+    stopping_at: Mapped[float | None]
+    ended_at: Mapped[float | None]
+    outcome: Mapped[str | None]
+    intent: Mapped[str | None]
+
+
+class EventRow(Base):
+    """One entry of the event log, in the order of ids."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index("events_by_job", "job", "type"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    time: Mapped[float]
+    type: Mapped[str]
+    job: Mapped[str | None]
+    generation: Mapped[int | None]
+    data: Mapped[dict[str, Any]]
+
+
+class PointRow(Base):
+    """The progress that the event of the same id stands for."""
+
+    __tablename__ = "points"
+    __table_args__ = (Index("points_by_job", "job", "event"),)
+
+    event: Mapped[int] = mapped_column(ForeignKey("events.id"), primary_key=True)
+    job: Mapped[str]
+    time: Mapped[float]
+    step: Mapped[int]
+    epoch: Mapped[int]
+    samples: Mapped[int]
+    loss: Mapped[float | None]
+    batch_size: Mapped[int]
+    atomic_bsz: Mapped[int]
+    accum_steps: Mapped[int]
+    num_replicas: Mapped[int]
+    step_time: Mapped[float]
+    predicted_step_time: Mapped[float | None]
+    goodput: Mapped[float | None]
+    efficiency: Mapped[float | None]
+    num_epochs: Mapped[int | None]
+
+
+class NodeRow(Base):
+    """A node of the cluster that the scheduler serves."""
+
+    __tablename__ = "nodes"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    slots: Mapped[int]
+    kind: Mapped[str]
+    spec: Mapped[dict[str, Any]]

@@ -1,0 +1,175 @@
+"""Pydantic's errors as sentences that a user can act on.
+
+Each sentence names the place (``nodes[1].slots``), the value that stands there, and what is
+allowed; for an unknown field also the closest name that is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+Place = tuple[int | str, ...]
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with some data."""
+
+    place: Place
+    """Where, as a path of fields and indices."""
+    text: str
+    """What is wrong and what is allowed; without the place."""
+
+    def sentence(self) -> str:
+        """Return place and text as one sentence."""
+        return f"{spell(self.place)}: {self.text}" if self.place else self.text
+
+
+def problem_at(place: Place, text: str) -> PydanticCustomError:
+    """Make an error to raise in a validator about a place further inside than the model."""
+    return PydanticCustomError("placed", "{text}", {"text": text, "place": place})
+
+
+def spell(place: Sequence[int | str]) -> str:
+    """Spell a place as in ``nodes[1].slots``."""
+    text = ""
+    for step in place:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if text else str(step)
+    return text
+
+
+def closest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that `name` was most likely meant to be, or None."""
+    match = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    return match[0] if match else None
+
+
+def problems(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Turn pydantic's error about `model` into problems, in the order of the data.
+
+    A missing field that was evidently misspelt is left out: the unknown field tells of it.
+    """
+    found: list[Problem] = []
+    missing: list[Problem] = []
+    guessed: set[Place] = set()
+    for details in error.errors(include_url=False):
+        place: Place = tuple(details["loc"])
+        if details["type"] == "missing":
+            missing.append(Problem(place, "is missing; give " + _allowed(model, place)))
+            continue
+        if details["type"] == "extra_forbidden":
+            guess = closest(str(place[-1]), _known_fields(model, place[:-1]))
+            if guess:
+                guessed.add((*place[:-1], guess))
+        place += details.get("ctx", {}).get("place", ())
+        found.append(Problem(place, _text(model, place, details)))
+    return found + [problem for problem in missing if problem.place not in guessed]
+
+
+def _text(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
+    context = details.get("ctx", {})
+    match details["type"]:
+        case "extra_forbidden":
+            return _unknown_field(str(place[-1]), _known_fields(model, place[:-1]))
+        case "value_error":
+            return str(context["error"])
+        case "placed":
+            return str(context["text"])
+        case "invalid_key":
+            return f"the field {spell_value(place[-1])} is not a text; put it in quotes"
+        case "greater_than_equal" | "less_than_equal" | "literal_error" | "string_type":
+            pass
+        case kind if not kind.endswith(("_type", "_from_float")):
+            return f"{spell_value(details['input'])} is not allowed: {details['msg']}"
+    return f"{spell_value(details['input'])} is not allowed; it must be " + _expected(
+        model, place, details
+    )
+
+
+def _expected(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
+    """Say what is allowed at a place whose value has the wrong type or is out of bounds."""
+    value = details["input"]
+    if details["type"] == "string_type" and isinstance(value, int | float):
+        return f'a text: write it in quotes, "{spell_value(value)}"'
+    if details["type"] == "literal_error":
+        return str(details["ctx"]["expected"])
+    return _allowed(model, place)
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> str:
+    guess = closest(name, known)
+    if guess:
+        return f"unknown field; did you mean '{guess}'?"
+    return f"unknown field; known are {', '.join(known)}" if known else "unknown field"
+
+
+def spell_value(value: Any) -> str:
+    """Spell a value as it stands in YAML or JSON, shortened to what fits a sentence."""
+    if value is None:
+        return "an empty value"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        text = "a value that contains itself"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _allowed(model: type[BaseModel], place: Place) -> str:
+    """Say what may stand at a place: the words of its field's `description`, else its bounds."""
+    field = _field(model, place)
+    if field is None:
+        return f"a mapping that begins with '{next(iter(model.model_fields))}:'"
+    if isinstance(place[-1], int):
+        return "a mapping of fields" if _models(field.annotation) else "a text"
+    if field.description:
+        return field.description
+    lowest = [item.ge for item in field.metadata if hasattr(item, "ge")]
+    return f"a whole number of at least {lowest[0]}" if lowest else "a value"
+
+
+def _known_fields(model: type[BaseModel], place: Place) -> list[str]:
+    owner = _owner(model, place)
+    if owner is None:
+        return []
+    return [field.alias or name for name, field in owner.model_fields.items()]
+
+
+def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
+    """Return the field that a place lies in; an index belongs to the field of its list."""
+    named = [index for index, step in enumerate(place) if isinstance(step, str)]
+    while named:
+        last = named.pop()
+        owner = _owner(model, place[:last])
+        if owner is not None:
+            fields = {field.alias or name: field for name, field in owner.model_fields.items()}
+            return fields.get(str(place[last]))
+    return None
+
+
+def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
+    """Return the model whose fields stand at a place, or None where there is none."""
+    for step in place:
+        if isinstance(step, int):
+            continue
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        inside = _models(fields[step].annotation) if step in fields else []
+        if not inside:
+            return None
+        model = inside[0]
+    return model
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Find the models in an annotation such as ``tuple[NodeSpec, ...] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models(part)]

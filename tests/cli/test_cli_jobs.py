@@ -1,0 +1,311 @@
+"""`pipollux serve`, `submit`, `jobs`, `cancel`, `logs` and `apply` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipollux_sched.cli import main
+from pipollux_sched.store import Store
+
+TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
+PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
+CLUSTER = """
+nodes:
+  - {name: node-a, slots: 2, kind: cpu}
+  - {name: node-b, slots: 2, kind: cpu}
+"""
+JOBS = f"""
+jobs:
+  - {{name: short, script: {TOY}, args: [--steps, "5"]}}
+  - {{name: long, script: {TOY}, num_stages: 2}}
+"""
+
+
+class Cli:
+    """Runs `pipollux` in a folder of its own, with a state directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state_dir = folder / "state"
+        self.environment = {**os.environ, "PIPOLLUX_STATE_DIR": str(self.state_dir)}
+        self.environment.pop("COLUMNS", None)
+        (folder / "cluster.yaml").write_text(CLUSTER)
+        (folder / "jobs.yaml").write_text(JOBS)
+        self.servers: list[subprocess.Popen[str]] = []
+        self.said: list[str] = []
+        """What the last scheduler said before it served."""
+
+    def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [PIPOLLUX, *args],
+            cwd=self.folder,
+            env=self.environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def serve(self, *args: str) -> subprocess.Popen[str]:
+        """Start a scheduler, and return when it answers."""
+        server = subprocess.Popen(
+            [PIPOLLUX, "serve", "--cluster", "cluster.yaml", *args],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.servers.append(server)
+        assert server.stdout is not None
+        said = []
+        while line := server.stdout.readline():
+            said.append(line)
+            if line.startswith("Serving 2 nodes with 4 slots at http://127.0.0.1:"):
+                self.said = said
+                return server
+        raise AssertionError(f"it does not serve: {said}")
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """What the store knows; read here, as starting `pipollux` takes longer than the reading."""
+        with Store(self.state_dir / "pipollux.db") as store:
+            return {job.name: job.to_json_object() for job in store.jobs()}
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process of a job that is still there."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+            except (psutil.Error, OSError):
+                continue
+            ours = environment.get("PIPOLLUX_STATE_DIR") == str(self.state_dir)
+            started_for_a_job = ours and "PIPOLLUX_INSTANCE" in environment
+            if started_for_a_job and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    cli = Cli(tmp_path)
+    yield cli
+    for server in cli.servers:
+        if server.poll() is None:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+        if server.stdout is not None:
+            server.stdout.close()
+    assert cli.alive() == []
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.1)
+
+
+def one_sentence(result: subprocess.CompletedProcess[str], code: int) -> str:
+    """What a failed command says: one line, no traceback."""
+    assert result.returncode == code, (result.stdout, result.stderr)
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
+    server = cli.serve()
+    assert "another scheduler already serves" in one_sentence(
+        cli("serve", "--cluster", "cluster.yaml"), 1
+    )
+    submitted = cli("submit", "jobs.yaml")
+    assert submitted.returncode == 0, submitted.stderr
+    assert submitted.stdout.splitlines() == [
+        "short: The job was submitted.",
+        "long: The job was submitted.",
+    ]
+    wait_until(lambda: cli.jobs()["short"]["phase"] == "Complete")
+    wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
+    table = cli("jobs")
+    assert table.stdout.splitlines()[0].split() == [
+        *("Job", "Phase", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
+        *("Restarts", "Age", "Message"),
+    ]
+    assert table.stdout.splitlines()[2].split()[:3] == ["long", "Running", "1"]
+    shown = json.loads(cli("jobs", "--output", "json").stdout)[1]
+    assert shown["name"] == "long"
+    assert shown["progress"]["num_replicas"] == 1
+    assert len(shown["launched"]) == 1
+    assert "token" not in shown
+
+    assert "already there (Complete)" in cli("submit", "jobs.yaml").stderr
+    logs = cli("logs", "short")
+    assert "replica 0 of generation 1 goes on from step 0" in logs.stdout
+    cancelled = cli("cancel", "long")
+    assert cancelled.stdout == "long: The job was cancelled and is being stopped.\n"
+    wait_until(lambda: cli.jobs()["long"]["phase"] == "Failed")
+    assert cli("submit", "jobs.yaml").returncode == 1  # short is complete; long goes on again
+    wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
+    assert "no job is named 'nobody'; there are short, long" in one_sentence(
+        cli("cancel", "nobody"), 1
+    )
+
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+    assert cli.alive() == []
+    assert server.stdout is not None
+    said = server.stdout.read()
+    assert "short: complete at step 5, epoch 0" in said
+    assert "Stopping: jobs save" in said
+    assert cli.jobs()["long"]["reason"] == "SchedulerStopped"
+    assert "this is how the last one left it" in cli("jobs").stderr
+    assert "no scheduler serves" in one_sentence(cli("cancel", "long"), 1)
+
+
+def test_a_scheduler_that_was_killed(cli: Cli) -> None:
+    """What it left running is ended by the next one, and its jobs go on from there."""
+    cli.serve()
+    assert cli("submit", "jobs.yaml").returncode == 0
+    wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
+    cli.servers[0].kill()
+    cli.servers[0].wait(10)
+    assert cli.alive()
+    assert "no scheduler serves" in one_sentence(cli("submit", "jobs.yaml"), 1)
+    before = {process.pid for process in cli.alive()}
+    cli.serve()
+    assert any("ended what an earlier scheduler had left" in line for line in cli.said)
+    assert not before & {process.pid for process in cli.alive()}
+    wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
+    job = cli.jobs()["long"]
+    assert (job["generation"], job["failures"]) == (2, 0)
+    log = cli("logs", "long", "--generation", "2").stdout
+    assert "goes on from step" in log
+    assert "goes on from step 0" not in log
+    cli.servers[1].send_signal(signal.SIGINT)
+    assert cli.servers[1].wait(30) == 0
+
+
+def test_waiting_and_following(cli: Cli) -> None:
+    """`submit --wait` tells what happens and how it ended, `logs -f` goes on until it has."""
+    (cli.folder / "jobs.yaml").write_text(f"""
+jobs:
+  - {{name: good, script: {TOY}, args: [--steps, "20"]}}
+  - {{name: bad, script: {TOY}, args: [--fail-at, "2"], max_restarts: 0}}
+""")
+    cli.serve()
+    waiting = subprocess.Popen(
+        [PIPOLLUX, "submit", "jobs.yaml", "--wait"],
+        cwd=cli.folder,
+        env=cli.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: cli.state_dir.joinpath("jobs", "good", "logs").exists())
+    followed = cli("logs", "good", "--follow")
+    out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 1
+    assert "good: complete at step 20" in out
+    assert "bad: failed: Failed once, max_restarts is 0: Replica 0 on " in out
+    assert err == "Error: bad failed; see: pipollux logs bad\n"
+    assert followed.returncode == 0
+    assert "goes on from step 0" in followed.stdout
+    assert "there is no log of generation 9" in one_sentence(
+        cli("logs", "good", "--generation", "9"), 1
+    )
+
+
+def test_apply(cli: Cli) -> None:
+    """A plan is shown, asked about, carried out, and left alone once it is done."""
+    (cli.folder / "jobs.yaml").write_text(f"""
+jobs:
+  - {{name: one, script: {TOY}, args: [--steps, "5"], num_stages: 2}}
+  - {{name: two, script: {TOY}, args: [--steps, "5"], min_replicas: 2, max_replicas: 2}}
+""")
+    files = ("--cluster", "cluster.yaml", "--jobs", "jobs.yaml")
+    asked = cli("apply", *files, stdin="n\n")
+    assert asked.returncode == 1
+    assert "Carry this out?" in asked.stdout
+    assert "nothing was started" in asked.stderr
+    assert not cli.state_dir.joinpath("jobs").exists()
+    done = cli("apply", *files, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "one: complete at step 5" in done.stdout
+    jobs = cli.jobs()
+    assert {job["phase"] for job in jobs.values()} == {"Complete"}
+    assert len(cli("logs", "two").stdout.split("[1.1] ")) > 1
+    again = cli("apply", *files, "--yes")
+    assert again.returncode == 0
+    assert again.stdout.splitlines() == [
+        "one is complete already, and left alone.",
+        "two is complete already, and left alone.",
+    ]
+
+
+def test_apply_with_a_job_that_fails(cli: Cli) -> None:
+    (cli.folder / "jobs.yaml").write_text(f"""
+jobs:
+  - {{name: bad, script: {TOY}, args: [--fail-at, "2"], max_restarts: 0}}
+  - {{name: long, script: {TOY}, num_stages: 2}}
+""")
+    failed = cli("apply", "--cluster", "cluster.yaml", "--jobs", "jobs.yaml", "--yes")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Error: bad failed; all jobs were stopped\n")
+    assert failed.stderr.endswith("RuntimeError: step 2 went wrong on replica 0\n")
+    assert cli.jobs()["long"]["phase"] == "Suspended"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (["jobs"], 1, "no scheduler has kept a store there yet"),
+        (["logs", "toy"], 1, "no scheduler has kept a store there yet"),
+        (["cancel", "toy"], 1, "start one with: pipollux serve --cluster FILE --state-dir"),
+        (["submit", "jobs.yaml"], 1, "no scheduler serves"),
+        (["submit", "jobs.yaml", "--wait"], 1, "no scheduler serves"),
+        (["submit", "nothing.yaml"], 2, "nothing.yaml: there is no such file"),
+        (["submit", "bad.yaml"], 2, "bad.yaml:2: jobs[0].num_stages: 0 is not allowed"),
+        (["submit", "lost.yaml"], 2, "job 'lost': script: there is no file"),
+        (["serve", "--cluster", "nothing.yaml"], 2, "nothing.yaml: there is no such file"),
+        (["serve", "--cluster", "cluster.yaml", "--port", "99999"], 2, "--port"),
+        (["serve", "--cluster", "cluster.yaml", "--state-dir", "jobs.yaml"], 1, "--state-dir"),
+        (["apply", "--cluster", "cluster.yaml", "--jobs", "wide.yaml"], 1, "fits no node"),
+        (["cancel"], 2, "NAME"),
+        (["jobs", "--output", "xml"], 2, "xml"),
+    ],
+)
+def test_mistakes(
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    code: int,
+    says: str,
+) -> None:
+    """Run within this process, as starting another takes longer than making a mistake."""
+    (cli.folder / "bad.yaml").write_text(f"jobs:\n- {{name: x, script: {TOY}, num_stages: 0}}\n")
+    (cli.folder / "lost.yaml").write_text("jobs:\n- {name: lost, script: lost.py}\n")
+    (cli.folder / "wide.yaml").write_text(f"jobs:\n- {{name: x, script: {TOY}, num_stages: 9}}\n")
+    monkeypatch.chdir(cli.folder)
+    monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(cli.state_dir))
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    said = capsys.readouterr()
+    result = subprocess.CompletedProcess(command, int(ended.value.code or 0), said.out, said.err)
+    assert says in one_sentence(result, code)

@@ -1,0 +1,225 @@
+"""The life of a job as a table: in this state, when this happens, that becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipollux_sched.lifecycle import (
+    Action,
+    Allocate,
+    Cancel,
+    Condition,
+    Event,
+    Exited,
+    FirstStep,
+    Intent,
+    JobState,
+    Launch,
+    Outcome,
+    Phase,
+    Record,
+    Recover,
+    Retry,
+    RetryAfter,
+    Shutdown,
+    Started,
+    Stop,
+    Submit,
+    advance,
+    backoff,
+)
+
+AB, B = ("a", "b"), ("b",)
+
+
+def state_in(phase: Phase, reason: str = "Test", **fields: object) -> JobState:
+    """A job in some phase; what it holds follows from the fields given."""
+    condition = Condition(phase, True, reason, "as the test has it", 1.0)
+    return replace(JobState(phase=phase, conditions=(condition,), generation=1), **fields)
+
+
+CREATED = JobState()
+QUEUED = state_in(Phase.QUEUED)
+STARTING = state_in(Phase.RUNNING, allocation=AB, launched=AB)
+TRAINING = replace(STARTING, settled=True)
+MOVING = replace(
+    state_in(Phase.RESTARTING, allocation=B, launched=AB), settled=True, intent=Intent.MOVE
+)
+SUSPENDING = replace(TRAINING, allocation=(), intent=Intent.SUSPEND)
+CANCELLING = replace(TRAINING, intent=Intent.CANCEL)
+ENDING = replace(TRAINING, allocation=(), intent=Intent.SHUTDOWN)
+WAITING = state_in(Phase.RESTARTING, allocation=AB, failures=1)
+SUSPENDED = state_in(Phase.SUSPENDED)
+COMPLETE = state_in(Phase.COMPLETE)
+FAILED = state_in(Phase.FAILED, failures=4)
+HOPELESS = replace(TRAINING, failures=3)
+
+DONE = Exited(1, Outcome.COMPLETE, step=9, epoch=2)
+SAVED = Exited(1, Outcome.STOPPED, step=7)
+BROKEN = Exited(1, Outcome.FAILED, message="boom")
+
+# state, what happens, phase, reason, intent, allocation, actions (records by type)
+TABLE = [
+    (CREATED, Submit(5), Phase.CREATED, "Submitted", None, (), []),
+    (CREATED, Allocate(B, "free"), Phase.RUNNING, "Starting", None, B, ["allocated", Launch(1, B)]),
+    (CREATED, Allocate((), "full"), Phase.QUEUED, "NoRoom", None, (), []),
+    (CREATED, Cancel(), Phase.FAILED, "Cancelled", None, (), ["cancelled"]),
+    (QUEUED, Allocate(B, "free"), Phase.RUNNING, "Starting", None, B, ["allocated", Launch(2, B)]),
+    (QUEUED, Allocate((), "full"), Phase.QUEUED, "Test", None, (), []),
+    (QUEUED, Shutdown(), Phase.QUEUED, "Test", None, (), []),
+    (QUEUED, BROKEN, Phase.QUEUED, "Test", None, (), []),
+    (SUSPENDED, Allocate((), "full"), Phase.SUSPENDED, "Test", None, (), []),
+    (
+        *(SUSPENDED, Allocate(AB, "free"), Phase.RUNNING, "Starting", None, AB),
+        ["allocated", Launch(2, AB)],
+    ),
+    (STARTING, Started(1, (5, 6), 99), Phase.RUNNING, "Test", None, AB, ["started"]),
+    (STARTING, FirstStep(1, 1), Phase.RUNNING, "Training", None, AB, ["first_step"]),
+    (STARTING, FirstStep(2, 1), Phase.RUNNING, "Test", None, AB, []),
+    (STARTING, Allocate(("b", "a"), "same"), Phase.RUNNING, "Test", None, AB, []),
+    (
+        *(STARTING, Cancel(), Phase.RUNNING, "Stopping", Intent.CANCEL, AB),
+        ["stopping", Stop(1, "cancelled", graceful=False)],
+    ),
+    (TRAINING, FirstStep(1, 2), Phase.RUNNING, "Test", None, AB, []),
+    (
+        *(TRAINING, Allocate(B, "shrink"), Phase.RESTARTING, "Moving", Intent.MOVE, B),
+        ["allocated", "stopping", Stop(1, "shrink")],
+    ),
+    (
+        *(TRAINING, Allocate((), "out"), Phase.RUNNING, "Stopping", Intent.SUSPEND, ()),
+        ["allocated", "stopping", Stop(1, "out")],
+    ),
+    (
+        *(TRAINING, Shutdown(), Phase.RUNNING, "Stopping", Intent.SHUTDOWN, ()),
+        ["stopping", Stop(1, "the scheduler is being stopped")],
+    ),
+    (TRAINING, DONE, Phase.COMPLETE, "Finished", None, (), ["complete"]),
+    (TRAINING, BROKEN, Phase.RESTARTING, "Failed", None, AB, ["restarting", RetryAfter(1, 1.0)]),
+    (
+        *(TRAINING, SAVED, Phase.RESTARTING, "StoppedFromOutside", None, AB),
+        ["stopped", "restarting", RetryAfter(1, 1.0)],
+    ),
+    (TRAINING, Recover(), Phase.QUEUED, "SchedulerRestarted", None, (), ["stopped"]),
+    (WAITING, Recover(), Phase.QUEUED, "SchedulerRestarted", None, (), []),
+    (HOPELESS, BROKEN, Phase.FAILED, "TooManyFailures", None, (), ["failed"]),
+    (MOVING, SAVED, Phase.RUNNING, "Starting", None, B, ["stopped", Launch(2, B)]),
+    (MOVING, BROKEN, Phase.RUNNING, "Starting", None, B, ["stopped", Launch(2, B)]),
+    (MOVING, DONE, Phase.COMPLETE, "Finished", None, (), ["complete"]),
+    (MOVING, Allocate(AB, "back"), Phase.RESTARTING, "Test", Intent.MOVE, B, []),
+    (MOVING, Cancel(), Phase.RUNNING, "Stopping", Intent.CANCEL, B, []),
+    (MOVING, Shutdown(), Phase.RUNNING, "Stopping", Intent.SHUTDOWN, (), []),
+    (SUSPENDING, SAVED, Phase.SUSPENDED, "Preempted", None, (), ["stopped"]),
+    (CANCELLING, SAVED, Phase.FAILED, "Cancelled", None, (), ["stopped", "cancelled"]),
+    (CANCELLING, DONE, Phase.COMPLETE, "Finished", None, (), ["complete"]),
+    (CANCELLING, Recover(), Phase.FAILED, "Cancelled", None, (), ["stopped", "cancelled"]),
+    (CANCELLING, Shutdown(), Phase.RUNNING, "Test", Intent.CANCEL, AB, []),
+    (ENDING, SAVED, Phase.SUSPENDED, "SchedulerStopped", None, (), ["stopped"]),
+    (WAITING, Retry(1), Phase.RUNNING, "Starting", None, AB, [Launch(2, AB)]),
+    (WAITING, Retry(0), Phase.RESTARTING, "Test", None, AB, []),
+    (WAITING, Allocate(B, "meanwhile"), Phase.RESTARTING, "Test", None, B, ["allocated"]),
+    (WAITING, Allocate((), "out"), Phase.QUEUED, "NoRoom", None, (), []),
+    (WAITING, Cancel(), Phase.FAILED, "Cancelled", None, (), ["cancelled"]),
+    (WAITING, Shutdown(), Phase.SUSPENDED, "SchedulerStopped", None, (), []),
+    (COMPLETE, Allocate(B, "free"), Phase.COMPLETE, "Test", None, (), []),
+    (COMPLETE, Cancel(), Phase.COMPLETE, "Test", None, (), []),
+    (COMPLETE, Recover(), Phase.COMPLETE, "Test", None, (), []),
+    (FAILED, Submit(3), Phase.CREATED, "SubmittedAgain", None, (), []),
+    (FAILED, Shutdown(), Phase.FAILED, "Test", None, (), []),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0].phase}-{type(row[1]).__name__}")
+def test_table(
+    row: tuple[JobState, Event, Phase, str, Intent | None, tuple[str, ...], list[str | Action]],
+) -> None:
+    before, event, phase, reason, intent, allocation, expected = row
+    after, actions = advance(before, event, now=5.0)
+    assert (after.phase, after.reason) == (phase, reason)
+    assert (after.intent, after.allocation) == (intent, allocation)
+    shown = [action.type if isinstance(action, Record) else action for action in actions]
+    assert shown == expected
+
+
+def test_conditions_are_updated_and_never_pile_up() -> None:
+    state = CREATED
+    for time, event in enumerate(
+        [
+            Submit(),
+            Allocate(B, "free"),
+            FirstStep(1, 1),
+            Allocate(AB, "grow"),
+            SAVED,
+            FirstStep(2, 8),
+            Exited(2, Outcome.COMPLETE),
+        ]
+    ):
+        state, _ = advance(state, event, now=float(time))
+    assert [(entry.type.value, entry.status, entry.time) for entry in state.conditions] == [
+        ("Created", False, 1.0),
+        ("Restarting", False, 4.0),
+        ("Running", False, 6.0),
+        ("Complete", True, 6.0),
+    ]
+
+
+def test_a_condition_keeps_its_time_while_it_stays_true() -> None:
+    state, _ = advance(CREATED, Allocate(B, "free"), now=1.0)
+    state, _ = advance(state, FirstStep(1, 1), now=2.0)
+    assert state.condition == Condition(
+        Phase.RUNNING, True, "Training", "Training since step 1 on b.", 1.0
+    )
+
+
+def test_backoff_doubles_up_to_a_minute() -> None:
+    assert [backoff(n) for n in (1, 2, 3, 4, 7, 100)] == [1, 2, 4, 8, 60, 60]
+
+
+def test_every_failure_waits_longer_until_there_were_too_many() -> None:
+    state, waits = replace(TRAINING, max_restarts=2), []
+    while not state.phase.ended:
+        state, actions = advance(state, replace(BROKEN, generation=state.generation), now=0.0)
+        for action in actions:
+            if isinstance(action, RetryAfter):
+                waits.append(action.seconds)
+                state, _ = advance(state, Retry(action.generation), now=0.0)
+    assert waits == [1.0, 2.0]
+    assert state.message == "Failed 3 times, max_restarts is 2: boom"
+
+
+EVENTS = st.one_of(
+    st.builds(Allocate, st.lists(st.sampled_from("abc"), max_size=3), st.just("why")),
+    st.builds(FirstStep, st.integers(0, 4), st.just(1)),
+    st.builds(Exited, st.integers(0, 4), st.sampled_from(Outcome)),
+    st.builds(Retry, st.integers(0, 4)),
+    st.sampled_from([Submit(), Cancel(), Shutdown(), Recover(), Started(1, (), 0)]),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_whatever_happens_the_state_makes_sense(events: list[Event]) -> None:
+    """At most one generation at a time, and each launch and stop is asked for once."""
+    state, asked_to_stop = CREATED, set()
+    for time, event in enumerate(events):
+        before = state
+        state, actions = advance(state, event, now=float(time))
+        launches = [action for action in actions if isinstance(action, Launch)]
+        if launches:
+            assert not before.launched or isinstance(event, Exited)
+            assert [launch.generation for launch in launches] == [before.generation + 1]
+            assert state.launched == state.allocation == launches[0].nodes != ()
+        for action in actions:
+            if isinstance(action, Stop):
+                assert action.generation == state.generation
+                assert action.generation not in asked_to_stop
+                asked_to_stop.add(action.generation)
+        assert state.intent is None or state.launched
+        assert not (state.phase.ended and (state.launched or state.allocation))
+        assert [entry.type for entry in state.conditions if entry.status] == (
+            [state.phase] if state.conditions else []
+        )
+        assert len({entry.type for entry in state.conditions}) == len(state.conditions)

@@ -1,0 +1,159 @@
+"""How good the answers are: against brute force where that is possible, and at scale."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from tests.sched.policy_cases import (
+    TEMPLATE,
+    Case,
+    all_allocations,
+    current,
+    fitness,
+    random_case,
+    scaling,
+    violations,
+)
+
+from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
+from pipollux_sched.policy.problem import FLOOR, AllocationProblem, build_cluster, restart_factor
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_all_allocations_is_found(seed: int) -> None:
+    """On every one of these: up to 3 nodes of up to 4 slots and 3 jobs, some of them running."""
+    case = random_case(seed, max_nodes=3, max_jobs=3, max_replicas=4)
+    answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
+    best = max(fitness(case, allocations) for allocations in all_allocations(case))
+    assert violations(case, answer) == []
+    assert fitness(case, answer) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_objective_is_the_stated_one(seed: int) -> None:
+    case = random_case(seed, max_nodes=3, max_jobs=3)
+    problem = AllocationProblem(build_cluster(case.jobs, case.nodes, case.base, TEMPLATE, 3))
+    some = list(all_allocations(case))[:: 1 + seed]
+    for allocations in some[:50]:
+        cluster = build_cluster(case.jobs, case.nodes, allocations, TEMPLATE, 3)
+        order = [cluster.job_names.index(name) for name in problem.cluster.job_names]
+        state = cluster.base[order]
+        assert problem.fitness(state[None])[0] == pytest.approx(fitness(case, allocations))
+
+
+def test_the_power_mean_by_hand() -> None:
+    """Two jobs on 4 slots: 3 and 1 replicas against fair shares of 2, and one with nothing."""
+    node = NodeInfo({"slots": 4})
+    jobs = {name: JobInfo({"slots": 1}, scaling(0), 0.0, 1, 4) for name in ("a", "b")}
+    for power, expected in ((-1.0, 2 / (1 / 1.5 + 1 / 0.5)), (1.0, 1.0), (-2.0, 0.6708203932)):
+        problem = AllocationProblem(build_cluster(jobs, {"n": node}, {}, node, 0), power)
+        assert problem.fitness(np.array([[[3], [1]]]))[0] == pytest.approx(expected)
+    problem = AllocationProblem(build_cluster(jobs, {"n": node}, {}, node, 0))
+    assert problem.fitness(np.array([[[4], [0]]]))[0] == pytest.approx(2 / (1 / 2 + 1 / FLOOR))
+
+
+@pytest.mark.parametrize(
+    ("age", "restarts", "cost", "factor"),
+    [(0, 0, 30, 0.0), (30, 0, 30, 0.5), (90, 1, 30, 0.5), (60, 3, 30, 0.0), (0, 0, 0, 1.0)],
+)
+def test_the_restart_factor_by_hand(age: float, restarts: int, cost: float, factor: float) -> None:
+    job = JobInfo(
+        {"slots": 1}, scaling(0), 0.0, 1, 2, age=age, num_restarts=restarts, restart_seconds=cost
+    )
+    assert restart_factor(job) == pytest.approx(factor)
+
+
+def test_growing_must_be_worth_the_restart() -> None:
+    """From one replica to two, 1.8 times as fast: not at age 30 (half is lost), but at age 300."""
+    node = NodeInfo({"slots": 2})
+    for age, replicas in ((30.0, 1), (300.0, 2)):
+        job = JobInfo({"slots": 1}, scaling(1 / 9), 0.0, 1, 2, age=age)
+        answer, _ = PolluxPolicy().optimize({"j": job}, {"n": node}, {"j": ["n"]}, node)
+        assert len(answer["j"]) == replicas
+
+
+def test_starting_costs_no_restart_and_goes_before_growing() -> None:
+    node = NodeInfo({"slots": 2})
+    old = JobInfo({"slots": 1}, scaling(0), 0.0, 1, 2, age=1e5)
+    new = JobInfo({"slots": 1}, scaling(0), 1.0, 1, 2, age=0.0)
+    answer, _ = PolluxPolicy().optimize({"o": old, "n": new}, {"a": node}, {"o": ["a", "a"]}, node)
+    assert answer == {"o": ["a"], "n": ["a"]}
+
+
+def test_speedups_of_zero_or_none_at_all_are_survived() -> None:
+    node = NodeInfo({"slots": 4})
+    jobs = {
+        "zero": JobInfo({"slots": 1}, lambda _, r: np.zeros(len(r)), 0.0, 1, 4),
+        "nan": JobInfo({"slots": 1}, lambda _, r: np.full(len(r), np.nan), 0.0, 1, 4),
+        "scalar": JobInfo({"slots": 1}, lambda *_: 1.0, 0.0, 1, 4),
+        "dated": JobInfo({"slots": 1}, scaling(0), datetime(2020, 1, 1, tzinfo=UTC), 1, 4),
+    }
+    answer, _ = PolluxPolicy().optimize(jobs, {"n": node}, {}, node)
+    assert answer == {"zero": [], "nan": [], "scalar": ["n"], "dated": ["n"] * 3}
+
+
+def test_tiny_clusters_are_quick() -> None:
+    """Where there are fewer states than the population has members, pymoo alone takes seconds."""
+    node = NodeInfo({"slots": 2})
+    for num_nodes, num_jobs, limit in ((1, 1, 0.5), (2, 2, 1.0)):
+        nodes = {f"n{n}": node for n in range(num_nodes)}
+        jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(0.1), j, 1, 4) for j in range(num_jobs)}
+        spent = []
+        for _ in range(3):
+            start = time.process_time()
+            PolluxPolicy().optimize(jobs, nodes, {}, node)
+            spent.append(time.process_time() - start)
+        assert min(spent) < limit
+
+
+def large_case(num_nodes: int, num_jobs: int) -> Case:
+    rng = np.random.default_rng(num_jobs)
+    nodes = {f"n{n:02}": NodeInfo({"slots": 4}) for n in range(num_nodes)}
+    jobs = {
+        f"j{j:02}": JobInfo(
+            {"slots": int(rng.choice([1, 1, 1, 2, 4]))},
+            scaling(rng.uniform(0, 0.3)),
+            float(j),
+            1,
+            16,
+            age=3000.0,
+        )
+        for j in range(num_jobs)
+    }
+    return Case(jobs, nodes, {})
+
+
+def test_it_still_moves_at_64_gpus_under_load() -> None:
+    """AdaptDL's search freezes here; ours fills the cluster, and again when a job has finished."""
+    case = large_case(16, 40)
+    policy = PolluxPolicy()
+    start = time.process_time()
+    first, _ = policy.optimize(case.jobs, case.nodes, case.base, NodeInfo({"slots": 4}))
+    assert time.process_time() - start < 20
+    assert violations(case, first) == []
+    slots = {name: job.resources["slots"] for name, job in case.jobs.items()}
+    assert sum(slots[name] * len(nodes) for name, nodes in first.items()) == 64
+
+    done = max(first, key=lambda name: slots[name] * len(first[name]))
+    jobs = {name: job for name, job in case.jobs.items() if name != done}
+    later = Case(jobs, case.nodes, {n: a for n, a in first.items() if a and n != done})
+    second, _ = policy.optimize(later.jobs, later.nodes, later.base, NodeInfo({"slots": 4}))
+    assert violations(later, second) == []
+    assert sum(slots[name] * len(nodes) for name, nodes in second.items()) == 64
+    assert fitness(later, second) > fitness(later, current(later))
+
+
+def test_the_utility_band_advises_a_number_of_nodes() -> None:
+    node = NodeInfo({"slots": 4})
+    nodes = {f"n{n}": node for n in range(4)}
+
+    def advise(count: int, serial: float, most: int) -> int:
+        jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(serial), j, 1, most) for j in range(count)}
+        return PolluxPolicy().optimize(jobs, nodes, {}, node)[1]
+
+    assert advise(40, 0.0, 4) > 4  # everybody scales perfectly, and some wait
+    assert advise(2, 0.9, 8) < 4  # two jobs that hardly scale
+    assert advise(4, 0.25, 4) == 4  # speedup 2.29 on 4 slots each: a utility of 0.57

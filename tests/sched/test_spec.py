@@ -1,0 +1,308 @@
+"""Files and JSON about clusters and jobs: what is taken, and what is said of the rest."""
+# ruff: noqa: E501  # the sentences that users read are easier to judge unbroken
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipollux_sched.spec import (
+    ClusterSpec,
+    JobSpec,
+    NodeSpec,
+    SpecError,
+    load_cluster,
+    load_jobs,
+    parse_bytes,
+    parse_job,
+    resolve_script,
+)
+from pipollux_sched.validation import closest
+
+NODE = "nodes:\n- name: a\n  slots: 4\n"
+
+
+def cluster_error(folder: Path, text: str) -> str:
+    path = folder / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as caught:
+        load_cluster(path)
+    return str(caught.value).replace(str(path), "cluster.yaml")
+
+
+def jobs_error(folder: Path, *lines: str) -> str:
+    """The complaint about a file with one job, given by lines after its name and script."""
+    path = folder / "jobs.yaml"
+    path.write_text("\n".join(["jobs:", "- name: a", "  script: a.py", *("  " + x for x in lines)]))
+    with pytest.raises(SpecError) as caught:
+        load_jobs(path)
+    return str(caught.value).replace(str(path), "jobs.yaml")
+
+
+def test_a_cluster_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(NODE + "  cpus: 8\n  memory: 1.5GiB\n- {name: b, slots: 1, kind: cpu}\n")
+    assert load_cluster(path) == ClusterSpec(
+        nodes=(
+            NodeSpec(name="a", slots=4, cpus=8, memory=3 * 2**29),
+            NodeSpec(name="b", slots=1, kind="cpu"),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "nodes:\n- name: a\n  slot: 4\n",
+            "cluster.yaml:3: nodes[0].slot: unknown field; did you mean 'slots'?",
+        ),
+        (
+            NODE + "- name: b\n  slots: -2\n",
+            "cluster.yaml:5: nodes[1].slots: -2 is not allowed; "
+            "it must be a whole number of at least 1",
+        ),
+        (
+            "nodes:\n- name: a\n  slots: true\n",
+            "cluster.yaml:3: nodes[0].slots: true is not allowed; "
+            "it must be a whole number of at least 1",
+        ),
+        (
+            "nodes:\n- name: a\n  slots: 2.5\n",
+            "cluster.yaml:3: nodes[0].slots: 2.5 is not allowed; "
+            "it must be a whole number of at least 1",
+        ),
+        (
+            "nodes:\n- name: a\n  slots:\n",
+            "cluster.yaml:3: nodes[0].slots: an empty value is not allowed; "
+            "it must be a whole number of at least 1",
+        ),
+        (
+            "nodes:\n- name: a\n",
+            "cluster.yaml:2: nodes[0].slots: is missing; give a whole number of at least 1",
+        ),
+        (NODE + "  kind: tpu\n", "cluster.yaml:4: nodes[0].kind: \"tpu\" is not allowed; it must be 'gpu' or 'cpu'"),
+        (
+            NODE + "  memory: lots\n",
+            "cluster.yaml:4: nodes[0].memory: 'lots' is not a size; "
+            "give bytes, or a text such as 8GiB or 500MB",
+        ),
+        (NODE + "  memory: -1\n", "cluster.yaml:4: nodes[0].memory: -1 is not a size; give bytes, or a text such as 8GiB or 500MB"),
+        (
+            NODE + "  colour: red\n",
+            "cluster.yaml:4: nodes[0].colour: unknown field; "
+            "known are name, slots, kind, cpus, memory, preemptible",
+        ),
+        (NODE + NODE[7:], "cluster.yaml:4: nodes[1].name: 'a' is also the name of nodes[0]; give each its own"),
+        ("nodes:\n- name: no\n  slots: 1\n", 'cluster.yaml:2: nodes[0].name: false is not allowed; it must be a text: write it in quotes, "false"'),
+        ("nodes: []\n", "cluster.yaml:1: nodes: the list is empty; it must have at least 1 entry"),
+        ("nodes: 4\n", "cluster.yaml:1: nodes: 4 is not allowed; it must be a list of nodes"),
+        ("nodes:\n- a\n", 'cluster.yaml:2: nodes[0]: "a" is not allowed; it must be a mapping of fields'),
+        ("node:\n- {name: a, slots: 1}\n", "cluster.yaml:1: node: unknown field; did you mean 'nodes'?"),
+        ("- a\n", "cluster.yaml:1: [\"a\"] is not allowed; it must be a mapping that begins with 'nodes:'"),
+        ("", "cluster.yaml: the file is empty; it must begin with 'nodes:'"),
+        ("# nothing\n", "cluster.yaml: the file is empty; it must begin with 'nodes:'"),
+        (NODE + "  slots: 5\n", "cluster.yaml:4:3: not valid YAML: 'slots' stands here a second time (first in line 3); keep one of them"),
+        ("nodes: [\n", "cluster.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("a: b: c\n", "cluster.yaml:1:5: not valid YAML: mapping values are not allowed here"),
+        (NODE + "---\n" + NODE, "cluster.yaml:4:1: not valid YAML: expected a single document in the stream but found another document"),
+        ("nodes: !!python/object:os.system {}\n", "cluster.yaml:1:8: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object:os.system'"),
+        ("nodes: " + "[" * 5000, "cluster.yaml: not valid YAML: nested too deeply"),
+        ("x: 2024-99-99\n", "cluster.yaml: not valid YAML: month must be in 1..12"),
+        (
+            "nodes: &a [*a]\n",
+            "cluster.yaml:1: nodes[0]: a value that contains itself is not allowed; "
+            "it must be a mapping of fields",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_cluster_is_refused_in_one_sentence(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    assert cluster_error(tmp_path, text) == complaint
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    complaint = cluster_error(tmp_path, "nodes:\n- name: A\n  slots: 0\n  cpu: 3\n")
+    assert [line.split(":")[2].strip() for line in complaint.splitlines()] == [
+        "nodes[0].name",
+        "nodes[0].slots",
+        "nodes[0].cpu",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a", "node-1", "a" * 63])
+def test_names_as_kubernetes_has_them(name: str) -> None:
+    assert NodeSpec(name=name, slots=1).name == name
+
+
+@pytest.mark.parametrize("name", ["", "A", "1a", "-a", "a-", "a_b", "a.b", "ä", "a" * 64, "a\n"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        NodeSpec(name=name, slots=1)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"nodes: \xff")
+    for path, complaint in (
+        ("none.yaml", f"none.yaml: there is no such file in {tmp_path}; check the path"),
+        (tmp_path / "none", f"{tmp_path}/none: there is no such file; check the path"),
+        (tmp_path, f"{tmp_path}: cannot be read: Is a directory"),
+        (binary, f"{binary}: not a text file: byte 7 is not UTF-8; save it as UTF-8"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            load_cluster(path)
+        assert str(caught.value) == complaint
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        (["num_stage: 2"], "4: jobs[0].num_stage: unknown field; did you mean 'num_stages'?"),
+        (["num_stages: 0"], "4: jobs[0].num_stages: 0 is not allowed; it must be a whole number of at least 1"),
+        (["min_replicas: 4", "max_replicas: 2"], "4: jobs[0].min_replicas: 4 is more than max_replicas = 2; lower the one or raise the other"),
+        (["min_replicas: 65"], "4: jobs[0].min_replicas: 65 is more than max_replicas = 64; lower the one or raise the other"),
+        (["args: [--lr, 3]"], '4: jobs[0].args[1]: 3 is not allowed; it must be a text: write it in quotes, "3"'),
+        (["args: --lr 3"], '4: jobs[0].args: "--lr 3" is not allowed; it must be a list of texts'),
+        (["environment: {SEED: 3}"], '4: jobs[0].environment.SEED: 3 is not allowed; it must be a text: write it in quotes, "3"'),
+        (["environment: {1a: x}"], "4: jobs[0].environment: '1a' is not a variable's name; use letters, digits and '_', and no digit at the beginning"),
+        (["environment: {RANK: '1'}"], "4: jobs[0].environment: 'RANK' is set by the scheduler; remove it here"),
+        (["environment: {PIPOLLUX_TOKEN: x}"], "4: jobs[0].environment: 'PIPOLLUX_TOKEN' is set by the scheduler; remove it here"),
+        (["resources:", "  cpu: 2"], "5: jobs[0].resources.cpu: unknown field; did you mean 'cpus'?"),
+        (["resources: {cpus: -2}"], "4: jobs[0].resources.cpus: -2 is not allowed; it must be a whole number of at least 0"),
+        (["preemptible: 'yes'"], '4: jobs[0].preemptible: "yes" is not allowed; it must be true or false'),
+        (["working_dir: ''"], "4: jobs[0].working_dir: is empty; give a path"),
+        (["allocation: [n, n]", "max_replicas: 1"], "4: jobs[0].allocation: names 2 replicas, but min_replicas = 1 and max_replicas = 1; list one node name per running replica"),
+        (["hints: {initBatchSiz: 3}"], "4: jobs[0].hints: initBatchSiz is not a known key; did you mean initBatchSize?"),
+        (["hints: {numStages: 3}"], "4: jobs[0].hints: numStages is 3 but num_stages of the job is 1; make them equal"),
+        (["hints: 7"], "4: jobs[0].hints: must be a mapping, as in {initBatchSize: 64}"),
+    ],
+)  # fmt: skip
+def test_a_wrong_job_is_refused_in_one_sentence(
+    tmp_path: Path, lines: list[str], complaint: str
+) -> None:
+    assert jobs_error(tmp_path, *lines) == "jobs.yaml:" + complaint
+
+
+def test_hints_are_named_with_key_and_value(tmp_path: Path) -> None:
+    complaint = jobs_error(tmp_path, "hints:", "  initBatchSize: -3")
+    assert re.match(r"jobs.yaml:4: jobs\[0\].hints: initBatchSize is -3; ", complaint)
+
+
+def test_hints_take_stages_and_micro_batches_from_their_job() -> None:
+    job = parse_job(
+        {
+            "name": "a",
+            "script": "a.py",
+            "num_stages": 3,
+            "num_microbatches": 6,
+            "hints": {"initBatchSize": 8},
+        }
+    )
+    assert job.hints is not None
+    assert (job.hints.num_stages, job.hints.num_microbatches) == (3, 6)
+
+
+NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
+JOBS = st.fixed_dictionaries(
+    {"name": NAMES, "script": st.just("train.py")},
+    optional={
+        "args": st.lists(st.text(max_size=8), max_size=3),
+        "num_stages": st.integers(1, 8),
+        "num_microbatches": st.integers(1, 32),
+        "min_replicas": st.integers(1, 4),
+        "max_replicas": st.integers(4, 99),
+        "preemptible": st.booleans(),
+        "resources": st.fixed_dictionaries(
+            {}, optional={"cpus": st.integers(0, 9), "memory": st.sampled_from(["8GiB", 5, "1 kB"])}
+        ),
+        "environment": st.dictionaries(st.sampled_from(["A", "B_1"]), st.text(max_size=5)),
+        "working_dir": st.sampled_from([None, "/tmp"]),
+        "max_restarts": st.integers(0, 9),
+        "hints": st.sampled_from([None, {"initBatchSize": 16, "maxProfiledReplicas": 2}]),
+    },
+)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(JOBS)
+def test_a_job_survives_the_way_through_json(data: dict[str, Any]) -> None:
+    job = parse_job(data)
+    sent = job.model_dump_json()
+    assert parse_job(json.loads(sent)) == job
+    assert parse_job(job.model_dump(mode="json")) == job
+    for name in data.keys() - {"args", "resources", "hints"}:
+        assert getattr(job, name) == data[name]
+
+
+def test_a_job_sent_as_json_is_complained_about_by_field() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job({"name": "a", "scrip": "x"}, "request")
+    assert caught.value.problems == ("request: scrip: unknown field; did you mean 'script'?",)
+    with pytest.raises(SpecError) as caught:
+        parse_job([])
+    assert (
+        str(caught.value) == "job: [] is not allowed; it must be a mapping that begins with 'name:'"
+    )
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        JobSpec(name="a", script="x").name = "b"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 2**33), ("8Gi", 2**33), ("8 GB", 8 * 10**9), ("0.5KiB", 512), ("7", 7), (9, 9), ("3B", 3), ("2TiB", 2**41), ("1kB", 1000)],
+)  # fmt: skip
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-8GiB", "8Gib", "8 G B", "1e3", True, -1, 1.5, None])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_a_script_is_found_beside_its_file_or_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    jobs_file = there / "jobs.yaml"
+    job = JobSpec(name="a", script="train.py")
+
+    with pytest.raises(SpecError) as caught:
+        resolve_script(job, jobs_file, must_exist=True)
+    assert str(caught.value) == (
+        f"job 'a': script: there is no file {there}/train.py and {here}/train.py; check the path"
+    )
+    assert resolve_script(job, jobs_file).path == here / "train.py"
+
+    (here / "train.py").touch()
+    assert resolve_script(job, jobs_file, must_exist=True) == (
+        here / "train.py",
+        "the current folder",
+    )
+    (there / "train.py").touch()
+    found = resolve_script(job, jobs_file, must_exist=True)
+    assert found == (there / "train.py", f"the folder of {jobs_file}")
+    absolute = JobSpec(name="a", script=str(here / "train.py"))
+    assert resolve_script(absolute, jobs_file).found_in == "an absolute path"
+
+
+def test_only_what_is_close_is_suggested() -> None:
+    assert closest("num_stage", ["num_stages", "name"]) == "num_stages"
+    assert closest("Slots", ["slots"]) == "slots"
+    assert closest("colour", ["slots", "name"]) is None

@@ -1,0 +1,266 @@
+"""The supervisor over real HTTP: who may ask what, and what is refused how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipollux_sched.http_server import HttpServer, HttpServerError
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
+from pipollux_sched.spec import JobSpec
+from pipollux_sched.store import JobRecord, StateDir, Store
+from pipollux_sched.supervisor import BODY_LIMIT, create_app
+
+POINT = {
+    "time": 1.0,
+    "step": 7,
+    "epoch": 0,
+    "samples": 56,
+    "loss": 0.5,
+    "batchSize": 8,
+    "atomicBsz": 8,
+    "accumSteps": 0,
+    "numReplicas": 1,
+    "stepTime": 0.1,
+    "predictedStepTime": None,
+    "goodput": None,
+    "efficiency": None,
+}
+TIMELINE = {
+    "step": 7,
+    "numStages": 1,
+    "numMicrobatches": 1,
+    "events": [[0, 0, "forward", 0.0, 0.1], [0, 0, "backward", 0.1, 0.3]],
+}
+
+
+class StoreOnly:
+    """Carries out what the supervisor asks for as far as the store goes; starts no process."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.has_settled: list[str] = []
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        data = spec.model_dump(mode="json")
+        return self.store.submit(spec.name, data, f"token of {spec.name}", spec.max_restarts).job
+
+    def cancel(self, name: str) -> JobRecord:
+        return self.store.transition(name, Cancel()).job
+
+    def cluster(self) -> Mapping[str, Any]:
+        return {"nodes": {"node-a": {"slots": 2, "kind": "cpu", "free": 2}}, "policy": "none"}
+
+    def settled(self, name: str) -> None:
+        self.has_settled.append(name)
+
+
+class Service:
+    """A supervisor that listens, with one job of generation 1 on node-a."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state_dir = StateDir(directory)
+        self.store = Store(self.state_dir.database, create=True)
+        self.control = StoreOnly(self.store)
+        app = create_app(
+            self.store, self.control, state_dir=self.state_dir, admin_token="admin token"
+        )
+        self.server = HttpServer(app, "127.0.0.1", 0)
+        self.server.start()
+        self.admin = self.client("admin token")
+        self.admin.post("/jobs", json={"name": "toy", "script": "toy.py"}).raise_for_status()
+        self.store.transition("toy", Allocate(["node-a"], "it is free"))
+        self.job = self.client("token of toy")
+
+    def client(self, token: str | None) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.Client(base_url=self.server.url, headers=headers, trust_env=False, timeout=30)
+
+    def close(self) -> None:
+        self.admin.close()
+        self.job.close()
+        self.server.stop()
+        self.store.close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("state"))
+    yield service
+    service.close()
+
+
+def report(generation: int = 1, **changes: object) -> dict[str, object]:
+    point = {**POINT, **changes}
+    return {"generation": generation, "numEpochs": 3, "points": [point], "timeline": TIMELINE}
+
+
+def detail(response: httpx.Response) -> str:
+    """The one sentence of a refusal."""
+    text = response.json()["detail"]
+    assert isinstance(text, str)
+    assert "\n" not in text
+    return text
+
+
+def test_health_needs_no_token(service: Service) -> None:
+    with service.client(None) as nobody:
+        assert nobody.get("/healthz").json() == {"status": "ok"}
+
+
+def test_a_job_reports_and_hints(service: Service) -> None:
+    hints = {"initBatchSize": 8, "maxBatchSize": 64, "maxProfiledReplicas": 1}
+    assert service.job.put("/jobs/toy/hints?generation=1", json=hints).status_code == 204
+    assert service.job.post("/jobs/toy/reports", json=report()).status_code == 204
+    assert service.control.has_settled == ["toy"]
+    assert service.store.hints()["toy"]["maxBatchSize"] == 64
+    assert service.store.last_points()["toy"].loss == 0.5
+    assert service.store.job("toy").state.reason == "Training"
+    events = service.admin.get("/events?after=2").json()
+    assert [event["type"] for event in events] == ["hints", "first_step", "progress", "timeline"]
+    assert events[2]["num_epochs"] == 3
+    assert events[3]["events"] == TIMELINE["events"]
+    shown = service.admin.get("/jobs/toy").json()
+    assert shown["hints"]["initBatchSize"] == 8
+    assert shown["generations"][0]["nodes"] == ["node-a"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/jobs/toy/hints?generation=1"),
+        ("POST", "/jobs/toy/reports"),
+        ("PUT", "/jobs/no-such-job/hints?generation=1"),
+        ("POST", "/jobs"),
+        ("GET", "/jobs"),
+        ("GET", "/jobs/toy"),
+        ("DELETE", "/jobs/toy"),
+        ("GET", "/jobs/toy/logs"),
+        ("GET", "/events"),
+        ("GET", "/cluster"),
+    ],
+)
+@pytest.mark.parametrize("token", [None, "wrong token", "tökén"])
+def test_wrong_tokens_open_nothing(
+    service: Service, method: str, path: str, token: str | None
+) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
+    with service.client(None) as client:
+        response = client.request(method, path, json={}, headers=headers)
+    assert response.status_code == 401
+    assert "token" in detail(response)
+
+
+def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
+    service.admin.post("/jobs", json={"name": "other", "script": "toy.py"}).raise_for_status()
+    with service.client("token of other") as other:
+        assert other.put("/jobs/toy/hints?generation=1", json={}).status_code == 401
+        assert other.post("/jobs/toy/reports", json=report()).status_code == 401
+        for path in ("/jobs", "/jobs/other", "/events", "/cluster"):
+            assert other.get(path).status_code == 401
+        assert other.delete("/jobs/other").status_code == 401
+
+
+def test_generations_that_are_gone_are_refused(service: Service) -> None:
+    service.admin.post("/jobs", json={"name": "moved", "script": "toy.py"}).raise_for_status()
+    service.store.transition("moved", Allocate(["node-a"], "it is free"))
+    service.store.transition("moved", Allocate(["node-b"], "it is better"))
+    service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
+    with service.client("token of moved") as moved:
+        response = moved.put("/jobs/moved/hints?generation=1", json={})
+        assert response.status_code == 409
+        assert "generation 1 of job 'moved' is not the present one (2)" in detail(response)
+        assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
+        assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 204
+
+
+HUGE = "x" * 10_000_000
+
+
+def test_large_bodies_are_refused_and_the_next_is_served(service: Service) -> None:
+    """With a length and without one, and with far more than the limit."""
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    for content in (HUGE, chunks(), "y" * (BODY_LIMIT + 1)):
+        response = service.job.put("/jobs/toy/hints?generation=1", content=content)
+        assert response.status_code == 413
+        assert "larger than 1048576 bytes" in detail(response)
+    padded = json.dumps({"initBatchSize": 8}).ljust(BODY_LIMIT)
+    assert service.job.put("/jobs/toy/hints?generation=1", content=padded).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('{"initBatchSize": NaN}', "initBatchSize"),
+        ('{"perfParams": {"alpha_c": NaN}}', "perfParams.alpha_c"),
+        ('{"gradParams": {"norm": 1, "var": Infinity}}', "gradParams.var"),
+        ('{"initBatchsize": 8}', "did you mean initBatchSize?"),
+        ('{"numStages": -1}', "numStages is -1"),
+        ("[]", "send an object"),
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_hints_that_make_no_sense(service: Service, body: str, says: str) -> None:
+    response = service.job.put("/jobs/toy/hints?generation=1", content=body)
+    assert response.status_code == 422
+    assert says in detail(response)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss": float("nan")}, "points[0].loss"),
+        ({"stepTime": -1.0}, "points[0].stepTime: -1.0 is not allowed"),
+        ({"step": "seven"}, 'points[0].step: "seven" is not allowed'),
+        ({"samples": 2**70}, "points[0].samples"),
+        ({"los": 1.0}, "did you mean 'loss'?"),
+    ],
+)
+def test_reports_that_make_no_sense(
+    service: Service, changes: dict[str, object], says: str
+) -> None:
+    body = json.dumps(report(**changes))  # httpx itself would refuse to send NaN
+    response = service.job.post("/jobs/toy/reports", content=body)
+    assert response.status_code == 422
+    assert says in detail(response)
+
+
+def test_jobs_that_make_no_sense(service: Service) -> None:
+    response = service.admin.post("/jobs", json={"name": "Toy", "script": "toy.py"})
+    assert response.status_code == 422
+    assert "'Toy' is not a name" in detail(response)
+    response = service.admin.post("/jobs", json={"name": "toy", "script": "toy.py"})
+    assert response.status_code == 409
+    assert "'toy' is already there" in detail(response)
+    for response in (service.admin.get("/jobs/tyo"), service.admin.delete("/jobs/tyo")):
+        assert response.status_code == 404
+        assert "no job is named 'tyo'" in detail(response)
+
+
+def test_logs_and_cluster(service: Service) -> None:
+    log = service.state_dir.log("toy", 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("one\ntwo\nthree\n")
+    assert service.admin.get("/jobs/toy/logs?tail=2").json() == [
+        {"generation": 1, "replica": 0, "lines": ["two", "three"]}
+    ]
+    assert service.admin.get("/cluster").json()["nodes"]["node-a"]["slots"] == 2
+    assert service.admin.get("/jobs/toy/logs?tail=0").status_code == 422
+
+
+def test_a_port_that_is_taken(service: Service) -> None:
+    port = int(service.server.url.rpartition(":")[2])
+    with pytest.raises(
+        HttpServerError, match=rf"cannot listen on 127.0.0.1:{port}.*another --port"
+    ):
+        HttpServer(create_app, "127.0.0.1", port)

@@ -1,0 +1,138 @@
+"""A script that keeps the contract of a job without training anything, and without torch.
+
+It counts steps, goes on from where its checkpoint ended, reports every step to the supervisor if
+there is one, and on SIGTERM saves, writes the marker and ends with status 143. Flags make it
+misbehave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ARGS = argparse.ArgumentParser()
+ARGS.add_argument("--steps", type=int, default=1_000_000)
+ARGS.add_argument("--step-seconds", type=float, default=0.05)
+ARGS.add_argument("--fail-at", type=int)
+ARGS.add_argument("--fail-rank", type=int, default=0)
+ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
+ARGS.add_argument("--hints", help="JSON file with hints to send once")
+
+stop_requested = False
+
+
+def main() -> int:
+    options = ARGS.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if options.stubborn else request_stop)
+    rank = int(os.environ["RANK"])
+    generation = int(os.environ["PIPOLLUX_GENERATION"])
+    directory = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+    names = [name for name in os.environ if name.startswith(("PIPOLLUX_", "OMP_", "CUDA_"))]
+    print(json.dumps({name: os.environ[name] for name in sorted(names)}))
+    if options.stubborn:
+        # One child in a session of its own, one that is orphaned: both must be found.
+        nap = [sys.executable, "-c", "import time; time.sleep(300)"]
+        subprocess.Popen(nap, start_new_session=True)
+        subprocess.Popen(["/bin/sh", "-c", "sleep 300 &"])
+    step = load(directory)
+    print(f"replica {rank} of generation {generation} goes on from step {step}")
+    supervisor = Supervisor(generation) if rank == 0 else None
+    while step < options.steps:
+        step += 1
+        time.sleep(options.step_seconds)
+        if step == options.fail_at and rank == options.fail_rank:
+            raise RuntimeError(f"step {step} went wrong on replica {rank}")
+        if supervisor is not None:
+            supervisor.report(step)
+            if options.hints:
+                supervisor.hint(Path(options.hints).read_text(encoding="utf-8"))
+        if stop_requested:
+            if rank == 0:
+                write(directory / "checkpoint.json", {"step": step})
+                marker = {"generation": generation, "step": step, "reason": "signal"}
+                write(directory / "stopped.json", marker)
+            return 143
+    return 0
+
+
+def request_stop(number: int, frame: FrameType | None) -> None:
+    global stop_requested
+    stop_requested = True
+
+
+def load(directory: Path) -> int:
+    try:
+        return int(json.loads((directory / "checkpoint.json").read_text())["step"])
+    except FileNotFoundError:
+        return 0
+
+
+def write(path: Path, content: object) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(content))
+    aside.replace(path)
+
+
+class Supervisor:
+    """Sends reports, when there is somebody to send them to."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.url = os.environ.get("PIPOLLUX_SUPERVISOR_URL")
+        self.job = os.environ["PIPOLLUX_JOB_ID"]
+        self.hinted = False
+        if self.url:
+            import httpx
+
+            headers = {"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"}
+            self.client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=5, trust_env=False
+            )
+
+    def report(self, step: int) -> None:
+        if not self.url:
+            return
+        point = {
+            "time": time.time(),
+            "step": step,
+            "epoch": 0,
+            "samples": 32 * step,
+            "loss": 1.0 / step,
+            "batchSize": 32,
+            "atomicBsz": 32,
+            "accumSteps": 0,
+            "numReplicas": int(os.environ["WORLD_SIZE"]),
+            "stepTime": 0.05,
+            "predictedStepTime": None,
+            "goodput": None,
+            "efficiency": None,
+        }
+        body = {"generation": self.generation, "numEpochs": 1, "points": [point], "timeline": None}
+        self.send("POST", f"/jobs/{self.job}/reports", json=body)
+
+    def hint(self, hints: str) -> None:
+        if self.url and not self.hinted:
+            url = f"/jobs/{self.job}/hints?generation={self.generation}"
+            self.send("PUT", url, content=hints)
+            self.hinted = True
+
+    def send(self, method: str, url: str, **content: Any) -> None:
+        """A refusal ends the job, and the test; that nobody is there does not."""
+        import httpx
+
+        try:
+            self.client.request(method, url, **content).raise_for_status()
+        except httpx.TransportError:
+            print(f"nobody answers {method} {url}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
