@@ -6,14 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test lint format clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
 	@echo "make test    lint, types, layers, and every test"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make docs    draw the pictures of README and docs/ anew"
 	@echo "make clean   remove .venv and what the demo left"
 
 setup: $(STAMP)

@@ -35,7 +35,7 @@ CHECKPOINT_INTERVAL = 20.0
 RESTART_SECONDS = 8.0
 """Rounds, hints, checkpoints and the guess of what a restart costs, all shorter than a cluster's:
 these jobs train for minutes, not for days."""
-STEPS_ALONE = 30
+STEPS_ALONE = 60
 """Optimizer steps of the first job before the second one arrives."""
 PATIENCE = 90.0
 """Seconds after which the second one arrives in any case."""

@@ -13,7 +13,7 @@ def event_line(event: Mapping[str, Any]) -> str | None:
     Example:
         >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "generation": 2,
         ...             "step": 90, "epoch": 3})[9:]
-        'toy: complete at step 90, epoch 3'
+        'toy: complete at step 90, epochs done: 3'
     """
     text = _text(event)
     if text is None:
@@ -50,7 +50,7 @@ def _text(event: Mapping[str, Any]) -> str | None:
 def _complete(event: Mapping[str, Any]) -> str:
     if event["step"] is None:
         return "complete"
-    return f"complete at step {event['step']}, epoch {event['epoch']}"
+    return f"complete at step {event['step']}, epochs done: {event['epoch']}"
 
 
 def _first_line(text: str) -> str:

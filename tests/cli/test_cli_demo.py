@@ -142,6 +142,7 @@ def test_interrupted_and_run_again(run: Run, number: signal.Signals) -> None:
     jobs = {job["name"]: job for job in json.loads(listed.stdout)}
     assert jobs["char-lm"]["phase"] == "Suspended"
     assert jobs["char-lm"]["progress"]["step"] > 0
+    (run.output / "events.jsonl").unlink()  # so that only the next one's are waited for
     process = run.start()
     run.wait_for("first_step", "char-lm", step=1)
     process.send_signal(signal.SIGTERM)

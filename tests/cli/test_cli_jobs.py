@@ -171,7 +171,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert cli.alive() == []
     assert server.stdout is not None
     said = server.stdout.read()
-    assert "short: complete at step 5, epoch 0" in said
+    assert "short: complete at step 5, epochs done: 1" in said
     assert "Stopping: jobs save" in said
     assert cli.jobs()["long"]["reason"] == "SchedulerStopped"
     assert "this is how the last one left it" in cli("jobs").stderr

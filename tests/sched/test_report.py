@@ -216,6 +216,21 @@ def test_bubble_compares_with_the_ideal_schedule(events: list[Event]) -> None:
     assert same is not None
     assert same.measured_bubble == pytest.approx(same.ideal_bubble) == pytest.approx(1 / 5)
     assert same.ideal_makespan == pytest.approx(even.makespan)
+    # Recomputation and gradient are told as two events of the same micro-batch.
+    halves = [
+        part
+        for event in ideal
+        for middle in [(event.start + event.end) / 2]
+        for part in (
+            [event._replace(end=middle), event._replace(start=middle)]
+            if event.phase == "backward"
+            else [event]
+        )
+    ]
+    run.jobs["char-lm"].timelines = [timeline._replace(events=tuple(halves))]
+    split = bubble(run.jobs["char-lm"])
+    assert split is not None
+    assert split.ideal_makespan == pytest.approx(even.makespan)
     assert same.overlap == pytest.approx(18 / 24)
 
 

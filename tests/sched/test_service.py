@@ -119,7 +119,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
     once = ["allocated", "started", "first_step", "restarting", "started", "first_step", "failed"]
     assert types(heard, "bad") == ["submitted", *once]
     complete = next(event for event in heard if event["type"] == "complete")
-    assert (complete["step"], complete["epoch"]) == (10, 0)
+    assert (complete["step"], complete["epoch"]) == (10, 1)
     restarting = next(event for event in heard if event["type"] == "restarting")
     again = [event for event in heard if event["type"] == "started" and event["job"] == "bad"][1]
     assert again["time"] - restarting["time"] >= 1.0

@@ -85,6 +85,7 @@ def plan(
 
 
 def print_table(plan: Plan) -> None:
+    """Print a plan for people, on standard output."""
     from rich.table import Table
     from rich.text import Text
 

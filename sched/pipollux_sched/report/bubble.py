@@ -66,7 +66,9 @@ def _complete(timeline: StepTimeline) -> bool:
 
 
 def _mean_time(timeline: StepTimeline, stage: int, phase: str) -> float:
-    return fmean(e.end - e.start for e in timeline.events if (e.stage, e.phase) == (stage, phase))
+    """Return the mean time of a micro-batch; recomputation is an event of its own, and counts."""
+    chosen = [e for e in timeline.events if (e.stage, e.phase) == (stage, phase)]
+    return sum(e.end - e.start for e in chosen) / len({e.microbatch for e in chosen})
 
 
 def _overlap(events: Sequence[StageEvent]) -> float:

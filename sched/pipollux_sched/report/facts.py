@@ -188,7 +188,7 @@ def job_row(job: JobRecord, colour: int) -> JobRow:
 
 
 def epochs(job: JobRecord) -> int | None:
-    """Return the epoch a job reached: the one it completed with, else its last report's."""
+    """Return how many epochs a job has done; of one under way, the epoch it is in, from 0."""
     if job.final_epoch is not None:
         return job.final_epoch
     return job.last_point.epoch if job.last_point else None
