@@ -286,7 +286,7 @@ def test_a_script_is_found_beside_its_file_or_from_here(
     with pytest.raises(SpecError) as caught:
         resolve_script(job, jobs_file, must_exist=True)
     assert str(caught.value) == (
-        f"job 'a': script: there is no file {there}/train.py and {here}/train.py; check the path"
+        f"job 'a': script: there is no file {there}/train.py, nor {here}/train.py; check the path"
     )
     assert resolve_script(job, jobs_file).path == here / "train.py"
 
