@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["JobContext", "MicroStep", "context", "reset"]
 
-PEER_TIMEOUT = 300.0
-"""Seconds that a replica waits for a silent peer before it gives up."""
+PEER_TIMEOUT = 1800.0
+"""Seconds that a replica waits for a silent peer before it gives up, torch's own default for gloo:
+one replica may evaluate or save for minutes while the others wait."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,11 @@ class JobContext:
 _context: JobContext | None = None
 
 
-def context() -> JobContext:
+def context(timeout: float = PEER_TIMEOUT) -> JobContext:
     """The context of this process, made from the environment at the first call.
+
+    Args:
+        timeout: Seconds to wait for silent peers; the first call decides.
 
     Raises:
         ConfigurationError: There are other replicas, and the script has not joined them yet.
@@ -108,7 +112,7 @@ def context() -> JobContext:
                 f"this is replica {env.rank} of {env.num_replicas}, which has not met the others: "
                 "call pipollux_hybrid.init_process_group() at the beginning of the script"
             )
-        _context = JobContext(env=env, control=ControlPlane(env.num_replicas, PEER_TIMEOUT))
+        _context = JobContext(env=env, control=ControlPlane(env.num_replicas, timeout))
     return _context
 
 

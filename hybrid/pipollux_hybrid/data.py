@@ -30,26 +30,24 @@ T = TypeVar("T")
 
 
 class LoaderState(State):
-    """Position and batch shape of a loader."""
+    """Position of a loader, and the batch shape it runs with."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"loader-{number}.json")
         self.index = 0
         """Samples of the epoch's order that all replicas together have taken."""
         self.atomic_bsz = 0
-        """Atomic batch size in use; 0 before one was chosen."""
+        """Atomic batch size in use; 0 before one was chosen. Every run chooses anew."""
         self.accum_steps = 0
         """Accumulation steps in use."""
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write all fields as JSON."""
-        fields = ("index", "atomic_bsz", "accum_steps")
-        fileobj.write(json.dumps({name: getattr(self, name) for name in fields}).encode())
+        """Write the position as JSON."""
+        fileobj.write(json.dumps({"index": self.index}).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
-        for name, value in json.load(fileobj).items():
-            setattr(self, name, int(value))
+        self.index = int(json.load(fileobj)["index"])
 
 
 class AdaptiveDataLoader(DataLoader[T]):
@@ -177,6 +175,18 @@ class AdaptiveDataLoader(DataLoader[T]):
         if self._epochs.skip_loop():
             return
         self._random.restore_once()
+        try:
+            yield from self._iterations()
+        except GeneratorExit:
+            # The script left its loop with `break`: to it, the loop is done.
+            self._context.micro_step = None
+            self._end_loop()
+            raise
+        self._end_loop()
+        # The loop is recorded as done before anybody may stop.
+        self._boundary()
+
+    def _iterations(self) -> Iterator[T]:
         state, metrics = self._state, self._context.metrics
         while state.index < self._sampler.num_samples:
             # A segment is a stretch of iterations of one batch shape.
@@ -190,10 +200,10 @@ class AdaptiveDataLoader(DataLoader[T]):
                     state.index = part.next_index
                     if state.index < self._sampler.num_samples and self._boundary():
                         break
-        state.index = 0
+
+    def _end_loop(self) -> None:
+        self._state.index = 0
         self._epochs.loops_done += 1
-        # The loop is recorded as done before anybody may stop.
-        self._boundary()
 
     def _segment(self) -> Iterator[tuple[Part, T]]:
         """Parts and batches from the present position on, fetched ahead by the workers."""

@@ -52,7 +52,7 @@ def init_process_group(
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
-    contexts.context()
+    contexts.context(timeout)
 
 
 def destroy_process_group() -> None:

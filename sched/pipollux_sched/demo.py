@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,13 +53,20 @@ class Demo:
             earlier demonstration left there is replaced.
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
+        steps_alone: Optimizer steps that the first job takes before the second one arrives.
 
     Raises:
         DemoError: Another demonstration runs in this folder, or the examples are not there.
         SpecError: An example file is not valid.
     """
 
-    def __init__(self, output: Path, console: Console, examples: Path | None = None) -> None:
+    def __init__(
+        self,
+        output: Path,
+        console: Console,
+        examples: Path | None = None,
+        steps_alone: int = STEPS_ALONE,
+    ) -> None:
         folder = examples or find_examples()
         self._output = output
         self._cluster = with_gpus(load_cluster(folder / "demo-cluster.yaml"))
@@ -68,8 +74,8 @@ class Demo:
         self._jobs = [_with_script(job, jobs_file) for job in load_jobs(jobs_file)]
         self._view = LiveView(console)
         self._console = console
+        self._steps_alone = steps_alone
         self._steps = 0
-        self._advanced = threading.Event()
         self._log: TextIO | None = None
 
     @property
@@ -136,7 +142,7 @@ class Demo:
         first, *others = self._jobs
         scheduler.submit(first)
         deadline = time.monotonic() + PATIENCE
-        while self._steps < STEPS_ALONE and time.monotonic() < deadline:
+        while self._steps < self._steps_alone and time.monotonic() < deadline:
             if interruption.wait(0.2) or self._over(scheduler):
                 break
         if not interruption.count:

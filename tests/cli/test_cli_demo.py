@@ -23,7 +23,7 @@ LIMIT = 240.0
 class Run:
     """One demonstration with shorter jobs than the real one's."""
 
-    def __init__(self, folder: Path, repository: Path, characters: int = 160_000) -> None:
+    def __init__(self, folder: Path, repository: Path, characters: int = 240_000) -> None:
         examples = folder / "examples"
         examples.mkdir(parents=True)
         source = repository / "examples"
@@ -34,7 +34,10 @@ class Run:
             job["script"], job["args"] = str(source / job["script"]), args
         (examples / "demo-jobs.yaml").write_text(yaml.safe_dump(jobs))
         self.output = folder / "report"
-        self._command = [PROGRAM, "demo", "-o", str(self.output), "--examples", str(examples)]
+        self._command = [
+            *(PROGRAM, "demo", "--output", str(self.output), "--examples", str(examples)),
+            *("--steps-alone", "15"),
+        ]
         self._log = (folder / "output.txt").open("w+")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -112,7 +115,7 @@ def test_two_jobs_to_the_end(run: Run) -> None:
         steps = [event["step"] for event in of(events, "progress", job)]
         assert steps == sorted(set(steps)), "no step is told twice"
     samples = of(events, "progress", "char-lm")[-1]["samples"]
-    assert samples == 2 * ((160_000 - 1) // 64), "every sample once in each of two epochs"
+    assert samples == 2 * ((240_000 - 1) // 64), "every sample once in each of two epochs"
     assert of(events, "hints", "char-lm")[-1]["hints"]["numStages"] == 2
     assert of(events, "timeline", "char-lm")
     report = (run.output / "report.html").read_text()

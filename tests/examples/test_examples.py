@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.hybrid.replicas import free_port
 
 LIMIT = 120.0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.hybrid.models import make_data, make_model
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -20,6 +19,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid import context as contexts
 from pipollux_hybrid.balance import choose_devices
 from pipollux_hybrid.env import JobEnvironment
+from tests.hybrid.models import make_data, make_model
 
 
 @pytest.fixture(autouse=True)

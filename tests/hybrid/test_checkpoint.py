@@ -15,8 +15,6 @@ from typing import BinaryIO
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.hybrid.models import assert_close, make_data, make_model
-from tests.hybrid.replicas import run_replicas
 from torch import Tensor
 
 from pipollux_hybrid import (
@@ -30,6 +28,8 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid import context as contexts
 from pipollux_hybrid.checkpoint import KEPT
+from tests.hybrid.models import assert_close, make_data, make_model
+from tests.hybrid.replicas import run_replicas
 
 
 class Number(State):

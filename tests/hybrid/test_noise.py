@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.hybrid.models import make_data, make_model
-from tests.hybrid.replicas import run_replicas
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.context import context
 from pipollux_hybrid.engine import microbatch_sizes
 from pipollux_hybrid.noise import GradientNoiseScale, RunningAverage
+from tests.hybrid.models import make_data, make_model
+from tests.hybrid.replicas import run_replicas
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [8, 8, 3], [5, 1]])

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.hybrid.models import make_data, make_model
-from tests.hybrid.replicas import free_port, run_replicas
 
 from pipollux_hybrid import (
     AdaptiveDataLoader,
@@ -25,6 +23,8 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.context import context
 from pipollux_perfmodel import SchedHints
+from tests.hybrid.models import make_data, make_model
+from tests.hybrid.replicas import free_port, run_replicas
 
 TOKEN = "a-token-of-the-job"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from tests.hybrid.models import assert_close
 from tests.hybrid.replicas import free_port
 from tests.hybrid.training import EPOCHS, SIZE

@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
-from tests.hybrid.models import make_model
 from torch import Tensor, nn
 
 from pipollux_hybrid.balance import layer_times
 from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
 from pipollux_hybrid.profile import WARMUP, Configuration, StepProfile
 from pipollux_hybrid.stagetimer import StageTimer, stage_times
+from tests.hybrid.models import make_model
 
 
 def busy(seconds: float) -> None:

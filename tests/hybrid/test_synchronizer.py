@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.hybrid.models import assert_close, gradients, make_data, make_model
-from tests.hybrid.replicas import run_replicas
 from torch import Tensor, nn
 
 from pipollux_hybrid import HybridParallel, SynchronizationError, init_process_group, replica_rank
+from tests.hybrid.models import assert_close, gradients, make_data, make_model
+from tests.hybrid.replicas import run_replicas
 
 BATCH = 8
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
+from pipollux_hybrid.context import context
 from tests.hybrid.models import (
     MODELS,
     assert_close,
@@ -14,10 +18,6 @@ from tests.hybrid.models import (
     plain_training,
 )
 from tests.hybrid.replicas import run_replicas
-from torch import Tensor
-
-from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
-from pipollux_hybrid.context import context
 
 BATCH_SIZE = 8
 

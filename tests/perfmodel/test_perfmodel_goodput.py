@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams
+from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 SEVEN = (0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.perfmodel.strategies import grad_params, perf_params
 
 from pipollux_perfmodel import GradParams, HintsError, PerfParams, SchedHints, even_shares
+from tests.perfmodel.strategies import grad_params, perf_params
 
 SEVEN = {
     "alpha_c": 0.1,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, fit_perf_params
+from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 EXACT = 1e-9
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, SpeedupFunction
+from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
 

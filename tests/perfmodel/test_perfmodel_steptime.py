@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.perfmodel.strategies import allocations, perf_params
 
 from pipollux_perfmodel import GoodputFunction, PerfParams, gpipe_schedule
 from pipollux_perfmodel.steptime import pipeline_time, step_time
+from tests.perfmodel.strategies import allocations, perf_params
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

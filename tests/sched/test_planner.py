@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.sched.policy_cases import scaling
 
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.inventory import UNSTATED, count_fitting, linear_speedup
@@ -34,6 +33,7 @@ from pipollux_sched.spec import (
     load_jobs,
     parse_job,
 )
+from tests.sched.policy_cases import scaling
 
 HINTS = {
     "initBatchSize": 32,

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
+from pipollux_sched.policy.problem import AllocationProblem, build_cluster
+from pipollux_sched.policy.repair import repair
 from tests.sched.policy_cases import (
     TEMPLATE,
     Case,
@@ -16,10 +20,6 @@ from tests.sched.policy_cases import (
     scaling,
     violations,
 )
-
-from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.problem import AllocationProblem, build_cluster
-from pipollux_sched.policy.repair import repair
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 

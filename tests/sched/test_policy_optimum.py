@@ -7,6 +7,9 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+
+from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
+from pipollux_sched.policy.problem import FLOOR, AllocationProblem, build_cluster, restart_factor
 from tests.sched.policy_cases import (
     TEMPLATE,
     Case,
@@ -17,9 +20,6 @@ from tests.sched.policy_cases import (
     scaling,
     violations,
 )
-
-from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.problem import FLOOR, AllocationProblem, build_cluster, restart_factor
 
 
 @pytest.mark.parametrize("seed", range(40))

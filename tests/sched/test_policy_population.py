@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.sched.policy_cases import TEMPLATE, Case, current, fitness, random_case, violations
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.policy.pollux import carry_over
 from pipollux_sched.policy.problem import build_cluster
+from tests.sched.policy_cases import TEMPLATE, Case, current, fitness, random_case, violations
 
 
 def cluster(jobs: str, nodes: str) -> object:

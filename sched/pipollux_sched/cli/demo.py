@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pipollux_sched.demo import Demo
+from pipollux_sched.demo import STEPS_ALONE, Demo
 
 from .console import FAILED
 from .failure import one_sentence
@@ -26,16 +26,24 @@ def demo(
             metavar="DIR", help="Folder of the example scripts.", show_default="the project's own"
         ),
     ] = None,
+    steps_alone: Annotated[
+        int, typer.Option(min=1, help="Steps of the first job before the second one arrives.")
+    ] = STEPS_ALONE,
 ) -> None:
     """Train two real jobs under the scheduler on this machine, and write a report.
 
-    A transformer learns to write Python as a pipeline of two stages; a digit classifier arrives,
-    takes its share and finishes; the transformer grows to two pipeline replicas. It takes some
-    minutes on two cores. Ctrl-C ends every process, and what was done so far is still reported.
+    A transformer learns to write Python as a pipeline of two stages; a digit
+    classifier arrives, takes its share and finishes; the transformer grows to
+    two pipeline replicas. It takes some minutes on two cores.
+
+    Ctrl-C ends every process, and what was done so far is still reported.
+
+    Exit code: 0 all jobs are complete; 1 one is not, or it was interrupted;
+    2 a file or an option is wrong.
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
     with one_sentence():
-        demonstration = Demo(output, console, examples)
+        demonstration = Demo(output, console, examples, steps_alone)
         complete = demonstration.run()
     console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)
     console.print(f"Events: {demonstration.events}", soft_wrap=True, highlight=False)
