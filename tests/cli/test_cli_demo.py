@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
+
+from tests.sched.processes import processes_of
 
 PROGRAM = str(Path(sys.executable).with_name("pipollux"))
 LIMIT = 240.0
@@ -72,17 +73,6 @@ class Run:
             self.process.wait(60)
         self._log.close()
 
-    def processes(self) -> list[str]:
-        """Processes of this demonstration's jobs, wherever they hang."""
-        mark, found = str(self.output), []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("PIPOLLUX_STATE_DIR", "").startswith(mark):
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-        return found
-
 
 @pytest.fixture
 def run(tmp_path: Path, repository: Path) -> Iterator[Run]:
@@ -122,7 +112,7 @@ def test_two_jobs_to_the_end(run: Run) -> None:
     assert "char-lm" in report
     assert "digits" in report
     assert "grows from 1 to 2 replicas" in run.printed()
-    assert run.processes() == []
+    assert processes_of(run.output / "state") == []
 
 
 @pytest.mark.timeout(300)
@@ -133,7 +123,7 @@ def test_interrupted_and_run_again(run: Run, number: signal.Signals) -> None:
     run.wait_for("first_step", "digits")
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert process.wait(60) == 1
-    assert run.processes() == []
+    assert processes_of(run.output / "state") == []
     assert "Traceback" not in run.printed()
     assert (run.output / "report.html").exists()
     listed = subprocess.run(
@@ -150,7 +140,7 @@ def test_interrupted_and_run_again(run: Run, number: signal.Signals) -> None:
     run.wait_for("first_step", "char-lm", step=1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 1
-    assert run.processes() == []
+    assert processes_of(run.output / "state") == []
 
 
 def test_missing_examples_and_a_busy_folder(run: Run, tmp_path: Path) -> None:

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 import threading
 import time
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipollux_sched.live import AllocationRow, LiveView, allocation_table
+from tests.sched import synthetic_log as synthetic
 
 Event = dict[str, Any]
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-synthetic = _load("synthetic_log")
 START: float = synthetic.START
 
 

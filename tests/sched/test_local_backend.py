@@ -16,22 +16,10 @@ from pipollux_sched.backend.replica_log import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.store import StateDir
+from tests.sched.processes import processes_of
 
 TOY = Path(__file__).parent / "toy_job.py"
 TWO_NODES = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
-
-
-def processes_of(state_dir: StateDir) -> list[psutil.Process]:
-    """Everything alive that was started for this state directory."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("PIPOLLUX_STATE_DIR") == str(state_dir.path)
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
 
 
 @pytest.fixture
@@ -39,7 +27,7 @@ def state_dir(tmp_path: Path) -> Iterator[StateDir]:
     directory = StateDir(tmp_path / "state")
     directory.create()
     yield directory
-    assert processes_of(directory) == []
+    assert processes_of(directory.path) == []
 
 
 @pytest.fixture
@@ -98,7 +86,7 @@ def test_graceful_stop_on_two_nodes(backend: LocalBackend, state_dir: StateDir) 
     assert isinstance(exited, Exited)
     marker = json.loads((state_dir.checkpoints("toy") / "stopped.json").read_text())
     assert exited == Exited(1, Outcome.STOPPED, marker["step"])
-    assert processes_of(state_dir) == []
+    assert processes_of(state_dir.path) == []
     assert backend.free() == {"node-a": 2, "node-b": 2}
     assert not backend.stop("toy", grace=1.0)
 
@@ -121,7 +109,7 @@ def test_stubborn_processes_are_killed(backend: LocalBackend, state_dir: StateDi
     """Neither a worker that ignores the signal nor its children nor its orphans survive."""
     backend.apply(workload("--stubborn"), 1, ["node-a"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    assert len(processes_of(state_dir)) >= 4  # agent, worker, child, orphan
+    assert len(processes_of(state_dir.path)) >= 4  # agent, worker, child, orphan
     backend.stop("toy", grace=0.5)
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
@@ -167,7 +155,7 @@ def test_recover_ends_what_another_instance_left(
     found = LocalBackend(TWO_NODES, state_dir).recover(grace=20.0)
     assert found
     assert all("of job toy" in line for line in found)
-    assert processes_of(state_dir) == []
+    assert processes_of(state_dir.path) == []
     assert (state_dir.checkpoints("toy") / "stopped.json").exists()
 
 

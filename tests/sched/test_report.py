@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,21 +21,12 @@ from pipollux_sched.report.curves import smoothed, thinned
 from pipollux_sched.report.gantt import Hold, holds, lanes, slot_use
 from pipollux_sched.report.prediction import accuracies, mean_absolute_error
 from pipollux_sched.report.words import clean, number
+from tests.sched import synthetic_log as synthetic
 
 Event = dict[str, Any]
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-synthetic = _load("synthetic_log")
 START: float = synthetic.START
 
 

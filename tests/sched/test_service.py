@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from pipollux_sched.lifecycle import Phase
@@ -18,6 +17,7 @@ from pipollux_sched.service import Scheduler
 from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import JobRecord, StateDir, StateDirError, Store, UnknownJobError
 from pipollux_sched.supervisor import UnavailableError
+from tests.sched.processes import processes_of
 
 TOY = Path(__file__).parent / "toy_job.py"
 CLUSTER = ClusterSpec(
@@ -63,23 +63,10 @@ def toy(name: str, *args: str, **fields: Any) -> JobSpec:
     return JobSpec(name=name, script=str(TOY), args=args, **fields)
 
 
-def alive(directory: Path) -> list[psutil.Process]:
-    """Every process that was started for this state directory and is still there."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("PIPOLLUX_STATE_DIR") == str(directory)
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "state"
-    assert alive(tmp_path / "state") == []
+    assert processes_of(tmp_path / "state") == []
 
 
 def scheduler_on(directory: Path, policy: Wish | None = None, **options: Any) -> Scheduler:
@@ -138,7 +125,7 @@ def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
         )
         policy.allocations = {"toy": []}
         assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=60)
-        assert alive(directory) == []
+        assert processes_of(directory) == []
         cancelled = scheduler.cancel("toy")
         assert (cancelled.phase, cancelled.state.reason) == (Phase.FAILED, "Cancelled")
         events = scheduler.store.events(job="toy")
@@ -166,7 +153,7 @@ def test_jobs_go_on_when_the_scheduler_is_back(directory: Path) -> None:
     scheduler.stop()
     scheduler.stop()
     assert time.monotonic() - began < 10
-    assert alive(directory) == []
+    assert processes_of(directory) == []
     assert not (directory / "server.json").exists()
     with pytest.raises(UnavailableError):
         scheduler.submit(toy("late"))

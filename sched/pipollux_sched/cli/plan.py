@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .console import OutputFormat, output_console, print_data
+from .options import ClusterFile, JobsFile
 
 if TYPE_CHECKING:
     from pipollux_sched.planner import Plan
 
 
 def plan(
-    cluster: Annotated[
-        Path,
-        typer.Option(
-            "--cluster",
-            "-c",
-            metavar="FILE",
-            help="YAML: the nodes that there are.",
-            show_default=False,
-        ),
-    ],
-    jobs: Annotated[
-        Path,
-        typer.Option(
-            "--jobs",
-            "-j",
-            metavar="FILE",
-            help="YAML: the jobs that want them.",
-            show_default=False,
-        ),
-    ],
+    cluster: ClusterFile,
+    jobs: JobsFile,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="How to print the plan.")
     ] = OutputFormat.table,
