@@ -28,12 +28,30 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pipollux_perfmodel import GradParams
 
-__all__ = ["GradientNoiseScale", "RunningAverage"]
+__all__ = ["GradientNoiseScale", "RunningAverage", "norm_sqr"]
 
 SMOOTHING = 0.999
 """Weight of the past for one batch of the initial size, as AdaptDL has it."""
+
+
+def norm_sqr(gradient: Tensor, weights: Tensor | None) -> Tensor:
+    """The squared norm of a gradient, as a tensor without dimensions.
+
+    Called for every gradient that arrives, so it makes as few passes over memory as it can.
+
+    Args:
+        gradient: Of any shape.
+        weights: What each square counts, of the same shape; None: 1.
+    """
+    if gradient.dtype not in (torch.float32, torch.float64):
+        gradient = gradient.float()
+    flat = gradient.detach().reshape(-1)
+    return torch.dot(flat, flat if weights is None else flat * weights.reshape(-1))
 
 
 @dataclass

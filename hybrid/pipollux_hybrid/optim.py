@@ -21,6 +21,8 @@ __all__ = ["AdaptiveOptimizer"]
 
 ADAM_WARMUP = 5
 """Steps before Adam's second moment says anything about the geometry, as in AdaptDL."""
+REFRESH = 10
+"""Steps for which a preconditioner is used: Adam's second moment changes by some 1 % in them."""
 
 
 class AdaptiveOptimizer:
@@ -47,22 +49,26 @@ class AdaptiveOptimizer:
         self._on_step = on_step
         self._may_zero = True
         self._adam = is_adam_like(optimizer)
-        self._divisors: dict[nn.Parameter, Tensor] = {}
+        self._preconditioners: dict[nn.Parameter, Tensor] = {}
+        self._steps_used = 0
         self._patch_step()
         self._patch_zero_grad()
 
     def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
-        """Adam's √v̂ + ε for a parameter; None for other optimizers and the first steps."""
+        """The weights of squares in Adam's geometry, 1 / (√v̂ + ε)², of the parameter's shape.
+
+        None for other optimizers and in the first steps. They stay the same for some steps.
+        """
         if not self._adam:
             return None
-        if parameter not in self._divisors:
-            divisor = self._divisor(parameter)
-            if divisor is None:
+        if parameter not in self._preconditioners:
+            weights = self._weights(parameter)
+            if weights is None:
                 return None
-            self._divisors[parameter] = divisor
-        return self._divisors[parameter]
+            self._preconditioners[parameter] = weights
+        return self._preconditioners[parameter]
 
-    def _divisor(self, parameter: nn.Parameter) -> Tensor | None:
+    def _weights(self, parameter: nn.Parameter) -> Tensor | None:
         state = self.optimizer.state.get(parameter, {})
         step = float(state.get("step", 0))
         if step < ADAM_WARMUP:
@@ -72,7 +78,7 @@ class AdaptiveOptimizer:
         )
         correction = math.sqrt(1.0 - float(group["betas"][1]) ** step)
         divisor: Tensor = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
-        return divisor
+        return divisor.square_().reciprocal_()
 
     def _patch_step(self) -> None:
         original = self.optimizer.step
@@ -88,7 +94,10 @@ class AdaptiveOptimizer:
                 return None
             result = self._scaled(original)
             self._may_zero = True
-            self._divisors.clear()
+            self._steps_used += 1
+            if self._steps_used >= REFRESH or not self._preconditioners:
+                self._preconditioners.clear()
+                self._steps_used = 0
             self._on_step()
             return result
 

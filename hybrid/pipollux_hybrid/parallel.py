@@ -16,7 +16,7 @@ from .context import JobContext, context
 from .engine import CHECKPOINT_MODES, PipelineEngine, Tensors, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
-from .noise import GradientNoiseScale
+from .noise import GradientNoiseScale, norm_sqr
 from .optim import AdaptiveOptimizer
 from .scaling import ScalingRule, default_rule
 from .stagetimer import StageTimer, stage_times
@@ -26,6 +26,10 @@ __all__ = ["HybridParallel"]
 
 TIMED_EVERY = 10
 """Every so many iterations the stages of one backward are timed."""
+MEASURED_AT_FIRST = 50
+MEASURED_EVERY = 4
+"""The gradient's noise is measured in the first iterations of a run, and then every so many: it
+changes slowly, and the hooks that measure it cost time at every gradient."""
 
 
 class HybridParallel(nn.Module):
@@ -97,6 +101,7 @@ class HybridParallel(nn.Module):
         self._result: SyncResult | None = None
         self._previous_gradient: tuple[list[Tensor | None], float, int] | None = None
         self._countdown = 1
+        self._steps = 0
         self._timer = StageTimer(self._engine.stages, chosen)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
@@ -196,6 +201,7 @@ class HybridParallel(nn.Module):
             counted=micro_step is None or micro_step.num_samples > 0,
             synchronize=ends,
             weighted=micro_step is not None,
+            measured=self._measures_noise(),
         )
         if ends:
             self._countdown -= 1
@@ -212,7 +218,15 @@ class HybridParallel(nn.Module):
         self._result = result
         if self._timer.running:
             self._report_stages()
-        self._measure_noise(result)
+        if self._measures_noise():
+            self._measure_noise(result)
+
+    def _measures_noise(self) -> bool:
+        """Whether this iteration measures the noise; comparing successive steps takes all."""
+        noise = self._context.metrics.noise
+        step = self._steps
+        often = noise is None or noise.differenced or noise.grad_params is None
+        return often or step < MEASURED_AT_FIRST or step % MEASURED_EVERY == 0
 
     def _report_stages(self) -> None:
         events = self._timer.stop()
@@ -269,14 +283,11 @@ class HybridParallel(nn.Module):
 
     def _norm_sqr(self, gradients: list[Tensor | None]) -> float:
         """|G|² over all stages, in the optimizer's geometry."""
-        total = 0.0
-        for parameter, gradient in zip(self._trainable(), gradients, strict=True):
-            if gradient is None:
-                continue
-            divisor = self._optimizer.preconditioner(parameter)
-            value = gradient if divisor is None else gradient / divisor
-            total += float(value.float().square().sum())
-        return total
+        return sum(
+            float(norm_sqr(gradient, self._optimizer.preconditioner(parameter)))
+            for parameter, gradient in zip(self._trainable(), gradients, strict=True)
+            if gradient is not None
+        )
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -288,6 +299,7 @@ class HybridParallel(nn.Module):
         return self._rule.factor(scale, noise.gain(scale))
 
     def _stepped(self) -> None:
+        self._steps += 1
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from .errors import SynchronizationError
+from .noise import norm_sqr
 
 __all__ = ["GradientSynchronizer", "SyncResult"]
 
@@ -74,7 +75,7 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
-        preconditioner: Divisor of a parameter's gradient in norms (Adam's √v̂ + ε), or None.
+        preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
     """
@@ -103,6 +104,7 @@ class GradientSynchronizer:
         self._estimates = 0
         self._unit = 0
         self._counted = True
+        self._measured = True
 
     def begin(
         self,
@@ -112,6 +114,7 @@ class GradientSynchronizer:
         counted: bool,
         synchronize: bool,
         weighted: bool,
+        measured: bool,
     ) -> None:
         """Prepare for the backward of a batch that is about to go forward.
 
@@ -122,6 +125,7 @@ class GradientSynchronizer:
             synchronize: Whether this backward ends an iteration.
             weighted: Whether accumulation steps are averaged by their samples (else summed, as
                 plain PyTorch does).
+            measured: Whether norms are taken for the noise; the same throughout an iteration.
         """
         passes = num_recomputed + (num_recomputed < len(sizes))
         # Micro-batches run backward last one first; those not recomputed arrive as one.
@@ -133,6 +137,7 @@ class GradientSynchronizer:
             for stage in self._stages:
                 stage.sqr = None
         self._synchronize, self._weighted, self._counted = synchronize, weighted, counted
+        self._measured = measured and counted
         self._callback_queued = False
         for stage in self._stages:
             self._prepare(stage, passes)
@@ -177,15 +182,14 @@ class GradientSynchronizer:
         """Adds n²/b |c|² for the contribution c of one pass over b of n samples."""
 
         def hook(gradient: Tensor) -> None:
-            if not self._counted or gradient.is_sparse:
+            if not self._measured or gradient.is_sparse:
                 return
             arrival = stage.arrivals.get(parameter, 0)
             stage.arrivals[parameter] = arrival + 1
             if arrival >= len(self._sizes):
                 return
-            divisor = self._preconditioner(parameter)
-            contribution = gradient.detach() if divisor is None else gradient.detach() / divisor
-            sqr = contribution.float().square().sum() * (self._unit**2 / self._sizes[arrival])
+            sqr = norm_sqr(gradient, self._preconditioner(parameter))
+            sqr = sqr * (self._unit**2 / self._sizes[arrival])
             stage.sqr = sqr if stage.sqr is None else stage.sqr + sqr
 
         return hook

@@ -158,7 +158,7 @@ def test_not_finite_gradients_are_passed_over() -> None:
 
 
 def adam_geometry() -> tuple[float, float]:
-    """After six steps norms are taken in Adam's geometry; compare with a computation by hand."""
+    """After five steps norms are taken in Adam's geometry; compare with a computation by hand."""
     init_process_group()
     module = make_model("mlp")
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
@@ -170,7 +170,7 @@ def adam_geometry() -> tuple[float, float]:
     for number, (inputs, targets) in enumerate(loader):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
-        if number == 6:
+        if number == 5:
             for parameter in module.parameters():
                 state = optimizer.state[parameter]
                 divisor = (state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
