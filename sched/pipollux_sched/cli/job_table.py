@@ -73,7 +73,7 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> list[Text]:
         Text(_phase(job), style=_STYLES.get(job.phase, "")),
         Text(str(len(held)) if held else "–"),
         Text(_nodes(held)),
-        Text(_epoch(point)),
+        Text(_epoch(point, job.phase)),
         Text("–" if point is None else str(point.step)),
         Text("–" if point is None or point.loss is None else f"{point.loss:.3g}"),
         Text(_throughput(point)),
@@ -92,10 +92,12 @@ def _nodes(nodes: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts) or "–"
 
 
-def _epoch(point: Point | None) -> str:
+def _epoch(point: Point | None, phase: Phase) -> str:
+    """Spell how many epochs are done."""
     if point is None:
         return "–"
-    return str(point.epoch) if point.num_epochs is None else f"{point.epoch}/{point.num_epochs}"
+    done = point.epoch + (phase is Phase.COMPLETE)  # points count from 0
+    return str(done) if point.num_epochs is None else f"{done}/{point.num_epochs}"
 
 
 def _throughput(point: Point | None) -> str:
