@@ -19,7 +19,8 @@ setup: $(STAMP)
 
 # The stamp is written last, so an interrupted installation is simply run again.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pipollux needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11")'
+	@echo "Setting up $(VENV): a minute or a few, as PyTorch is large."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pipollux needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
-__all__ = ["count_gpus"]
+from pipollux_sched.backend import BackendError, Node
+
+__all__ = ["check_gpus", "count_gpus"]
 
 TIMEOUT = 10.0
 
@@ -30,3 +33,19 @@ def count_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def check_gpus(nodes: Mapping[str, Node]) -> None:
+    """Refuse GPU nodes that this machine has too few GPUs for: every job on them would fail.
+
+    Raises:
+        BackendError: says how many are wanted, and how many there are.
+    """
+    wanted = sum(node.slots for node in nodes.values() if node.kind == "gpu")
+    there = count_gpus() if wanted else 0
+    if wanted > there:
+        names = ", ".join(name for name, node in nodes.items() if node.kind == "gpu")
+        raise BackendError(
+            f"the nodes {names} have {wanted} slots of kind gpu together, and this machine has "
+            f"{there} GPUs that may be used; give them fewer slots, or kind: cpu"
+        )

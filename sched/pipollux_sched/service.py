@@ -27,6 +27,7 @@ from pipollux_sched.backend.processes import POLL_INTERVAL
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
 from pipollux_sched.explanation import misfit
+from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import job_info, node_info
@@ -270,6 +271,7 @@ class Scheduler:
     def _start_backend(self, resources: ExitStack) -> None:
         """Open the backend, end what an earlier scheduler left, and queue its jobs to go on."""
         nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
+        check_gpus(nodes)
         self._backend: Backend = LocalBackend(nodes, self.state_dir, grace=self._grace)
         self._executor = Executor(
             self._store,

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pipollux_sched.backend import BackendError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy import JobInfo, NodeInfo
 from pipollux_sched.service import Scheduler
@@ -228,5 +229,14 @@ def test_a_state_directory_that_cannot_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     scheduler = Scheduler(StateDir(tmp_path / "file"), CLUSTER)
     with pytest.raises(StateDirError):
+        scheduler.start()
+    scheduler.stop()
+
+
+def test_gpu_nodes_without_the_gpus(directory: Path) -> None:
+    """The default kind of a node is gpu; on a machine without, every job would fail in the end."""
+    cluster = ClusterSpec(nodes=[NodeSpec(name="big", slots=1000)])
+    scheduler = Scheduler(StateDir(directory), cluster)
+    with pytest.raises(BackendError, match=r"big have 1000 slots of kind gpu.*kind: cpu"):
         scheduler.start()
     scheduler.stop()
