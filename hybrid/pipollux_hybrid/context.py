@@ -59,8 +59,6 @@ class JobContext:
     """Whether the replicas agreed already on the checkpoint to restore from."""
     restored_from: Path | None = None
     """The checkpoint that this run restores from; None for a fresh start."""
-    before_step: list[Callable[[], None]] = field(default_factory=list)
-    """Called when a new iteration begins (the model resets its gradient accounting)."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called when the context ends, last one first."""
     _metrics: Metrics | None = None

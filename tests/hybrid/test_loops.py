@@ -159,3 +159,16 @@ def evaluate_in_between() -> tuple[int, int]:
 
 def test_evaluation_counts_no_steps() -> None:
     assert run_replicas(evaluate_in_between, 2) == [(6, 24), (6, 24)]
+
+
+def test_a_loader_tells_how_it_cuts_a_batch() -> None:
+    loader = AdaptiveDataLoader(numbers(), batch_size=10)
+    loader.autoscale_batch_size(32, (1, 4), gradient_accumulation=True)
+    assert loader.current_batch_size == 10
+    assert (loader.current_local_bsz, loader.accumulation_steps) == (4, 2)
+    assert len(loader) == 6, "two iterations of three parts"
+    sizes = []
+    for (batch,) in loader:
+        sizes.append(len(batch))
+        assert loader.current_index == 10 * ((len(sizes) - 1) // 3), "whole iterations count"
+    assert sizes == [4, 3, 3, 4, 3, 3]
