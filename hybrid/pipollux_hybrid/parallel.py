@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -367,11 +367,10 @@ def _broadcast(ctx: JobContext, module: nn.Module) -> None:
     """All replicas begin with rank 0's parameters and buffers."""
     if ctx.env.num_replicas == 1:
         return
-    on_gpu: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-    if dist.get_backend() == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-        on_gpu = lambda t: t.to(device)  # noqa: E731
+    # NCCL carries nothing that is not on a GPU, and layers are placed only after this.
+    nccl = dist.get_backend() == "nccl"
+    carrier = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     for tensor in (*module.parameters(), *module.buffers()):
-        carried = on_gpu(tensor.detach())
+        carried = tensor.detach().to(carrier)
         dist.broadcast(carried, src=0)
         tensor.data.copy_(carried)

@@ -125,7 +125,7 @@ class FixedStrategy:
     def optimize(
         self,
         candidates: Sequence[Candidate],
-        nodes: Nodes,  # noqa: ARG002
+        nodes: Nodes,  # noqa: ARG002  # the protocol's
     ) -> Mapping[str, Sequence[str]]:
         """Leave everything as it is."""
         return {job.name: job.allocation for job in candidates}
@@ -315,7 +315,7 @@ class Allocator:
         candidates = self.candidates()
         try:
             decisions = decide(candidates, self._nodes, self._strategy)
-        except Exception:
+        except Exception:  # policies are other people's code
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
         for decision in decisions:

@@ -60,6 +60,6 @@ class EventFeed:
             self._last = event["id"]
             try:
                 self._listener(event)
-            except Exception:
+            except Exception:  # the listener is the caller's; the next event is still handed on
                 _LOG.exception("the listener failed on event %s", event)
         return bool(events)

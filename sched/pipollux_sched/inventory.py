@@ -20,7 +20,7 @@ UNSTATED = 2**50
 """What a node has of CPUs or memory if its spec does not say: more than any job asks for."""
 
 
-def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001
+def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
     """Return the speedup of a job that nothing is known of: each replica adds a whole one."""
     return np.asarray(num_replicas, dtype=float)
 

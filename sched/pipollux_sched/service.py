@@ -317,7 +317,7 @@ class Scheduler:
         while not self._ending.is_set():
             try:
                 self._executor.step()
-            except Exception:
+            except Exception:  # one job's trouble must not end the others
                 _LOG.exception("the executor failed; it goes on in a second")
                 self._ending.wait(1.0)
             self._executor.wait(TICK)
@@ -328,7 +328,7 @@ class Scheduler:
             self._reconsider.clear()
             try:
                 allocator.run_once()
-            except Exception:
+            except Exception:  # a thread that dies would leave all jobs where they are for ever
                 if self._stopping:
                     return
                 _LOG.exception("the allocator failed; it goes on at the next occasion")

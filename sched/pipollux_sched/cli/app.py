@@ -42,10 +42,10 @@ COMMANDS = {
 class _LazyGroup(TyperGroup):
     """A group whose commands are imported when they are run, not when they are listed."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  # the base class's
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  # the base class's
         if cmd_name not in self.commands and cmd_name in COMMANDS:
             return TyperCommand(name=cmd_name, help=COMMANDS[cmd_name].summary)
         return self.commands.get(cmd_name)

@@ -146,7 +146,7 @@ def is_better(rank: tuple[float, ...], than: tuple[float, ...]) -> bool:
     return rank[0] > than[0]
 
 
-class _Distinct(DuplicateElimination):  # type: ignore[misc]
+class _Distinct(DuplicateElimination):  # type: ignore[misc]  # pymoo is untyped
     """Drops states that are there already, by hash: pymoo's way compares all pairs."""
 
     def _do(self, pop: Population, other: Population | None, is_duplicate: Any) -> Any:
@@ -159,24 +159,24 @@ class _Distinct(DuplicateElimination):  # type: ignore[misc]
         return is_duplicate
 
 
-class _Repair(Repair):  # type: ignore[misc]
+class _Repair(Repair):  # type: ignore[misc]  # pymoo is untyped
     def __init__(self, problem: AllocationProblem) -> None:
         super().__init__()
         self._problem = problem
 
-    def _do(self, problem: Problem, X: Ints, *, random_state: Any, **_: Any) -> Ints:  # noqa: ARG002
+    def _do(self, problem: Problem, X: Ints, *, random_state: Any, **_: Any) -> Ints:  # noqa: ARG002  # pymoo's
         states = X.reshape(len(X), *self._problem.shape)
         return repair(self._problem, states, random_state).reshape(len(X), -1)
 
 
-class _Crossover(Crossover):  # type: ignore[misc]
+class _Crossover(Crossover):  # type: ignore[misc]  # pymoo is untyped
     """Exchange the jobs behind a random point, then choose both children's cluster sizes."""
 
     def __init__(self, problem: AllocationProblem) -> None:
         super().__init__(n_parents=2, n_offsprings=2)
         self._problem = problem
 
-    def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002
+    def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002  # pymoo's
         states = X.reshape(2, -1, *self._problem.shape)
         num_pairs = states.shape[1]
         num_jobs, num_nodes = self._problem.shape
@@ -189,7 +189,7 @@ class _Crossover(Crossover):  # type: ignore[misc]
         return np.where(inside, children, 0).reshape(2, num_pairs, -1)
 
 
-class _Mutation(Mutation):  # type: ignore[misc]
+class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
     """Half of the states get random counts, as in the paper; half have a job or two re-placed."""
 
     def __init__(self, problem: AllocationProblem) -> None:
@@ -197,7 +197,7 @@ class _Mutation(Mutation):  # type: ignore[misc]
         self._problem = problem
         self._movable = np.flatnonzero(~problem.cluster.pinned)
 
-    def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002
+    def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002  # pymoo's
         states = X.reshape(len(X), *self._problem.shape)
         rng = random_state
         random = rng.random(len(states)) < 0.5
@@ -243,7 +243,7 @@ class _Mutation(Mutation):  # type: ignore[misc]
         return space.state
 
 
-class _RealNodesSurvive(Survival):  # type: ignore[misc]
+class _RealNodesSurvive(Survival):  # type: ignore[misc]  # pymoo is untyped
     """NSGA-II's survival, run apart for states on real nodes only and for the rest."""
 
     def __init__(self, num_real: int) -> None:

@@ -152,7 +152,7 @@ class Drawing:
 
     def markup(self) -> Markup:
         """Return the picture for the page."""
-        return Markup(ElementTree.tostring(self._root, encoding="unicode"))  # noqa: S704
+        return Markup(ElementTree.tostring(self._root, encoding="unicode"))  # noqa: S704  # ElementTree has escaped it
 
     def _add(self, tag: str, attributes: dict[str, str], tip: str = "") -> ElementTree.Element:
         element = ElementTree.SubElement(self._root, tag, attributes)

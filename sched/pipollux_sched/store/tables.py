@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 class Base(DeclarativeBase):
     """Common base of all tables."""
 
-    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, list[dict[str, Any]]: JSON}  # noqa: RUF012
+    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, list[dict[str, Any]]: JSON}  # noqa: RUF012  # SQLAlchemy's
 
 
 class MetaRow(Base):
