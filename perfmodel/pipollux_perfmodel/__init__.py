@@ -3,28 +3,71 @@
 It knows neither torch nor a cluster; `docs/performance-model.md` has the formulas and sources.
 """
 
-from .fit import fit_perf_params
+from .confidence import Assumption, FitReport, RegimeError
+from .fit import FitResult, fit_measurements, fit_perf_params
 from .goodput import GoodputFunction
 from .hints import HintsError, SchedHints
+from .layers import Layer, LayerProfile, Link
+from .memory import largest_micro_bsz, stage_memory
+from .optimum import Optimum
 from .params import GradParams, PerfParams, even_shares
 from .partition import partition
-from .schedule import StageEvent, bubble_fraction, gpipe_schedule
+from .plan import StagePlan, correct_profile, plan_stages, price_stages, restage
+from .reference import fit_like_adaptdl
+from .schedule import (
+    Schedule,
+    StageEvent,
+    bubble_fraction,
+    gpipe_schedule,
+    one_f_one_b_schedule,
+)
 from .speedup import Configuration, SpeedupFunction
 from .steptime import StepTime
+from .wire import (
+    ParamsError,
+    grad_params_from_json,
+    grad_params_to_json,
+    perf_params_from_json,
+    perf_params_to_json,
+)
 
 __all__ = [
+    "Assumption",
     "Configuration",
+    "FitReport",
+    "FitResult",
     "GoodputFunction",
     "GradParams",
     "HintsError",
+    "Layer",
+    "LayerProfile",
+    "Link",
+    "Optimum",
+    "ParamsError",
     "PerfParams",
+    "RegimeError",
     "SchedHints",
+    "Schedule",
     "SpeedupFunction",
     "StageEvent",
+    "StagePlan",
     "StepTime",
     "bubble_fraction",
+    "correct_profile",
     "even_shares",
+    "fit_like_adaptdl",
+    "fit_measurements",
     "fit_perf_params",
     "gpipe_schedule",
+    "grad_params_from_json",
+    "grad_params_to_json",
+    "largest_micro_bsz",
+    "one_f_one_b_schedule",
     "partition",
+    "perf_params_from_json",
+    "perf_params_to_json",
+    "plan_stages",
+    "price_stages",
+    "restage",
+    "stage_memory",
 ]

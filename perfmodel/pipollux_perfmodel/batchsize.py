@@ -3,14 +3,16 @@
 A candidate splits a batch of B samples over R replicas into s accumulation steps and the optimizer
 step, with the atomic batch size a = ⌈B / (R·(s + 1))⌉. As in Pollux (section 4.1) and AdaptDL, B
 runs over a geometric range and s is the least that keeps a within its bounds. Rounding up may carry
-R·a·(s + 1) past the largest batch size; the same B rounded down then stands beside it. Where bounds
-are so tight that neither fits, every atomic batch size is tried.
+R·a·(s + 1) past the largest batch size; the same B rounded down then stands beside it. The
+neighbours of the best are tried after that, in a and in s. Where there are few atomic batch sizes
+and accumulation steps in all, or bounds so tight that none of these fits, every one is tried.
 
 Arrays of candidates have shape (candidates, columns); a column is one allocation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +29,11 @@ GoodputOf = Callable[[Integers, Integers, Integers], Floats]
 
 _TOLERANCE = 1e-8  # of floor and ceil, as AdaptDL's
 _NUM_CANDIDATES = 50  # as AdaptDL's
+_FEW = 300  # (atomic batch size, accumulation steps) that are all tried
+_ROUNDS = 2  # of trying the neighbours of the best
+_NEIGHBOUR_STEPS = np.array([-1, 0, 1, 2, 3])
+_NEIGHBOUR_BLOCKS = np.array([-1, 0, 1, 2])
+_BETTER = 1.005  # how much better a choice must be than AdaptDL's to be taken in its place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +53,20 @@ class BatchBounds:
     needs_two_batches: bool
     """Whether a single replica must accumulate above the initial batch size: gradient noise is
     measured between atomic batches, and without micro-batches there is only one."""
+    rounds_up: bool = False
+    """Whether the largest batch size may be passed by less than one sample per replica and step, so
+    that a batch is not refused because replicas do not divide it."""
 
     def allow(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> NDArray[np.bool_]:
         """Return which candidates keep to all bounds."""
         batch_size = num_replicas * atomic_bsz * (accum_steps + 1)
-        allowed = self.allow_atomic(atomic_bsz)
-        allowed = (
-            allowed & (self.init_batch_size <= batch_size) & (batch_size <= self.max_batch_size)
-        )
+        within = batch_size <= self.max_batch_size
+        if self.rounds_up:
+            least = num_replicas * (atomic_bsz - 1) * (accum_steps + 1)
+            within |= least < self.max_batch_size
+        allowed = self.allow_atomic(atomic_bsz) & (self.init_batch_size <= batch_size) & within
         if self.needs_two_batches:
             one_only = (num_replicas == 1) & (accum_steps == 0)
             allowed &= ~(one_only & (batch_size > self.init_batch_size))
@@ -106,9 +117,16 @@ def choose(
     if not possible.any():
         return choice
     for multiple in dict.fromkeys((num_microbatches, 1)):
-        _choose_geometric(choice, bounds, num_replicas, multiple, goodput_of, possible)
-        for column in np.flatnonzero(possible & (choice.atomic_bsz == 0)):
-            _choose_from_all(choice, bounds, num_replicas, multiple, goodput_of, column)
+        todo = possible & (choice.atomic_bsz == 0)
+        _choose_geometric(choice, bounds, num_replicas, multiple, goodput_of, todo)
+        every = _all_candidates(bounds, multiple)
+        if every is not None:
+            _try(choice, bounds, num_replicas, goodput_of, np.flatnonzero(todo), every)
+        for column in np.flatnonzero(todo & (choice.atomic_bsz == 0)):
+            found = _enumerate(bounds, int(num_replicas[column]), multiple)
+            _try(choice, bounds, num_replicas, goodput_of, np.array([column]), found)
+        if every is None:
+            _refine(choice, bounds, num_replicas, multiple, goodput_of, todo)
     return choice
 
 
@@ -120,7 +138,7 @@ def _choose_geometric(
     goodput_of: GoodputOf,
     possible: NDArray[np.bool_],
 ) -> None:
-    columns = np.flatnonzero(possible & (choice.atomic_bsz == 0))
+    columns = np.flatnonzero(possible)
     if not columns.size:
         return
     replicas = num_replicas[columns]
@@ -136,22 +154,50 @@ def _choose_geometric(
     _store(choice, columns, best, goodput, allowed, candidates)
 
 
-def _choose_from_all(
+def _refine(
     choice: BatchChoice,
     bounds: BatchBounds,
     num_replicas: Integers,
     multiple: int,
     goodput_of: GoodputOf,
-    column: np.intp,
+    todo: NDArray[np.bool_],
 ) -> None:
-    columns = np.array([column])
-    candidates = _enumerate(bounds, int(num_replicas[column]), multiple)
-    allowed = bounds.allow(num_replicas[columns], *candidates)
-    if not allowed.any():
+    """Try the neighbours of what was chosen: about the same batch in fewer or more steps."""
+    for _ in range(_ROUNDS):
+        columns = np.flatnonzero(todo & (choice.atomic_bsz > 0))
+        if not columns.size:
+            return
+        before, steps = choice.atomic_bsz[columns], choice.accum_steps[columns]
+        changes = _NEIGHBOUR_STEPS if bounds.accumulation else np.array([0])
+        accum_steps = np.maximum(steps + changes[:, None], 0)
+        blocks = before * (steps + 1) // ((accum_steps + 1) * multiple)
+        atomic_bsz = (blocks[:, None] + _NEIGHBOUR_BLOCKS[:, None]) * multiple
+        accum_steps = np.broadcast_to(accum_steps[:, None], atomic_bsz.shape)
+        flat = (-1, len(columns))
+        near = _Candidates(
+            np.maximum(atomic_bsz, multiple).reshape(flat), accum_steps.reshape(flat)
+        )
+        _try(choice, bounds, num_replicas, goodput_of, columns, near)
+
+
+def _try(
+    choice: BatchChoice,
+    bounds: BatchBounds,
+    num_replicas: Integers,
+    goodput_of: GoodputOf,
+    columns: NDArray[np.intp],
+    candidates: _Candidates,
+) -> None:
+    """Take the best of the candidates in columns where it is better than what was chosen."""
+    if not columns.size or not candidates.atomic_bsz.size:
         return
-    goodput = goodput_of(columns, *candidates)
-    best = np.argmax(np.where(allowed, goodput, -1.0), axis=0)
-    _store(choice, columns, best, goodput, allowed, candidates)
+    allowed = bounds.allow(num_replicas[columns], *candidates)
+    goodput = np.where(allowed, goodput_of(columns, *candidates), -1.0)
+    best = np.argmax(goodput, axis=0)
+    # AdaptDL's choice is kept where it is about as good.
+    needed = choice.goodput[columns] * (_BETTER if bounds.needs_two_batches else 1.0)
+    better = np.take_along_axis(goodput, best[None], 0)[0] > needed
+    _store(choice, columns, best, goodput, better[None] & allowed, candidates)
 
 
 def _store(
@@ -166,7 +212,7 @@ def _store(
     here = best, np.arange(len(columns))
     found = allowed[here]
     for chosen, values in zip(choice, (goodput, *candidates), strict=True):
-        chosen[columns[found]] = values[here][found]
+        chosen[columns[found]] = np.broadcast_to(values, goodput.shape)[here][found]
 
 
 def _propose(bounds: BatchBounds, num_replicas: Integers, multiple: int) -> _Candidates:
@@ -175,10 +221,6 @@ def _propose(bounds: BatchBounds, num_replicas: Integers, multiple: int) -> _Can
     batch_size = np.geomspace(least, bounds.max_batch_size, _NUM_CANDIDATES)
     share = batch_size / num_replicas  # samples of one replica
     accum_steps = _least_accum_steps(bounds, num_replicas, share, multiple)
-    if bounds.accumulation and not bounds.needs_two_batches:
-        # Multiples are coarse: the same samples in a step or two more may round to a better fit.
-        share = np.concatenate((share,) * 3)
-        accum_steps = np.concatenate((accum_steps, accum_steps + 1, accum_steps + 2))
     blocks = share / (accum_steps + 1) / multiple
     up = np.ceil(blocks - _TOLERANCE).astype(np.int64) * multiple
     down = np.maximum(np.floor(blocks + _TOLERANCE), 1).astype(np.int64) * multiple
@@ -187,13 +229,26 @@ def _propose(bounds: BatchBounds, num_replicas: Integers, multiple: int) -> _Can
     return _Candidates(np.concatenate((up, down)), np.concatenate((accum_steps, accum_steps)))
 
 
+def _all_candidates(bounds: BatchBounds, multiple: int) -> _Candidates | None:
+    """Return every atomic batch size with every number of steps, if they are few, else None."""
+    least = max(-(-bounds.min_atomic_bsz // multiple), 1) * multiple
+    most = min(bounds.max_atomic_bsz, math.ceil(bounds.max_batch_size))
+    num_sizes = max((most - least) // multiple + 1, 0)
+    num_steps = int(bounds.max_batch_size) // least if bounds.accumulation else 1
+    if not 0 < num_sizes * num_steps <= _FEW:
+        return None
+    sizes = least + multiple * np.arange(num_sizes, dtype=np.int64)
+    atomic_bsz, accum_steps = np.meshgrid(sizes, np.arange(num_steps), indexing="ij")
+    return _Candidates(atomic_bsz.reshape(-1, 1), accum_steps.reshape(-1, 1))
+
+
 def _enumerate(bounds: BatchBounds, num_replicas: int, multiple: int) -> _Candidates:
     """Return every atomic batch size of one column, each with the least accumulation steps.
 
     If any configuration is allowed, one of these is.
     """
     least = -(-bounds.min_atomic_bsz // multiple) * multiple
-    most = min(bounds.max_atomic_bsz, int(bounds.max_batch_size // num_replicas))
+    most = min(bounds.max_atomic_bsz, math.ceil(bounds.max_batch_size / num_replicas))
     atomic_bsz = np.arange(least, most + 1, multiple, dtype=np.int64)
     accum_steps = np.zeros_like(atomic_bsz)
     if bounds.accumulation:

@@ -10,13 +10,16 @@ of accumulation steps. With one stage and one micro-batch all numbers are AdaptD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from .batchsize import BatchBounds, Floats, Integers, choose
-from .params import GradParams, PerfParams, check_shares
-from .steptime import Numbers, StepTime, step_time
+from .batchsize import BatchBounds
+from .optimum import Optimum, Plan, optimize_pipeline
+from .params import GradParams, PerfParams, check_params
+from .pipeline import Numbers
+from .steptime import StepTime, step_time
 
 AtomicBszRange = Sequence[int | None]
 """Least and largest atomic batch size; None (or 0): unbounded."""
@@ -33,7 +36,8 @@ class GoodputFunction:
         init_batch_size: the batch size that efficiency is relative to, and the least one.
 
     Raises:
-        ValueError: for shares that do not sum to 1, or an initial batch size below 1.
+        ValueError: for parameters that describe no pipeline (`check_params`), or an initial batch
+            size below 1.
 
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
@@ -49,9 +53,8 @@ class GoodputFunction:
         grad_params: GradParams | Sequence[float],
         init_batch_size: float,
     ) -> None:
-        self._perf_params = PerfParams(*perf_params)
+        self._perf_params = check_params(PerfParams(*perf_params))
         self._grad_params = GradParams(*grad_params)
-        check_shares(self._perf_params.forward_shares, self._perf_params.backward_shares)
         if not init_batch_size >= 1:
             raise ValueError(f"init_batch_size is {init_batch_size}; give at least 1")
         self._init_batch_size = init_batch_size
@@ -155,49 +158,68 @@ class GoodputFunction:
         max_batch_size: float | None = None,
         atomic_bsz_range: AtomicBszRange | None = None,
         accumulation: bool = False,
-        num_microbatches: int = 1,
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        """Return (goodput, atomic_bsz, accum_steps) of the best batch size within bounds.
+        num_microbatches: int | Sequence[int] = 1,
+        *,
+        plans: Sequence[Plan] = (),
+        memory_limit: float | None = None,
+    ) -> Optimum:
+        """Return the best batch size, number of micro-batches and number of stages within bounds.
 
-        The atomic batch size is a multiple of `num_microbatches` wherever bounds allow it. With one
-        micro-batch the choice is AdaptDL's: one replica above the initial batch size takes at least
-        one accumulation step (without accumulation it stays at the initial batch size), since
-        gradient noise is measured between atomic batches. With more, it is measured between
-        micro-batches, and one replica is free.
+        The atomic batch size is a multiple of M wherever bounds allow it. With one micro-batch the
+        choice is AdaptDL's, unless another is 0.5 % better: one replica above the initial batch
+        size takes at least one accumulation step (without accumulation it stays at the initial
+        batch size), since gradient noise is measured between atomic batches. With more, it is
+        measured between micro-batches, and one replica is free.
 
         Args:
             num_nodes: nodes that the replicas lie on, scalar or array.
             num_replicas: R, scalar or array.
-            max_batch_size: largest batch size; None: the initial batch size.
+            max_batch_size: largest batch size; None: the initial batch size, rounded up to what R
+                replicas can share.
             atomic_bsz_range: least and largest atomic batch size; None: unbounded.
             accumulation: whether accumulation steps are allowed.
-            num_microbatches: M.
+            num_microbatches: M, or several to choose from.
+            plans: ways to cut the model into stages to choose from, one per number of stages
+                (`plan_stages`); none: the stages of `perf_params`.
+            memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
+                None: unbounded. Needs `plans`, which know what a sample takes.
 
         Returns:
-            Three scalars, or three arrays of the broadcast shape. Where no batch size is within
-            bounds all three are 0.
+            (goodput, atomic_bsz, accum_steps) as AdaptDL, and as attributes besides
+            `num_microbatches` and `num_stages`; scalars, or arrays of the broadcast shape. Where no
+            batch size is within bounds goodput is 0.0.
 
         Raises:
-            ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1.
+            ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1, or when
+                there is a memory limit but no plan.
+
+        Example:
+            >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1, 8), 32)
+            >>> best = goodput_fn.optimize(1, 2, 256, (8, 64), num_microbatches=(1, 2, 4))
+            >>> best.atomic_bsz, best.num_microbatches
+            (38, 1)
         """
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        if np.any((nodes < 1) | (nodes > replicas)) or num_microbatches < 1:
+        counts = tuple(np.atleast_1d(num_microbatches).tolist())
+        if np.any((nodes < 1) | (nodes > replicas)) or not counts or min(counts) < 1:
             raise ValueError(
                 f"num_nodes is {num_nodes}, num_replicas {num_replicas}, num_microbatches "
                 f"{num_microbatches}; give 1 <= num_nodes <= num_replicas, num_microbatches >= 1"
             )
-        bounds = self._bounds(max_batch_size, atomic_bsz_range, accumulation, num_microbatches)
-
-        def goodput_of(columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-            where = nodes.ravel()[columns], replicas.ravel()[columns]
-            goodput: Floats = self._goodput(*where, atomic_bsz, accum_steps, num_microbatches)
-            return goodput
-
-        choice = choose(bounds, replicas.ravel(), num_microbatches, goodput_of)
-        goodput, atomic_bsz, accum_steps = (
-            _plain(values.reshape(nodes.shape)) for values in choice
+        if memory_limit is not None and not plans:
+            raise ValueError(
+                f"memory_limit is {memory_limit:g} but there are no plans; give plans made by "
+                "plan_stages, which know the bytes of each stage"
+            )
+        bounds = self._bounds(max_batch_size, atomic_bsz_range, accumulation)
+        chosen = optimize_pipeline(
+            self, nodes, replicas, bounds, counts, plans or (None,), memory_limit
         )
-        return goodput, atomic_bsz, accum_steps
+        return Optimum(*(_plain(values.reshape(nodes.shape)) for values in chosen))
+
+    def with_params(self, perf_params: PerfParams) -> GoodputFunction:
+        """Return the goodput of the same job with other step times, as of another pipeline."""
+        return GoodputFunction(perf_params, self._grad_params, self._init_batch_size)
 
     def _goodput(self, num_nodes: Numbers, num_replicas: Numbers, *sizes: Numbers) -> Numbers:
         throughput = self.throughput(num_nodes, num_replicas, *sizes)
@@ -208,7 +230,6 @@ class GoodputFunction:
         max_batch_size: float | None,
         atomic_bsz_range: AtomicBszRange | None,
         accumulation: bool,
-        num_microbatches: int,
     ) -> BatchBounds:
         largest = self._init_batch_size if max_batch_size is None else max_batch_size
         if not largest >= 1:
@@ -218,9 +239,10 @@ class GoodputFunction:
             init_batch_size=self._init_batch_size,
             max_batch_size=largest,
             min_atomic_bsz=low or 1,
-            max_atomic_bsz=high or int(largest),
+            max_atomic_bsz=high or math.ceil(largest),
             accumulation=accumulation,
-            needs_two_batches=num_microbatches == 1,
+            needs_two_batches=False,
+            rounds_up=max_batch_size is None,
         )
 
 

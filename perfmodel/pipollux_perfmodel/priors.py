@@ -1,15 +1,20 @@
 """What a fit assumes of what was not measured, and where it starts from.
 
 The priors are AdaptDL's. They keep unexplored regimes optimistic: a job seen on one replica only
-must not be priced out of two.
+must not be priced out of two. What a parameter needs, and what is assumed without it:
 
-    seen                            assumed
-    one micro-batch size b          alpha_c is half of C(b), as accumulation steps have it
-    never several nodes             alpha_n = beta_n = 1e-8, but at least 1.1 alpha_r, 1.1 beta_r
-    never several replicas a node   alpha_r = beta_r = 1e-8
-    never above two replicas        beta_n = beta_r = 1e-8
-    one configuration of R > 1      gamma = 1
-    one stage, or one M and no C    overlap = 1
+    parameter         needs                                        else
+    alpha_c           two micro-batch sizes                        half of C(b) of T_pipe
+    gamma_c           four micro-batch sizes                       1
+    alpha_n           several nodes                                1e-8, but at least 1.1 alpha_r
+    beta_n            several nodes, more than two replicas        1e-8, but at least 1.1 beta_r
+    growth_n          three numbers of replicas across nodes       0 (logarithmic), 1 without beta_n
+    two_node_penalty  two nodes with R > 2, and more than two      0
+    alpha_r           several replicas on one node                 1e-8
+    beta_r            the same, more than two replicas             1e-8
+    gamma             two configurations of R > 1                  1
+    overlap           several stages, and compute times or two M   1
+    contention        two numbers of replicas a node               0
 """
 
 from __future__ import annotations
@@ -21,22 +26,23 @@ import numpy as np
 import scipy.optimize
 from numpy.typing import NDArray
 
+from .loss import NAMES, NEUTRAL
 from .params import PerfParams
 from .profile import Floats, Profile
 from .steptime import EPSILON, pipeline_factor
 
-# Order of the numbers that are fitted: the first seven fields of PerfParams, then overlap.
-NAMES = ("alpha_c", "beta_c", "alpha_n", "beta_n", "alpha_r", "beta_r", "gamma", "overlap")
-NUM_TIMES = 6  # of these, how many are times
 _GAMMA = 1.5  # where the search starts; AdaptDL's own fits end at 1.2 to 2.5
+_GAMMA_C = 1.2
+_LOGARITHMIC = 0.0
 _OVERLAPS = np.linspace(0.0, 1.0, 11)
 _INTER_NODE_FACTOR = 1.1
+_REPEATS = 5  # of reweighting a line
 
 Booleans = NDArray[np.bool_]
 
 
 class Start(NamedTuple):
-    """Where the search starts, in the order of `NAMES`; shape (8,)."""
+    """Where the search starts, in the order of `NAMES`; shape (12,)."""
 
     values: Floats
     free: Booleans
@@ -48,31 +54,51 @@ def start(profile: Profile, shape: PerfParams) -> Start:
 
     Args:
         profile: the measurements.
-        shape: its shares are those of the job.
+        shape: its shares and checkpoint mode are those of the job.
     """
+    told = tell(profile, shape)
+    values = dict(zip(NAMES, NEUTRAL, strict=True))
+    if told["gamma"]:
+        values["gamma"] = _GAMMA
+    if told["gamma_c"]:
+        values["gamma_c"] = _GAMMA_C
+    if told["beta_n"]:
+        values["growth_n"] = _LOGARITHMIC
+    if told["overlap"]:
+        values["overlap"] = _guess_overlap(profile, shape)
+    guessed = shape._replace(overlap=values["overlap"])
+    alpha_c, beta_c = _guess_compute(profile, guessed, alpha_free=told["alpha_c"])
+    values.update(alpha_c=alpha_c, beta_c=beta_c)
     many, across = profile.num_replicas > 1, profile.num_nodes > 1
-    inside, beyond_two = many & ~across, bool(np.any(profile.num_replicas > 2))
-    values = np.full(len(NAMES), EPSILON)
-    free = np.array(
-        [
-            len(np.unique(profile.micro_bsz)) > 1,
-            True,
-            across.any(),
-            across.any() and beyond_two,
-            inside.any(),
-            inside.any() and beyond_two,
-            _count_distinct(profile, many) > 1,
-            _tells_overlap(profile, shape),
-        ]
-    )
-    values[6] = _GAMMA if free[6] else 1.0
-    values[7] = _guess_overlap(profile, shape) if free[7] else 1.0
-    values[:2] = _guess_compute(profile, shape._replace(overlap=values[7]), alpha_free=free[0])
-    for index, seen in ((2, across), (4, inside)):
+    for ending, seen in (("n", across), ("r", many & ~across)):
         if seen.any():
-            guess = _guess_network(profile, seen, values[6])
-            values[index : index + 2] = np.where(free[index : index + 2], guess, EPSILON)
-    return Start(values, free)
+            alpha, beta = _guess_network(profile, seen, values["gamma"], logarithmic=ending == "n")
+            values["alpha_" + ending] = alpha
+            values["beta_" + ending] = beta if told["beta_" + ending] else EPSILON
+    free = np.array([told[name] for name in NAMES])
+    return Start(np.array([values[name] for name in NAMES]), free)
+
+
+def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
+    """Return which numbers of `NAMES` the measurements can tell."""
+    replicas, nodes = profile.num_replicas, profile.num_nodes
+    many, across = replicas > 1, nodes > 1
+    inside, beyond_two = many & ~across, replicas > 2
+    num_sizes = len(np.unique(profile.micro_bsz))
+    return {
+        "alpha_c": num_sizes > 1,
+        "beta_c": True,
+        "alpha_n": bool(across.any()),
+        "beta_n": bool((across & beyond_two).any()),
+        "alpha_r": bool(inside.any()),
+        "beta_r": bool((inside & beyond_two).any()),
+        "gamma": _count_distinct(profile, many) > 1,
+        "overlap": _tells_overlap(profile, shape),
+        "gamma_c": num_sizes > 3,
+        "contention": len(np.unique(replicas / nodes)) > 1,
+        "growth_n": len(np.unique(replicas[across])) > 2,
+        "two_node_penalty": bool(((nodes == 2) & beyond_two).any() and (nodes > 2).any()),
+    }
 
 
 def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
@@ -85,12 +111,6 @@ def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
     )
 
 
-def measured_compute(profile: Profile, shape: PerfParams) -> Floats:
-    """Return C(b): as measured, or else as the accumulation step and the overlap have it."""
-    implied = profile.accum_time / pipeline_factor(shape, profile.num_microbatches)
-    return np.where(np.isnan(profile.compute_time), implied, profile.compute_time)
-
-
 def _count_distinct(profile: Profile, chosen: Booleans) -> int:
     """Return how many different configurations there are among the chosen measurements."""
     return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
@@ -98,8 +118,11 @@ def _count_distinct(profile: Profile, chosen: Booleans) -> int:
 
 def _tells_overlap(profile: Profile, shape: PerfParams) -> bool:
     """Whether overlap changes predictions of what was measured differently from alpha_c, beta_c."""
-    ideal = pipeline_factor(shape._replace(overlap=1.0), profile.num_microbatches)
-    matters = ideal < profile.num_microbatches * (1 - 1e-6)
+    serial, ideal = (
+        pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches, np)
+        for overlap in (0.0, 1.0)
+    )
+    matters = ideal < serial * (1 - 1e-6)
     told_directly = matters & ~np.isnan(profile.compute_time)
     return bool(told_directly.any()) or (
         bool(matters.any()) and len(np.unique(profile.num_microbatches)) > 1
@@ -111,7 +134,7 @@ def _guess_overlap(profile: Profile, shape: PerfParams) -> float:
     errors = []
     measured = ~np.isnan(profile.compute_time)
     for overlap in _OVERLAPS:
-        factor = pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
+        factor = pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches, np)
         compute = np.concatenate((profile.accum_time / factor, profile.compute_time[measured]))
         sizes = np.concatenate((profile.micro_bsz, profile.micro_bsz[measured]))
         # Where several explain them alike, the most: the loss has the same term.
@@ -119,29 +142,49 @@ def _guess_overlap(profile: Profile, shape: PerfParams) -> float:
     return float(_OVERLAPS[np.argmin(errors)])
 
 
-def _guess_compute(profile: Profile, shape: PerfParams, alpha_free: bool) -> Floats:
+def _guess_compute(profile: Profile, shape: PerfParams, alpha_free: bool) -> tuple[float, float]:
+    implied = profile.accum_time / pipeline_factor(shape, profile.num_microbatches, np)
     if alpha_free:
-        return _fit_line(profile.micro_bsz, measured_compute(profile, shape))[0]
+        measured = np.where(np.isnan(profile.compute_time), implied, profile.compute_time)
+        return _fit_line(profile.micro_bsz, measured)[0]
     # By the whole step, not by the stages' timers: what a step costs beside its stages (launching
     # them, the loss) is the same for any batch size, and belongs to alpha_c for the most part.
-    implied = profile.accum_time / pipeline_factor(shape, profile.num_microbatches)
-    half = float(np.mean(implied)) / 2
-    return np.array([half, half / profile.micro_bsz[0]])
+    half = float(np.average(implied, weights=profile.weight)) / 2
+    return half, half / float(profile.micro_bsz[0])
 
 
-def _guess_network(profile: Profile, seen: Booleans, gamma: float) -> Floats:
+def _guess_network(
+    profile: Profile, seen: Booleans, gamma: float, logarithmic: bool
+) -> tuple[float, float]:
     """Return alpha and beta from what optimizer steps took longer than accumulation steps."""
     accum, optim = profile.accum_time[seen], profile.optim_time[seen]
-    rest = np.maximum(optim**gamma - accum**gamma, 0.0) ** (1 / gamma)
+    # In units of the step, so that no power overflows.
+    rest = optim * np.maximum(1 - (accum / optim) ** gamma, 0.0) ** (1 / gamma)
     network = np.maximum(rest, 0.05 * accum)
-    (alpha, beta), _ = _fit_line(np.maximum(profile.num_replicas[seen] - 2, EPSILON), network)
+    replicas = profile.num_replicas[seen]
+    beyond = np.log(replicas - 1) if logarithmic else replicas - 2
+    (alpha, beta), _ = _fit_line(np.maximum(beyond, EPSILON), network)
     # Away from the lower bounds, where a search by logarithms would be stuck.
-    alpha = max(alpha, 0.1 * network.min())
-    return np.array([alpha, max(beta, 1e-3 * alpha)])
+    alpha = max(alpha, 0.1 * float(network.min()))
+    return alpha, max(beta, 1e-3 * alpha)
 
 
-def _fit_line(x: Floats, y: Floats) -> tuple[Floats, float]:
-    """Return (alpha, beta) >= EPSILON of y ≈ alpha + beta·x, and its relative rmse."""
+def _fit_line(x: Floats, y: Floats) -> tuple[tuple[float, float], float]:
+    """Return (alpha, beta) >= EPSILON of y ≈ alpha + beta·x by relative errors, and those.
+
+    Errors count by magnitude, not by square, so that a straggler does not turn the line.
+    """
     columns = np.stack((np.ones_like(x), x), axis=1) / y[:, None]
-    coefficients, error = scipy.optimize.nnls(columns, np.ones_like(y))
-    return np.maximum(coefficients, EPSILON), float(error) / math.sqrt(len(y))
+    weights = np.ones_like(y)
+    coefficients = np.zeros(2)
+    for _ in range(_REPEATS):
+        coefficients, _ = scipy.optimize.nnls(columns * weights[:, None], weights)
+        errors = np.abs(columns @ coefficients - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, 1e-3))
+    alpha, beta = np.maximum(coefficients, EPSILON).tolist()
+    return (alpha, beta), float(np.mean(errors))
+
+
+def relative_spread(values: Floats) -> float:
+    """Return a robust standard deviation of logarithms: 1.48 times the median magnitude."""
+    return 1.4826 * float(np.median(np.abs(values))) if values.size else math.nan

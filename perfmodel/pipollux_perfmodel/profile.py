@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .params import BACKWARD_SHARE, FORWARD_SHARE
+
 Floats = NDArray[np.float64]
 
 
@@ -24,6 +26,28 @@ class Profile(NamedTuple):
     """Measured T_optim."""
     compute_time: Floats
     """Measured C(b); not a number where not measured."""
+    weight: Floats
+    """How many measurements each stands for."""
+
+
+def merge(profile: Profile) -> Profile:
+    """Return one measurement per configuration: the medians, weighted by how many there were."""
+    keys = np.stack(profile[:4])
+    distinct, inverse, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
+    if len(counts) == len(profile.weight):
+        return profile
+    order = np.argsort(inverse, kind="stable")
+    groups = np.split(order, np.cumsum(counts)[:-1])
+    times = [np.array([_median(column[group]) for group in groups]) for column in profile[4:7]]
+    nodes, replicas, microbatches, sizes = distinct
+    accum, optim, compute = times
+    weight = counts.astype(float)
+    return Profile(nodes, replicas, microbatches, sizes, accum, optim, compute, weight)
+
+
+def _median(values: Floats) -> float:
+    measured = values[~np.isnan(values)]
+    return float(np.median(measured)) if measured.size else float("nan")
 
 
 def make_profile(
@@ -70,6 +94,57 @@ def make_profile(
         columns["accum_step_time"],
         columns["optim_step_time"],
         columns["compute_time"],
+        np.ones(length),
+    )
+
+
+class StageShares(NamedTuple):
+    """What measured stage times say."""
+
+    forward_shares: tuple[float, ...]
+    """φ_k over all measurements."""
+    backward_shares: tuple[float, ...]
+    """ψ_k over all measurements."""
+    compute_time: Floats
+    """C(b) of each measurement, not a number where not measured; shape (points,)."""
+
+
+def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> StageShares:
+    """Return the shares of C(b) that stages take.
+
+    Args:
+        forward: seconds of one micro-batch in each stage, shape (points, num_stages), not a number
+            where not measured.
+        backward: the same for the backward.
+        num_stages: K.
+
+    Raises:
+        ValueError: when an array has another shape, or a time is negative.
+    """
+    arrays = []
+    for name, given in (("forward", forward), ("backward", backward)):
+        times = np.asarray(given, float)
+        if times.ndim != 2 or times.shape[1] != num_stages:
+            raise ValueError(
+                f"{name} has shape {times.shape}; give (points, {num_stages}), one per stage"
+            )
+        if np.any((times < 0) | np.isinf(times)):
+            wrong = times[(times < 0) | np.isinf(times)][0]
+            raise ValueError(f"{name} has {wrong:g}; give a finite time >= 0 s, or nan")
+        arrays.append(times)
+    both = np.concatenate(arrays, axis=1)
+    compute = both.sum(axis=1)
+    measured = compute > 0  # False for not a number
+    if not measured.any():
+        shares = np.repeat((FORWARD_SHARE, BACKWARD_SHARE), num_stages) / num_stages
+    else:
+        # Medians, for one slow micro-batch says nothing about the stage it happened to hit.
+        shares = np.median(both[measured] / compute[measured, None], axis=0)
+        shares /= shares.sum()
+    return StageShares(
+        tuple(shares[:num_stages].tolist()),
+        tuple(shares[num_stages:].tolist()),
+        np.where(measured, compute, np.nan),
     )
 
 

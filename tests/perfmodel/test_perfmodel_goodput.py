@@ -125,14 +125,13 @@ def test_optimize_against_exhaustive_search(
     )
     every_atomic_bsz, every_accum_steps = all_allowed(limits)
     if not every_atomic_bsz.size:
-        assert (goodput, atomic_bsz, accum_steps) == (0.0, 0, 0)
+        assert goodput == 0.0
         return
     assert np.any((every_atomic_bsz == atomic_bsz) & (every_accum_steps == accum_steps))
     best = goodput_fn.evaluate(
         *limits.allocation, every_atomic_bsz, every_accum_steps, limits.num_microbatches
     ).max()
-    # With one micro-batch the choice is AdaptDL's, whose grid can miss a little more.
-    assert goodput >= (0.98 if limits.num_microbatches > 1 else 0.95) * best
+    assert goodput >= 0.995 * best
     configuration = (*limits.allocation, atomic_bsz, accum_steps, limits.num_microbatches)
     assert goodput == pytest.approx(goodput_fn.evaluate(*configuration))
 
@@ -163,8 +162,9 @@ def test_one_replica_accumulates_to_see_noise_only_without_micro_batches() -> No
 def test_without_a_largest_batch_size_the_initial_one_is_kept() -> None:
     goodput_fn = GoodputFunction(SEVEN, (1.0, 8.0), 128)
     goodput, atomic_bsz, accum_steps = goodput_fn.optimize(np.ones(5, int), np.arange(1, 6))
-    assert atomic_bsz.tolist() == [128, 64, 0, 32, 0]
-    assert np.all((goodput > 0) == (atomic_bsz > 0))
+    # Or as near as replicas can share it: 129 and 130 samples for three and five.
+    assert atomic_bsz.tolist() == [128, 64, 43, 32, 26]
+    assert np.all(goodput > 0)
     assert np.all(accum_steps == 0)
 
 

@@ -92,8 +92,13 @@ def test_same_batch_size_wherever_theirs_is_allowed(
     expected = theirs.optimize(*allocation, max_batch_size, (low, high), accumulation=True)
     batch_size = allocation[1] * expected[1] * (expected[2] + 1)
     if expected[0] > 0 and batch_size <= max_batch_size:
-        assert (atomic_bsz, accum_steps) == expected[1:]
-        assert goodput == pytest.approx(expected[0], rel=EXACT)
+        # Theirs, but where its grid misses one that is 0.5 % better.
+        same = (atomic_bsz, accum_steps) == expected[1:]
+        assert (
+            goodput == pytest.approx(expected[0], rel=EXACT)
+            if same
+            else (goodput > 1.005 * expected[0])
+        )
     else:
         # Theirs broke a bound; ours keeps to it, if need be by refusing.
         assert allocation[1] * atomic_bsz * (accum_steps + 1) <= max_batch_size
@@ -105,7 +110,7 @@ def test_their_batch_size_beyond_the_limit_is_not_ours() -> None:
     ours, theirs = both(PerfParams(0.1, 0.01, 0.2, 0.02, 0.1, 0.01, 1.5), GradParams(1, 9), 128)
     _, atomic_bsz, accum_steps = theirs.optimize(8, 32, 1280, (64, 256), accumulation=True)
     assert 32 * atomic_bsz * (accum_steps + 1) > 1280
-    assert ours.optimize(8, 32, 1280, (64, 256), accumulation=True) == (0.0, 0, 0)
+    assert ours.optimize(8, 32, 1280, (64, 256), accumulation=True).goodput == 0.0
 
 
 # A realistic profile: a few batch sizes on each of several allocations.

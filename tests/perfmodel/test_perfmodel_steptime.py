@@ -27,7 +27,9 @@ def test_ideal_pipeline_takes_as_long_as_its_schedule(
         num_microbatches,
     )
     makespan = max(event.end for event in events)
-    assert pipeline_time(params, micro_bsz, num_microbatches) == pytest.approx(makespan, rel=1e-12)
+    assert pipeline_time(params, micro_bsz, num_microbatches, np) == pytest.approx(
+        makespan, rel=1e-12
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -36,11 +38,11 @@ def test_more_overlap_is_never_slower(
     params: PerfParams, num_microbatches: int, one: float, other: float
 ) -> None:
     less, more = sorted((one, other))
-    slow = pipeline_time(params._replace(overlap=less), 8, num_microbatches)
-    fast = pipeline_time(params._replace(overlap=more), 8, num_microbatches)
+    slow = pipeline_time(params._replace(overlap=less), 8, num_microbatches, np)
+    fast = pipeline_time(params._replace(overlap=more), 8, num_microbatches, np)
     assert fast <= slow * (1 + 1e-12)
     one_by_one = num_microbatches * (params.alpha_c + params.beta_c * 8)
-    assert pipeline_time(params._replace(overlap=0.0), 8, num_microbatches) == pytest.approx(
+    assert pipeline_time(params._replace(overlap=0.0), 8, num_microbatches, np) == pytest.approx(
         one_by_one
     )
 
@@ -50,7 +52,9 @@ def test_more_overlap_is_never_slower(
 def test_one_stage_has_nothing_to_overlap(params: PerfParams, num_microbatches: int) -> None:
     # Shares of one stage sum to 1, so every micro-batch costs C(b), whatever overlap is.
     compute = params.alpha_c + params.beta_c * 8
-    assert pipeline_time(params, 8, num_microbatches) == pytest.approx(num_microbatches * compute)
+    assert pipeline_time(params, 8, num_microbatches, np) == pytest.approx(
+        num_microbatches * compute
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
