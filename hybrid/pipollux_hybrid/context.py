@@ -20,6 +20,8 @@ from .env import JobEnvironment
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from pipollux_perfmodel.params import Checkpoint
+
     from .checkpoint import State
     from .metrics import Metrics
     from .reporter import Reporter
@@ -55,6 +57,8 @@ class JobContext:
     """Batch size over initial batch size, which the learning rate follows."""
     num_microbatches: int = 1
     """Micro-batches M of the model in training."""
+    checkpoint_mode: Checkpoint = "never"
+    """Which of them are recomputed."""
     looked_for_checkpoint: bool = False
     """Whether the replicas agreed already on the checkpoint to restore from."""
     restored_from: Path | None = None

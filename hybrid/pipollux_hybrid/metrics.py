@@ -231,7 +231,7 @@ class Metrics:
 
     def fit(self) -> None:
         """Fit the performance model to all measurements, and propose a batch shape by it."""
-        data = self.profile.fit_data(self.num_stages)
+        data = self.profile.fit_data(self.num_stages, self._context.checkpoint_mode)
         if data is None:
             return
         params = fit_perf_params(
@@ -244,6 +244,7 @@ class Metrics:
             forward_shares=data.forward_shares,
             backward_shares=data.backward_shares,
             compute_time=data.compute_time,
+            checkpoint=data.checkpoint,
         )
         self.perf_params = params
         proposal = self._better_shape()
@@ -283,7 +284,7 @@ class Metrics:
             init_batch_size=self.noise.init_batch_size,
             local_bsz_bounds=limits.local_bsz_bounds if limits else None,
             global_batch_size=self._shape.batch_size if self._shape else None,
-            max_batch_size=limits.max_batch_size if limits else self.noise.init_batch_size,
+            max_batch_size=limits.max_batch_size if limits else None,
             max_profiled_replicas=self.profile.max_replicas,
             gradient_accumulation=limits.gradient_accumulation if limits else False,
             grad_params=self.noise.grad_params,

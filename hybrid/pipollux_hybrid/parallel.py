@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from pipollux_perfmodel.params import Checkpoint
 
 from .balance import choose_balance, choose_devices
 from .checkpoint import load_state
@@ -95,6 +97,7 @@ class HybridParallel(nn.Module):
         self._engine: PipelineEngine
         self.balance = list(balance)
         self.num_microbatches = num_microbatches
+        self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
         self._no_sync = False

@@ -7,12 +7,16 @@ does not bend the fit. The first steps of a run are left out: they pay for warmi
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from pipollux_perfmodel import even_shares
+from pipollux_perfmodel.params import Checkpoint
 
 __all__ = ["Configuration", "Measurements", "StepProfile"]
 
@@ -20,6 +24,9 @@ WINDOW = 64
 """Latest samples kept per configuration and kind."""
 WARMUP = 2
 """Steps left out at the beginning of a run and after a change of batch size."""
+
+
+MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Configuration(NamedTuple):
@@ -58,6 +65,7 @@ class FitData(NamedTuple):
     compute_time: list[float]
     forward_shares: tuple[float, ...]
     backward_shares: tuple[float, ...]
+    checkpoint: Checkpoint
 
 
 class StepProfile:
@@ -111,8 +119,13 @@ class StepProfile:
                 (c.num_replicas for c, m in self._measurements.items() if m.optim), default=0
             )
 
-    def fit_data(self, num_stages: int) -> FitData | None:
-        """What there is to fit for pipelines of ``num_stages``; None before the first step."""
+    def fit_data(self, num_stages: int, checkpoint: Checkpoint = "never") -> FitData | None:
+        """What there is to fit for pipelines of ``num_stages``; None before the first step.
+
+        Args:
+            num_stages: Number K of stages.
+            checkpoint: Which micro-batches are recomputed.
+        """
         with self._lock:
             rows = [
                 (c, m)
@@ -121,7 +134,8 @@ class StepProfile:
             ]
             if not rows:
                 return None
-            forward, backward = _shares(num_stages, (m for _, m in rows))
+            stages = [_stage_times(c, m, checkpoint) for c, m in rows]
+            forward, backward = _shares(num_stages, stages)
             return FitData(
                 num_nodes=[c.num_nodes for c, _ in rows],
                 num_replicas=[c.num_replicas for c, _ in rows],
@@ -129,9 +143,10 @@ class StepProfile:
                 num_microbatches=[c.num_microbatches for c, _ in rows],
                 accum_step_time=[statistics.median(m.accum) for _, m in rows],
                 optim_step_time=[statistics.median(m.optim) for _, m in rows],
-                compute_time=[_compute_time(m) for _, m in rows],
+                compute_time=[sum(f) + sum(g) if f else math.nan for f, g in stages],
                 forward_shares=forward,
                 backward_shares=backward,
+                checkpoint=checkpoint,
             )
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -165,25 +180,35 @@ def stage_medians(samples: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(statistics.median(times) for times in zip(*samples, strict=True))
 
 
-def _compute_time(entry: Measurements) -> float:
-    """C(b): forward and backward of one micro-batch over all stages; nan if never measured."""
+def _stage_times(
+    configuration: Configuration, entry: Measurements, checkpoint: Checkpoint
+) -> MicrobatchTimes:
+    """Times of one recomputed micro-batch, forward and backward of each stage; empty if unknown.
+
+    The mean backward is over all micro-batches. Under ``except_last`` the last of M is not
+    recomputed and lacks a forward, so a recomputed one takes 1/M of a forward more than the mean.
+    """
     if not entry.forward:
-        return float("nan")
-    return sum(stage_medians(entry.forward)) + sum(stage_medians(entry.backward))
+        return (), ()
+    forward, backward = stage_medians(entry.forward), stage_medians(entry.backward)
+    if checkpoint == "except_last":
+        lacking = 1 / configuration.num_microbatches
+        backward = tuple(g + lacking * f for f, g in zip(forward, backward, strict=True))
+    return forward, backward
 
 
 def _shares(
-    num_stages: int, entries: Iterable[Measurements]
+    num_stages: int, measured: Sequence[MicrobatchTimes]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Shares of C(b) in each stage's forward and backward, over all configurations measured."""
     forward = [0.0] * num_stages
     backward = [0.0] * num_stages
-    for entry in entries:
-        for total, samples in ((forward, entry.forward), (backward, entry.backward)):
-            for k, seconds in enumerate(stage_medians(samples)):
+    for times in measured:
+        for total, part in zip((forward, backward), times, strict=True):
+            for k, seconds in enumerate(part):
                 total[k] += seconds
     whole = sum(forward) + sum(backward)
     if whole <= 0.0:
-        # Backward takes about twice the forward; equal stages until the timers have spoken.
-        return (1 / (3 * num_stages),) * num_stages, (2 / (3 * num_stages),) * num_stages
+        # Equal stages until the timers have spoken.
+        return even_shares(num_stages)
     return tuple(t / whole for t in forward), tuple(t / whole for t in backward)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 
@@ -137,13 +138,15 @@ class StageTimer:
         return hook
 
     def _after(self, k: int) -> Any:
-        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             span = self._counts[k].open[-1]
             span.end = self._mark(k)
             outputs = output if isinstance(output, tuple) else (output,)
             carrier = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
             if carrier is not None and torch.is_grad_enabled():
                 carrier.register_hook(lambda _: self._begin_backward(k, span.microbatch))
+                if k == 0 and _carrier(args) is None:
+                    self._close_with_first_nodes(carrier, span.microbatch)
 
         return hook
 
@@ -152,10 +155,18 @@ class StageTimer:
             self._open(k, microbatch, "backward").end = self._mark(k)
 
     def _close_with_gradient_of(self, k: int, args: tuple[Any, ...], microbatch: int) -> None:
-        inputs = args[0] if isinstance(args[0], tuple) else args[:1]
-        carrier = next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None)
+        carrier = _carrier(args)
         if carrier is not None:
             carrier.register_hook(lambda _: self._end_backward(k, microbatch))
+
+    def _close_with_first_nodes(self, output: Tensor, microbatch: int) -> None:
+        """End a backward of the first stage with its last node, where no input needs a gradient.
+
+        Parameters cannot tell: without recomputation they receive one gradient for all
+        micro-batches together.
+        """
+        for node in _first_nodes(output):
+            node.register_hook(lambda *_: self._end_backward(0, microbatch))
 
     def _end_backward(self, k: int, microbatch: int) -> None:
         if not self._handles:
@@ -164,6 +175,28 @@ class StageTimer:
             if span.microbatch == microbatch and span.phase == "backward":
                 span.end = self._mark(k)
                 return
+
+
+def _carrier(args: tuple[Any, ...]) -> Tensor | None:
+    """The first input of a stage that a gradient comes back to, if any."""
+    inputs = args[0] if isinstance(args[0], tuple) else args[:1]
+    return next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None)
+
+
+def _first_nodes(output: Tensor) -> list[Node]:
+    """The nodes of a graph that nothing but leaves come before."""
+    found, seen = [], set()
+    todo = [output.grad_fn] if output.grad_fn is not None else []
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [n for n, _ in node.next_functions if n is not None and n.next_functions]
+        todo += before
+        if not before:
+            found.append(node)
+    return found
 
 
 def stage_times(

@@ -116,6 +116,19 @@ def test_micro_batches_may_grow_on_a_live_pipeline() -> None:
         output.sum().backward()
 
 
+def test_every_backward_of_a_first_stage_is_timed_to_its_end() -> None:
+    # Without recomputation its parameters receive one gradient, after all micro-batches.
+    module = nn.Sequential(Work(0.002))
+    engine = PipelineEngine(module, [1], [torch.device("cpu")], "never")
+    timer = StageTimer(engine.stages, [torch.device("cpu")])
+    timer.start(0)
+    output = engine.run(torch.ones(4, 2), 4, training=True)
+    output.sum().backward()  # type: ignore[union-attr]
+    backward = [event for event in timer.stop() if event.phase == "backward"]
+    assert sorted(event.microbatch for event in backward) == [0, 1, 2, 3]
+    assert all(event.end - event.start >= 0.004 for event in backward)
+
+
 def configuration(atomic_bsz: int = 8, num_replicas: int = 1) -> Configuration:
     return Configuration(2, num_replicas, num_replicas, atomic_bsz, 4)
 
@@ -149,3 +162,20 @@ def test_profile_outlives_a_checkpoint_and_knows_stages() -> None:
     assert data.forward_shares == pytest.approx((0.1, 0.3))
     assert data.backward_shares == pytest.approx((0.2, 0.4))
     assert restored.max_replicas == 2
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_profile_tells_a_recomputed_micro_batch_from_the_mean(num_microbatches: int) -> None:
+    # Under except_last all but the last micro-batch take 0.06 back, 0.02 of it recomputation.
+    recomputed, forward = 0.06, 0.02
+    mean = recomputed - forward / num_microbatches
+    where = configuration()._replace(num_stages=1, num_microbatches=num_microbatches)
+    profile = StepProfile()
+    for _ in range(WARMUP + 3):
+        profile.add_step(where, 0.2, 0.0, optimizer=True)
+    profile.add_stages(where, [forward], [mean])
+    data = profile.fit_data(1, "except_last")
+    assert data is not None
+    assert data.checkpoint == "except_last"
+    assert data.compute_time == pytest.approx([recomputed + forward])
+    assert data.backward_shares == pytest.approx((0.75,))
