@@ -33,6 +33,8 @@ COMMANDS = {
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
     "cancel": _Entry("jobs", "Cancel a job."),
     "logs": _Entry("jobs", "Print what a job has written."),
+    "fit": _Entry("fit", "Fit the performance model to measured step times."),
+    "predict": _Entry("predict", "Predict step time, goodput and speedup on allocations."),
     "report": _Entry("report", "Draw the report of a run anew from its event log."),
     "version": _Entry("version", "Print the version."),
 }

@@ -1,0 +1,142 @@
+"""`pipollux fit`: the performance model of a job, from step times that were measured."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .console import OutputFormat, output_console, print_data
+from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+
+if TYPE_CHECKING:
+    from pipollux_perfmodel import GradParams
+    from pipollux_sched.modeling.params_file import FitSummary
+
+
+class CheckpointMode(StrEnum):
+    """Which micro-batches are recomputed in the backward."""
+
+    never = "never"
+    except_last = "except_last"
+    always = "always"
+
+
+def fit(
+    measurements: Annotated[
+        str,
+        typer.Argument(
+            metavar="MEASUREMENTS.jsonl",
+            help="The measurements, one JSON object a line; - reads standard input.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where to write the fit, for pipollux predict."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw measured against predicted times: .png, .svg or .pdf."
+        ),
+    ] = None,
+    form: Annotated[
+        OutputFormat, typer.Option("--format", "-f", help="How to print the fit.")
+    ] = OutputFormat.table,
+    init_batch_size: InitBatchSize = None,
+    grad_sqr: GradSqr = None,
+    grad_var: GradVar = None,
+    checkpoint: Annotated[
+        CheckpointMode,
+        typer.Option(help="Which micro-batches were recomputed while measuring."),
+    ] = CheckpointMode.never,
+    skip_bad_rows: Annotated[
+        bool,
+        typer.Option("--skip-bad-rows", help="Fit without rows that are wrong, and say which."),
+    ] = False,
+) -> None:
+    r"""Fit the performance model of a job to measured step times.
+
+    [bold]The measurements[/bold] are a file of lines such as
+
+        {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16,
+         "accum_step_time": 0.081, "optim_step_time": 0.115}
+
+    each on one line, with times in seconds, of one step or the mean of many. A pipeline also has
+    num_stages and num_microbatches, and may have forward and backward: the seconds
+    of one micro-batch, a list with one time for each stage. Each num_stages is
+    fitted by itself.
+
+    Printed are the parameters, how far off the fit is in each regime, what it had
+    to assume because nothing was measured that tells it, and rows far off the rest.
+
+        pipollux fit examples/measurements.jsonl --output params.json --plot fit.png
+
+    --init-batch-size, --grad-sqr and --grad-var are kept in the output, for what
+    pipollux predict says of efficiency and goodput.
+
+    Exit code: 0 fitted; 1 the output cannot be written; 2 a row or an option is
+    wrong, and nothing was written.
+    """
+    from pipollux_sched.modeling.output_file import picture_format
+
+    with data_errors():
+        gradients = grad_params(grad_sqr, grad_var)
+        # Before the work, for a name that nothing can be drawn to.
+        picture = picture_format(plot) if plot else ""
+        summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
+    content = _write(summary, output, init_batch_size, gradients)
+    if plot is not None:
+        from pipollux_sched.modeling.plots import draw_fit
+
+        write_file(plot, "--plot", draw_fit(summary.fits, picture))
+    if form is OutputFormat.table:
+        print_summary(summary)
+    else:
+        print_data(content, form)
+
+
+def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> FitSummary:
+    """Read rows and fit; without `skip_bad_rows` there is no fit unless all of them are good."""
+    from pipollux_sched.modeling.errors import ModelingError
+    from pipollux_sched.modeling.fitting import fit_rows
+    from pipollux_sched.modeling.json_text import read_text
+    from pipollux_sched.modeling.measurements import parse_rows
+    from pipollux_sched.modeling.params_file import FitSummary
+
+    text, name = read_text(source)
+    found = parse_rows(text, name)
+    if found.bad and not (skip_bad_rows and found.rows):
+        raise ModelingError(*found.bad)
+    for problem in found.bad:
+        typer.echo(f"Skipped: {problem}", err=True)
+    return FitSummary(name, fit_rows(found.rows, checkpoint.value), found.num_bad)
+
+
+def _write(
+    summary: FitSummary,
+    output: Path | None,
+    init_batch_size: int | None,
+    gradients: GradParams | None,
+) -> dict[str, Any]:
+    from pipollux_sched.modeling.params_file import to_json_object, to_text
+
+    content = to_json_object(summary, init_batch_size, gradients)
+    if output is not None:
+        write_file(output, "--output", to_text(content).encode())
+    return content
+
+
+def print_summary(summary: FitSummary) -> None:
+    """Print a fit for people, on standard output."""
+    from .fit_table import print_fit, print_rows
+
+    console = output_console()
+    for one in summary.fits:
+        print_fit(console, one)
+    print_rows(console, summary)

@@ -1,0 +1,171 @@
+"""`pipollux predict`: what a job would do on allocations that it has not run on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .console import USAGE, CommandError, OutputFormat, print_data
+from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+
+if TYPE_CHECKING:
+    from pipollux_sched.modeling.params_file import Bounds, JobModel
+    from pipollux_sched.modeling.prediction import Placement
+
+GPUS_PER_NODE = 8
+
+
+def predict(
+    params: Annotated[
+        str,
+        typer.Argument(
+            metavar="PARAMS.json",
+            help="What pipollux fit wrote, or the hints of a job; - reads standard input.",
+            show_default=False,
+        ),
+    ],
+    replicas: Annotated[
+        str, typer.Option("--replicas", "-r", metavar="RANGE", help="Numbers of replicas.")
+    ] = "1:16",
+    stages: Annotated[
+        str | None,
+        typer.Option(metavar="RANGE", help="Numbers of stages.", show_default="those measured"),
+    ] = None,
+    micro_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANGE",
+            help="Numbers of micro-batches to choose from.",
+            show_default="1,2,4,8, or that of the hints",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Nodes that the replicas lie on, where there are as many replicas.",
+            show_default="as few as can be",
+        ),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="G", help="Of each node.", show_default=str(GPUS_PER_NODE)),
+    ] = None,
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="B",
+            help="Largest batch size.",
+            show_default="the initial one, or that of the hints",
+        ),
+    ] = None,
+    atomic_bsz: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LO:HI",
+            help="Least and largest atomic batch size; HI is what fits into memory.",
+            show_default="any, or those of the hints",
+        ),
+    ] = None,
+    accumulation: Annotated[
+        bool | None,
+        typer.Option(
+            "--accumulation/--no-accumulation",
+            help="Whether accumulation steps are allowed.",
+            show_default="no, or as the hints have it",
+        ),
+    ] = None,
+    init_batch_size: InitBatchSize = None,
+    grad_sqr: GradSqr = None,
+    grad_var: GradVar = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw goodput and speedup: .png, .svg or .pdf."),
+    ] = None,
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="How to print the predictions.")
+    ] = OutputFormat.table,
+) -> None:
+    """Predict step time, throughput, goodput and speedup on allocations.
+
+    For each number of stages and replicas: the batch size, accumulation steps and
+    micro-batches with the best goodput, as the job itself would pick them, and
+    what they are worth. A replica lies on one node; replicas fill as few nodes as can be.
+
+        pipollux fit examples/measurements.jsonl --output params.json
+        pipollux predict params.json --init-batch-size 32 --max-batch-size 256 --replicas 1:8
+
+    [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these with commas.
+
+    Without the statistics of the gradient, by option or in the file, efficiency is
+    not known: the fastest batch size is chosen, and throughput is all that is shown.
+
+    Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
+    """
+    from pipollux_sched.modeling.output_file import picture_format
+    from pipollux_sched.modeling.prediction import Question
+    from pipollux_sched.modeling.prediction import predict as answer_question
+    from pipollux_sched.modeling.ranges import parse_numbers
+
+    with data_errors():
+        # Before the work, for a name that nothing can be drawn to.
+        picture = picture_format(plot) if plot else ""
+        gradients = grad_params(grad_sqr, grad_var)
+        question = Question(
+            replicas=parse_numbers(replicas, "--replicas"),
+            stages=None if stages is None else parse_numbers(stages, "--stages"),
+            bounds=_bounds(micro_batches, max_batch_size, atomic_bsz, accumulation),
+            placement=_placement(nodes, gpus_per_node),
+        )
+        model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
+        answer = answer_question(model, question)
+    if plot is not None:
+        from pipollux_sched.modeling.plots import draw_answer
+
+        write_file(plot, "--plot", draw_answer(answer, picture))
+    if output is OutputFormat.table:
+        from .prediction_table import print_answer
+
+        print_answer(answer)
+    else:
+        print_data(answer.to_dict(), output)
+
+
+def _bounds(
+    micro_batches: str | None,
+    max_batch_size: int | None,
+    atomic_bsz: str | None,
+    accumulation: bool | None,
+) -> Bounds:
+    from pipollux_sched.modeling.params_file import Bounds
+    from pipollux_sched.modeling.ranges import parse_bounds, parse_numbers
+
+    return Bounds(
+        max_batch_size=max_batch_size,
+        atomic_bsz_range=None if atomic_bsz is None else parse_bounds(atomic_bsz, "--atomic-bsz"),
+        accumulation=accumulation,
+        num_microbatches=(
+            None if micro_batches is None else parse_numbers(micro_batches, "--micro-batches")
+        ),
+    )
+
+
+def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:
+    from pipollux_sched.modeling.prediction import Placement
+
+    if nodes is not None and gpus_per_node is not None:
+        raise CommandError("give --nodes or --gpus-per-node, not both", USAGE)
+    return Placement(num_nodes=nodes, gpus_per_node=gpus_per_node or GPUS_PER_NODE)
+
+
+def _model(path: str, **given: Any) -> JobModel:
+    """Read the file; what the options give goes before what it says."""
+    from pipollux_sched.modeling.params_file import read_model
+
+    said = {name: value for name, value in given.items() if value is not None}
+    return replace(read_model(path), **said)

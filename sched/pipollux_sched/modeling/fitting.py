@@ -1,0 +1,88 @@
+"""A fit of the performance model to measurements: one for each number of stages.
+
+Stages of another pipeline are other layers, so what was measured with two stages says nothing exact
+about four. What can be said anyway is the business of `prediction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipollux_perfmodel import FitReport, PerfParams, fit_measurements
+from pipollux_perfmodel.params import Checkpoint
+
+from .errors import ModelingError
+from .measurements import Row
+
+
+class StageFit(NamedTuple):
+    """The fit for one number of stages."""
+
+    rows: tuple[Row, ...]
+    """What it was fitted to."""
+    perf_params: PerfParams
+    report: FitReport
+    """How far to trust it; its outliers are indices into `rows`."""
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return self.perf_params.num_stages
+
+    @property
+    def timed(self) -> bool:
+        """Whether any row tells how long each stage takes; without, shares are assumed."""
+        return any(row.measurement.forward for row in self.rows)
+
+    @property
+    def outliers(self) -> tuple[Row, ...]:
+        """Rows that are far off while the others are not."""
+        return tuple(self.rows[index] for index in self.report.outliers)
+
+
+def fit_rows(rows: Sequence[Row], checkpoint: Checkpoint = "never") -> tuple[StageFit, ...]:
+    """Fit the model to measurements; fits come in the order of their number of stages.
+
+    Args:
+        rows: at least one.
+        checkpoint: which micro-batches were recomputed while measuring.
+
+    Raises:
+        ModelingError: the fit refuses the measurements; the text says why.
+    """
+    numbers = sorted({row.measurement.num_stages for row in rows})
+    return tuple(
+        _fit(tuple(row for row in rows if row.measurement.num_stages == number), checkpoint)
+        for number in numbers
+    )
+
+
+def _fit(rows: tuple[Row, ...], checkpoint: Checkpoint) -> StageFit:
+    measured = [row.measurement for row in rows]
+    num_stages = measured[0].num_stages
+    timed = any(one.forward for one in measured)
+    try:
+        result = fit_measurements(
+            [one.num_nodes for one in measured],
+            [one.num_replicas for one in measured],
+            [one.atomic_bsz for one in measured],
+            [one.accum_step_time for one in measured],
+            [one.optim_step_time for one in measured],
+            num_microbatches=[one.num_microbatches for one in measured],
+            forward=_stages([one.forward for one in measured], num_stages) if timed else None,
+            backward=_stages([one.backward for one in measured], num_stages) if timed else None,
+            num_stages=num_stages,
+            checkpoint=checkpoint,
+        )
+    except ValueError as error:
+        raise ModelingError(f"rows of {num_stages} stages cannot be fitted: {error}") from error
+    return StageFit(rows, result.perf_params, result.report)
+
+
+def _stages(times: Sequence[tuple[float, ...] | None], num_stages: int) -> NDArray[np.float64]:
+    """Return stage times of shape (rows, num_stages), not a number where not measured."""
+    return np.array([one or (np.nan,) * num_stages for one in times])
