@@ -33,7 +33,7 @@ _FEW = 300  # (atomic batch size, accumulation steps) that are all tried
 _ROUNDS = 2  # of trying the neighbours of the best
 _NEIGHBOUR_STEPS = np.array([-1, 0, 1, 2, 3])
 _NEIGHBOUR_BLOCKS = np.array([-1, 0, 1, 2])
-_BETTER = 1.005  # how much better a choice must be than AdaptDL's to be taken in its place
+_BETTER = 1.003  # how much better a choice must be than AdaptDL's to be taken in its place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class BatchBounds:
     def leave_room(self, num_replicas: Integers) -> NDArray[np.bool_]:
         """Return which numbers of replicas are neither too many nor too few for any batch size."""
         room = self.min_atomic_bsz * num_replicas <= self.max_batch_size
+        if self.rounds_up:
+            room |= (self.min_atomic_bsz - 1) * num_replicas < self.max_batch_size
         if not self.accumulation:
             room &= self.max_atomic_bsz * num_replicas >= self.init_batch_size
         return room & (self.init_batch_size <= self.max_batch_size)
@@ -119,6 +121,7 @@ def choose(
     for multiple in dict.fromkeys((num_microbatches, 1)):
         todo = possible & (choice.atomic_bsz == 0)
         _choose_geometric(choice, bounds, num_replicas, multiple, goodput_of, todo)
+        theirs = [values.copy() for values in choice]
         every = _all_candidates(bounds, multiple)
         if every is not None:
             _try(choice, bounds, num_replicas, goodput_of, np.flatnonzero(todo), every)
@@ -127,6 +130,10 @@ def choose(
             _try(choice, bounds, num_replicas, goodput_of, np.array([column]), found)
         if every is None:
             _refine(choice, bounds, num_replicas, multiple, goodput_of, todo)
+        if bounds.needs_two_batches:
+            as_good = (theirs[0] > 0) & (choice.goodput <= _BETTER * theirs[0])
+            for chosen, values in zip(choice, theirs, strict=True):
+                chosen[as_good] = values[as_good]
     return choice
 
 
@@ -194,9 +201,7 @@ def _try(
     allowed = bounds.allow(num_replicas[columns], *candidates)
     goodput = np.where(allowed, goodput_of(columns, *candidates), -1.0)
     best = np.argmax(goodput, axis=0)
-    # AdaptDL's choice is kept where it is about as good.
-    needed = choice.goodput[columns] * (_BETTER if bounds.needs_two_batches else 1.0)
-    better = np.take_along_axis(goodput, best[None], 0)[0] > needed
+    better = np.take_along_axis(goodput, best[None], 0)[0] > choice.goodput[columns]
     _store(choice, columns, best, goodput, better[None] & allowed, candidates)
 
 

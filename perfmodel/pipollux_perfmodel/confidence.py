@@ -30,8 +30,10 @@ _REASONS = {
     "gamma_c": "fewer than four micro-batch sizes; fixed and per-sample cost are taken to add",
     "contention": "one number of replicas per node; taken not to slow each other down",
     "growth_n": "fewer than three numbers of replicas across nodes; taken to be logarithmic",
+    "overhead": "one number of micro-batches, or too few sizes with it; taken to be in alpha_c",
     "two_node_penalty": "two nodes and more than two were not compared; taken to be alike",
 }
+_NO_GROWTH = "never more than two replicas across nodes; nothing grows that it could bend"
 # An outlier is off by this many times the usual error, and by at least this much.
 _OUTLIER_FACTOR = 6.0
 _LEAST_OUTLIER = 0.3
@@ -87,10 +89,14 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
         ("three or more nodes", optim, nodes > 2),
     )
     told = tell(profile, shape)
+    meaningless = {"overlap"} if shape.num_stages == 1 else set()
+    if np.all(profile.num_microbatches == 1):
+        meaningless.add("overhead")
+    reasons = _REASONS if told["beta_n"] else {**_REASONS, "growth_n": _NO_GROWTH}
     assumed = tuple(
-        Assumption(name, float(getattr(params, name)), _REASONS[name])
+        Assumption(name, float(getattr(params, name)), reasons[name])
         for name in NAMES
-        if not told[name] and not (name == "overlap" and shape.num_stages == 1)
+        if not told[name] and name not in meaningless
     )
     return FitReport(
         regimes=tuple(
@@ -107,7 +113,7 @@ def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:
     """Return log(predicted / measured) of accumulation and optimizer steps."""
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
     factor = pipeline_factor(params, profile.num_microbatches, np)
-    accum = compute_time(params, profile.micro_bsz, np) * slow * factor
+    accum = compute_time(params, profile.micro_bsz, np) * slow * factor + params.overhead
     network = network_time(params, profile.num_nodes, profile.num_replicas, np)
     optim = optim_time(params.gamma, accum, network, np)
     return np.log(accum / profile.accum_time), np.log(optim / profile.optim_time)

@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike
 
 from .confidence import FitReport, make_report
 from .loss import (
+    IS_TIME,
     NAMES,
     NEUTRAL,
-    NUM_TIMES,
     Rows,
     loss_and_gradient,
     make_rows,
@@ -72,7 +72,7 @@ _MAX_ITERATIONS = 150
 # is nowhere near it; a formula is.
 _PLAIN_ENOUGH = 2e-3
 _NEARLY = 2e-2  # and below which a finer search may get there
-_EXTRAS = ("gamma_c", "contention", "growth_n", "two_node_penalty")
+_EXTRAS = ("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead")
 
 
 class FitResult(NamedTuple):
@@ -174,10 +174,10 @@ def fit_measurements(
     """
     forward_shares, backward_shares = even_shares(num_stages)
     compute: ArrayLike | None = None
-    if forward is not None and backward is not None and num_stages > 1:
+    if forward is not None and backward is not None:
         measured = stage_shares(forward, backward, num_stages)
         forward_shares, backward_shares = measured.forward_shares, measured.backward_shares
-        compute = measured.compute_time
+        compute = measured.compute_time if num_stages > 1 else None
     elif (forward is None) != (backward is None):
         missing = "forward" if forward is None else "backward"
         raise ValueError(f"{missing} is missing; give both or none")
@@ -242,8 +242,8 @@ def _search(rows: Rows, begin: Start, search: _Pass) -> Floats:
     The variables are the free times relative to where they begin (or the logarithms of that), then
     the other free numbers as they are.
     """
-    free = np.flatnonzero(begin.free)
-    num_times = np.count_nonzero(free < NUM_TIMES)
+    times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
+    free, num_times = np.append(times_free, others_free), len(times_free)
     scales, others = begin.values[free[:num_times]], free[num_times:]
 
     def decode(variables: Floats) -> Floats:

@@ -166,7 +166,7 @@ class GoodputFunction:
         """Return the best batch size, number of micro-batches and number of stages within bounds.
 
         The atomic batch size is a multiple of M wherever bounds allow it. With one micro-batch the
-        choice is AdaptDL's, unless another is 0.5 % better: one replica above the initial batch
+        choice is AdaptDL's, unless another is 0.3 % better: one replica above the initial batch
         size takes at least one accumulation step (without accumulation it stays at the initial
         batch size), since gradient noise is measured between atomic batches. With more, it is
         measured between micro-batches, and one replica is free.

@@ -24,7 +24,7 @@ from .pipeline import ArrayModule, Numbers
 from .profile import Floats, Profile
 from .steptime import EPSILON, compute_time, network_time, optim_time, pipeline_factor, slowdown
 
-# The numbers that are fitted: six times in seconds, then numbers without a unit.
+# The numbers that are fitted: six times in seconds, six numbers without a unit, and one more time.
 NAMES = (
     "alpha_c",
     "beta_c",
@@ -38,15 +38,18 @@ NAMES = (
     "contention",
     "growth_n",
     "two_node_penalty",
+    "overhead",
 )
-NUM_TIMES = 6
-NEUTRAL = (EPSILON,) * NUM_TIMES + (1.0, 1.0, 1.0, 0.0, 1.0, 0.0)
+NEUTRAL = (EPSILON,) * 6 + (1.0, 1.0, 1.0, 0.0, 1.0, 0.0) + (0.0,)
 """What each number is where nothing tells it."""
 _COMPUTE_WEIGHT = 0.1  # step times decide the predictions; compute times only split them up
 _ROBUST = 0.1  # D, a relative error
 # Of gamma, overlap, gamma_c, contention, growth_n, two_node_penalty: pulled to where, how strongly.
 _PULL_TO = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 _PULL = np.array([1e-3, 1e-3, 1e-3, 1e-3, 1e-2, 1e-3])
+_PULLED = slice(6, 12)
+IS_TIME = np.array([True] * 6 + [False] * 6 + [True])
+"""Which of `NAMES` are in seconds."""
 _RETROGRESSION = 1e-2
 _SMALL_POWER = 1e-4
 
@@ -69,7 +72,7 @@ def loss(
     """
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
     compute = compute_time(params, profile.micro_bsz, xp) * slow
-    accum = compute * pipeline_factor(params, profile.num_microbatches, xp)
+    accum = compute * pipeline_factor(params, profile.num_microbatches, xp) + params.overhead
     network = network_time(params, profile.num_nodes, profile.num_replicas, xp)
     optim = optim_time(params.gamma, accum, network, xp)
     error = _rmse(xp.log(accum) - np.log(profile.accum_time), profile.weight, xp, rounding)
@@ -80,7 +83,7 @@ def loss(
         error = error + _COMPUTE_WEIGHT * _rmse(errors, profile.weight[there], xp, rounding)
     growth = (params.beta_n / params.alpha_n) ** 2 + (params.beta_r / params.alpha_r) ** 2
     pulls = 0.0
-    for name, to, strength in zip(NAMES[NUM_TIMES:], _PULL_TO, _PULL, strict=True):
+    for name, to, strength in zip(NAMES[_PULLED], _PULL_TO, _PULL, strict=True):
         pulls = pulls + strength * (getattr(params, name) - to) ** 2
     return error + pulls + _RETROGRESSION * growth
 
@@ -145,7 +148,7 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
 
 
 def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[float, Floats]:
-    """Return `loss` of the numbers of `NAMES`, and its gradient; shape (12,)."""
+    """Return `loss` of the numbers of `NAMES`, and its gradient; shape (13,)."""
     named = dict(zip(NAMES, values.tolist(), strict=True))
     compute, accum, optim = _log_times(named, rows)
     total, gradient = 0.0, np.zeros(len(NAMES))
@@ -167,9 +170,9 @@ def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[floa
         total += _RETROGRESSION * ratio**2
         gradient[beta] += 2 * _RETROGRESSION * ratio / values[alpha]
         gradient[alpha] -= 2 * _RETROGRESSION * ratio**2 / values[alpha]
-    away = values[NUM_TIMES:] - _PULL_TO
+    away = values[_PULLED] - _PULL_TO
     total += float(_PULL @ away**2)
-    gradient[NUM_TIMES:] += 2 * _PULL * away
+    gradient[_PULLED] += 2 * _PULL * away
     return total, gradient
 
 
@@ -184,7 +187,7 @@ def rmse(values: Floats, rows: Rows) -> float:
 
 
 class _Logarithm(NamedTuple):
-    """Logarithms of predicted times, shape (points,), and their gradient, (12, points)."""
+    """Logarithms of predicted times, shape (points,), and their gradient, (13, points)."""
 
     value: Floats
     gradient: Floats
@@ -204,8 +207,12 @@ def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logari
     compute.gradient[at("gamma_c")] = of_power
     compute.gradient[at("contention")] = rows.crowd / slow
     factor = (1 - named["overlap"]) * rows.serial + named["overlap"] * rows.ideal
-    accum = _Logarithm(compute.value + np.log(factor), compute.gradient.copy())
-    accum.gradient[at("overlap")] = (rows.ideal - rows.serial) / factor
+    pipeline = np.exp(compute.value) * factor
+    seconds = pipeline + named["overhead"]
+    share = pipeline / seconds
+    accum = _Logarithm(np.log(seconds), compute.gradient * share)
+    accum.gradient[at("overlap")] = (rows.ideal - rows.serial) / factor * share
+    accum.gradient[at("overhead")] = 1 / seconds
     network = _log_network(named, rows)
     log_optim, of_accum, of_network, of_gamma = _log_norm(
         accum.value, network.value, named["gamma"]

@@ -41,7 +41,7 @@ class Plan(Protocol):
     def perf_params(self) -> PerfParams:
         """Step times of that cut."""
 
-    def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> float:
+    def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> Numbers:
         """Return the most samples per micro-batch that every stage has room for."""
 
 
@@ -164,7 +164,7 @@ def _within_memory(
     bounds = replace(bounds, needs_two_batches=num_microbatches == 1)
     if plan is None or memory_limit is None:
         return bounds
-    room = plan.largest_micro_bsz(memory_limit, num_microbatches) * num_microbatches
+    room = float(plan.largest_micro_bsz(memory_limit, num_microbatches)) * num_microbatches
     if room < max(bounds.min_atomic_bsz, 1):
         return None
     return replace(bounds, max_atomic_bsz=int(min(bounds.max_atomic_bsz, room)))
@@ -227,6 +227,7 @@ class _Goodput:
                 params, *where, atomic_bsz, accum_steps, self._num_microbatches, np
             ).total
         micro_bsz = atomic_bsz / self._num_microbatches
-        accum = pipeline_time(params, micro_bsz, self._num_microbatches, np) * self._slow[columns]
+        pipeline = pipeline_time(params, micro_bsz, self._num_microbatches, np)
+        accum = pipeline * self._slow[columns] + params.overhead
         optim = optim_time(params.gamma, accum, self._network[columns], np)
         return accum_steps * accum + optim

@@ -86,6 +86,9 @@ class PerfParams(NamedTuple):
     """p: T_net across nodes grows as ((R - 1)^p - 1)/p; 1 by R - 2, 0 by log(R - 1)."""
     two_node_penalty: float = 0.0
     """δ >= 0: T_net across exactly two nodes is 1 + δ times what it is across more."""
+    overhead: float = 0.0
+    """Seconds of a forward and backward beside its micro-batches (loading, the loss, launching),
+    whatever their number and size: T_pipe = overhead + …"""
 
     @property
     def num_stages(self) -> int:
@@ -137,6 +140,7 @@ def check_params(params: PerfParams) -> PerfParams:
     _check_range("gamma_c", params.gamma_c, 1.0, math.inf)
     _check_range("contention", params.contention, 0.0, math.inf)
     _check_range("two_node_penalty", params.two_node_penalty, 0.0, math.inf)
+    _check_range("overhead", params.overhead, 0.0, math.inf)
     _check_range("growth_n", params.growth_n, -math.inf, math.inf)
     return params
 

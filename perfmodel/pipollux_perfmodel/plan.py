@@ -139,7 +139,7 @@ def price_stages(
     Args:
         profile: what the layers cost.
         balance: number of layers of each stage, K entries.
-        base: where network, γ, ω and contention come from; its compute terms are not looked at.
+        base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
         checkpoint: which micro-batches are recomputed.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute, or occupy the device that receives.

@@ -8,18 +8,19 @@ must not be priced out of two. What a parameter needs, and what is assumed witho
     gamma_c           four micro-batch sizes                       1
     alpha_n           several nodes                                1e-8, but at least 1.1 alpha_r
     beta_n            several nodes, more than two replicas        1e-8, but at least 1.1 beta_r
-    growth_n          three numbers of replicas across nodes       0 (logarithmic), 1 without beta_n
+    growth_n          three numbers of replicas across nodes       0 (logarithmic); 1 without beta_n
+                                                                 or if AdaptDL's seven do
     two_node_penalty  two nodes with R > 2, and more than two      0
     alpha_r           several replicas on one node                 1e-8
     beta_r            the same, more than two replicas             1e-8
     gamma             two configurations of R > 1                  1
     overlap           several stages, and compute times or two M   1
     contention        two numbers of replicas a node               0
+    overhead          two M and, if stages overlap, two sizes      0 (in alpha_c)
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ Booleans = NDArray[np.bool_]
 
 
 class Start(NamedTuple):
-    """Where the search starts, in the order of `NAMES`; shape (12,)."""
+    """Where the search starts, in the order of `NAMES`; shape (13,)."""
 
     values: Floats
     free: Booleans
@@ -64,11 +65,7 @@ def start(profile: Profile, shape: PerfParams) -> Start:
         values["gamma_c"] = _GAMMA_C
     if told["beta_n"]:
         values["growth_n"] = _LOGARITHMIC
-    if told["overlap"]:
-        values["overlap"] = _guess_overlap(profile, shape)
-    guessed = shape._replace(overlap=values["overlap"])
-    alpha_c, beta_c = _guess_compute(profile, guessed, alpha_free=told["alpha_c"])
-    values.update(alpha_c=alpha_c, beta_c=beta_c)
+    values.update(_guess_compute(profile, shape, told))
     many, across = profile.num_replicas > 1, profile.num_nodes > 1
     for ending, seen in (("n", across), ("r", many & ~across)):
         if seen.any():
@@ -95,6 +92,7 @@ def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
         "gamma": _count_distinct(profile, many) > 1,
         "overlap": _tells_overlap(profile, shape),
         "gamma_c": num_sizes > 3,
+        "overhead": _tells_overhead(profile),
         "contention": len(np.unique(replicas / nodes)) > 1,
         "growth_n": len(np.unique(replicas[across])) > 2,
         "two_node_penalty": bool(((nodes == 2) & beyond_two).any() and (nodes > 2).any()),
@@ -129,28 +127,53 @@ def _tells_overlap(profile: Profile, shape: PerfParams) -> bool:
     )
 
 
-def _guess_overlap(profile: Profile, shape: PerfParams) -> float:
-    """Return the overlap under which a line in b explains the accumulation steps best."""
-    errors = []
+def _tells_overhead(profile: Profile) -> bool:
+    """Whether what a step costs besides differs from what every micro-batch costs."""
+    sizes, counts = profile.micro_bsz, profile.num_microbatches
+    num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
+    return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3
+
+
+def _guess_compute(profile: Profile, shape: PerfParams, told: dict[str, bool]) -> dict[str, float]:
+    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
+
+    Given the overlap they are lines, so a few overlaps are tried.
+    """
+    guesses = []
+    for overlap in _OVERLAPS if told["overlap"] else (1.0,):
+        factor = pipeline_factor(
+            shape._replace(overlap=float(overlap)), profile.num_microbatches, np
+        )
+        values, error = _fit_steps(profile, factor * np.ones_like(profile.micro_bsz), told)
+        # Where several explain them alike, the most overlap: the loss has the same term.
+        guesses.append((error + 1e-3 * (overlap - 1) ** 2, float(overlap), values))
+    _, overlap, values = min(guesses, key=lambda guess: guess[0])
+    return {**values, "overlap": overlap}
+
+
+def _fit_steps(
+    profile: Profile, factor: Floats, told: dict[str, bool]
+) -> tuple[dict[str, float], float]:
+    """Return alpha_c, beta_c and overhead of T_pipe = overhead + C(b)·F(M), and their error."""
+    if not told["alpha_c"]:
+        # By the whole step, not by the stages' timers: what a step costs beside its stages
+        # (launching them, the loss) is the same for any batch size, and belongs to alpha_c.
+        implied = profile.accum_time / factor
+        half = float(np.average(implied, weights=profile.weight)) / 2
+        found = {"alpha_c": half, "beta_c": half / float(profile.micro_bsz[0])}
+        spread = float(np.mean(np.abs(np.log(implied / (2 * half)))))
+        return found, spread
     measured = ~np.isnan(profile.compute_time)
-    for overlap in _OVERLAPS:
-        factor = pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches, np)
-        compute = np.concatenate((profile.accum_time / factor, profile.compute_time[measured]))
-        sizes = np.concatenate((profile.micro_bsz, profile.micro_bsz[measured]))
-        # Where several explain them alike, the most: the loss has the same term.
-        errors.append(_fit_line(sizes, compute)[1] + 1e-3 * (overlap - 1) ** 2)
-    return float(_OVERLAPS[np.argmin(errors)])
-
-
-def _guess_compute(profile: Profile, shape: PerfParams, alpha_free: bool) -> tuple[float, float]:
-    implied = profile.accum_time / pipeline_factor(shape, profile.num_microbatches, np)
-    if alpha_free:
-        measured = np.where(np.isnan(profile.compute_time), implied, profile.compute_time)
-        return _fit_line(profile.micro_bsz, measured)[0]
-    # By the whole step, not by the stages' timers: what a step costs beside its stages (launching
-    # them, the loss) is the same for any batch size, and belongs to alpha_c for the most part.
-    half = float(np.average(implied, weights=profile.weight)) / 2
-    return half, half / float(profile.micro_bsz[0])
+    sizes, times = profile.micro_bsz[measured], profile.compute_time[measured]
+    columns = [factor, factor * profile.micro_bsz]
+    below = [np.ones_like(sizes), sizes]
+    if told["overhead"]:
+        columns.append(np.ones_like(factor))
+        below.append(np.zeros_like(sizes))
+    every = np.concatenate((np.stack(columns, axis=1), np.stack(below, axis=1)))
+    coefficients, error = _least_errors(every, np.concatenate((profile.accum_time, times)))
+    names = ("alpha_c", "beta_c", "overhead")
+    return dict(zip(names, np.maximum(coefficients, EPSILON).tolist(), strict=False)), error
 
 
 def _guess_network(
@@ -163,28 +186,28 @@ def _guess_network(
     network = np.maximum(rest, 0.05 * accum)
     replicas = profile.num_replicas[seen]
     beyond = np.log(replicas - 1) if logarithmic else replicas - 2
-    (alpha, beta), _ = _fit_line(np.maximum(beyond, EPSILON), network)
+    alpha, beta = _fit_line(np.maximum(beyond, EPSILON), network)
     # Away from the lower bounds, where a search by logarithms would be stuck.
     alpha = max(alpha, 0.1 * float(network.min()))
     return alpha, max(beta, 1e-3 * alpha)
 
 
-def _fit_line(x: Floats, y: Floats) -> tuple[tuple[float, float], float]:
-    """Return (alpha, beta) >= EPSILON of y ≈ alpha + beta·x by relative errors, and those.
+def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
+    """Return (alpha, beta) >= EPSILON of y ≈ alpha + beta·x by relative errors."""
+    coefficients, _ = _least_errors(np.stack((np.ones_like(x), x), axis=1), y)
+    alpha, beta = np.maximum(coefficients, EPSILON).tolist()
+    return alpha, beta
+
+
+def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
+    """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
 
     Errors count by magnitude, not by square, so that a straggler does not turn the line.
     """
-    columns = np.stack((np.ones_like(x), x), axis=1) / y[:, None]
+    columns = columns / y[:, None]
     weights = np.ones_like(y)
-    coefficients = np.zeros(2)
     for _ in range(_REPEATS):
         coefficients, _ = scipy.optimize.nnls(columns * weights[:, None], weights)
         errors = np.abs(columns @ coefficients - 1)
         weights = 1 / np.sqrt(np.maximum(errors, 1e-3))
-    alpha, beta = np.maximum(coefficients, EPSILON).tolist()
-    return (alpha, beta), float(np.mean(errors))
-
-
-def relative_spread(values: Floats) -> float:
-    """Return a robust standard deviation of logarithms: 1.48 times the median magnitude."""
-    return 1.4826 * float(np.median(np.abs(values))) if values.size else math.nan
+    return coefficients, float(np.mean(errors))

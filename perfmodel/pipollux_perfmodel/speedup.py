@@ -138,6 +138,7 @@ class SpeedupFunction:
         speedup = self(num_nodes, num_replicas)
         if self._monotone:
             num_replicas = self._fewest_as_good(num_nodes, num_replicas, speedup)
+            num_nodes = min(num_nodes, num_replicas)
         best = self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)
         found = best.goodput > 0
         return Configuration(
@@ -151,8 +152,10 @@ class SpeedupFunction:
         )
 
     def _fewest_as_good(self, num_nodes: int, num_replicas: int, speedup: float) -> int:
-        replicas = np.arange(num_nodes, num_replicas + 1)
-        row = np.full_like(replicas, min(num_nodes, self._most_nodes))
+        # Where nodes beyond some are told apart no more, replicas that stay idle may leave some.
+        nodes = min(num_nodes, self._most_nodes)
+        replicas = np.arange(nodes, num_replicas + 1)
+        row = np.full_like(replicas, nodes)
         as_good = np.flatnonzero(self._look_up(row, replicas) >= speedup)
         return int(replicas[as_good[0]]) if as_good.size else num_replicas
 

@@ -13,15 +13,15 @@ Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few num
     C(b)      = (alpha_c, beta_c·b)_gamma_c · (1 + κ·(R/n - 1))
     f_k, g_k  = φ_k·C(b), ψ_k·C(b)
     fin_i     = (1 - ω)·(stages taking turns) + ω·(GPipe), both by `pipeline`
-    T_pipe    = fin_0
+    T_pipe    = overhead + fin_0
     T_net     = (alpha_n + beta_n·max(((R - 1)^p - 1)/p, ε))·(1 + δ·[n = 2])   n > 1
                 alpha_r + beta_r·max(R - 2, ε)                                 n = 1, R > 1
                 ε                                                              R = 1
-    E         = end of the last all-reduce, ρ_i·T_net from fin_i on, less T_pipe
+    E         = end of the last all-reduce, ρ_i·T_net from overhead + fin_i on, less T_pipe
     T_optim   = (T_pipe, E)_γ, but at least as long as the network is busy
     T_iter    = s·T_pipe + T_optim
 
-Without alpha shares, copies or `except_last` the stages are one number, F(M) = T_pipe / C(b):
+Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))
 
@@ -92,7 +92,7 @@ def stage_times(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> Stag
 
 
 def pipeline_factor(params: PerfParams, num_microbatches: Numbers, xp: ArrayModule) -> Numbers:
-    """Return F(M) = T_pipe / C(b), where all stages have the same mix of fixed and other cost."""
+    """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
     if params.checkpoint == "except_last":
         return _final_times(params, _unit_times(params, xp), num_microbatches, xp)[0]
     slowest = max(params.forward_shares) + max(params.backward_shares)
@@ -103,7 +103,7 @@ def pipeline_factor(params: PerfParams, num_microbatches: Numbers, xp: ArrayModu
 def pipeline_time(
     params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, xp: ArrayModule
 ) -> Numbers:
-    """Return T_pipe of replicas on nodes of their own."""
+    """Return T_pipe of replicas on nodes of their own, without the overhead."""
     if is_uniform(params):
         factor = pipeline_factor(params, num_microbatches, xp)
         return compute_time(params, micro_bsz, xp) * factor
@@ -141,7 +141,7 @@ def step_time(
     slow = slowdown(params, num_nodes, num_replicas)
     network = network_time(params, num_nodes, num_replicas, xp)
     if is_simple(params):
-        accum = pipeline_time(params, micro_bsz, num_microbatches, xp) * slow
+        accum = pipeline_time(params, micro_bsz, num_microbatches, xp) * slow + params.overhead
         optim = optim_time(params.gamma, accum, network, xp)
     else:
         final = _all_final_times(params, micro_bsz, num_microbatches, slow, xp)
@@ -225,12 +225,13 @@ def _all_final_times(
     if is_uniform(params):
         whole = compute_time(params, micro_bsz, xp) * slow
         unit = _final_times(params, _unit_times(params, xp), num_microbatches, xp)
-        return [share * whole for share in unit]
+        return [share * whole + params.overhead for share in unit]
     times = stage_times(params, micro_bsz, xp)
     same = times.last_backward is times.backward
     forward, backward, last = ([t * slow for t in part] for part in times[:3])
     slowed = StageTimes(forward, backward, backward if same else last, times.transfer)
-    return _final_times(params, slowed, num_microbatches, xp)
+    final = _final_times(params, slowed, num_microbatches, xp)
+    return [seconds + params.overhead for seconds in final]
 
 
 def _overlapped_optim_time(

@@ -65,6 +65,7 @@ class PerfParamsObject(BaseModel):
     contention: Annotated[float, Field(ge=0)] = 0.0
     growth_n: float = 1.0
     two_node_penalty: Annotated[float, Field(ge=0)] = 0.0
+    overhead: _Seconds = 0.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -112,7 +113,12 @@ def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
     """
     checked = _validate(_VersionedPerfParams, "perf_params", value)
     params = _perf_params_from(checked)
-    return params if params.forward_shares else params._replace(**_ONE_STAGE)
+    if params.forward_shares:
+        return params
+    try:
+        return check_params(params._replace(**_ONE_STAGE))
+    except ValueError as error:  # copies, say, as between several stages
+        raise ParamsError(f"perf_params: {error}") from None
 
 
 def grad_params_to_json(params: GradParams) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from pipollux_perfmodel import GoodputFunction, PerfParams
+from pipollux_perfmodel import (
+    GoodputFunction,
+    Layer,
+    LayerProfile,
+    PerfParams,
+    perf_params_to_json,
+)
 from pipollux_sched.cli import main
 
 PROGRAM = [sys.executable, "-W", "error", "-c", "from pipollux_sched.cli import main; main()"]
@@ -20,6 +26,34 @@ ONE_STAGE = PerfParams(0.02, 0.003, 0.05, 0.004, 0.02, 0.002, 1.6)
 TWO_STAGES = PerfParams(
     0.03, 0.004, 0.06, 0.005, 0.02, 0.003, 1.5, (0.15, 0.2), (0.3, 0.35), overlap=0.8
 )
+
+INIT, SQR, VAR = 32, 1.0, 20.0
+
+MIB = 2**20
+LAYERS = LayerProfile.from_layers(
+    (
+        Layer(
+            forward_alpha=1e-4 * alpha,
+            forward_beta=2e-4 * beta,
+            backward_alpha=2e-4 * alpha,
+            backward_beta=3e-4 * (beta + alpha),
+            parameter_bytes=parameters * MIB,
+            optimizer_bytes=2 * parameters * MIB,
+            activation_bytes=activations * MIB,
+            output_bytes=output * MIB,
+        )
+        for alpha, beta, parameters, activations, output in (
+            (1, 4, 2, 12, 6),
+            (2, 1, 3, 9, 5),
+            (1, 2, 8, 7, 1),
+            (3, 5, 12, 6, 3),
+            (1, 1, 20, 4, 2),
+            (2, 3, 30, 3, 1),
+        )
+    ),
+    input_bytes=MIB,
+)
+"""Early layers hold many activations, late ones many parameters."""
 
 
 def pipollux(
@@ -85,3 +119,36 @@ def exact_rows(
 def lines(rows: Iterable[dict[str, Any]]) -> str:
     """Rows as a file of JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def entry(params: PerfParams) -> dict[str, Any]:
+    """Parameters as they stand in a params.json."""
+    content = perf_params_to_json(params)
+    content.pop("version")
+    return {"num_stages": params.num_stages, **content}
+
+
+def params_json(*models: PerfParams, **more: Any) -> dict[str, Any]:
+    """The content of a params.json."""
+    content = {
+        "version": 1,
+        "perf_params": [entry(one) for one in models],
+        "init_batch_size": INIT,
+        "grad_params": {"norm": SQR, "var": VAR},
+    }
+    return content | more
+
+
+def written(folder: Path, content: Any) -> Path:
+    """A params.json with this content."""
+    path = folder / "params.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def predicted(path: Path, *args: str) -> dict[str, Any]:
+    """What `pipollux predict` answers, as data."""
+    done = pipollux("predict", path, "--output", "json", *args)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer

@@ -11,47 +11,23 @@ from typing import Any
 import pytest
 import yaml
 
-from pipollux_perfmodel import GoodputFunction, PerfParams, perf_params_to_json
+from pipollux_perfmodel import GoodputFunction, PerfParams
 from tests.cli.modeling_cases import (
+    INIT,
     ONE_STAGE,
+    SQR,
     TWO_STAGES,
+    VAR,
     complaints,
+    entry,
     exact_rows,
     here,
     lines,
+    params_json,
     pipollux,
+    predicted,
+    written,
 )
-
-INIT, SQR, VAR = 32, 1.0, 20.0
-
-
-def entry(params: PerfParams) -> dict[str, Any]:
-    content = perf_params_to_json(params)
-    content.pop("version")
-    return {"num_stages": params.num_stages, **content}
-
-
-def params_json(*models: PerfParams, **more: Any) -> dict[str, Any]:
-    content = {
-        "version": 1,
-        "perf_params": [entry(one) for one in models],
-        "init_batch_size": INIT,
-        "grad_params": {"norm": SQR, "var": VAR},
-    }
-    return content | more
-
-
-def written(folder: Path, content: Any) -> Path:
-    path = folder / "params.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-def predicted(path: Path, *args: str) -> dict[str, Any]:
-    done = pipollux("predict", path, "--output", "json", *args)
-    assert (done.returncode, done.stderr) == (0, "")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 def best_by_trying_all(

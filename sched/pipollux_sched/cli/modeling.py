@@ -85,7 +85,7 @@ def write_file(path: Path, option: str, content: bytes) -> None:
     Raises:
         CommandError: it cannot be written.
     """
-    from pipollux_sched.modeling.output_file import write_aside
+    from pipollux_sched.write_aside import write_aside
 
     try:
         write_aside(path, content)

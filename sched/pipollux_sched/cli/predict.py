@@ -12,6 +12,7 @@ from .console import USAGE, CommandError, OutputFormat, print_data
 from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
 
 if TYPE_CHECKING:
+    from pipollux_sched.modeling.cutting import Layers
     from pipollux_sched.modeling.params_file import Bounds, JobModel
     from pipollux_sched.modeling.prediction import Placement
 
@@ -80,6 +81,30 @@ def predict(
             show_default="no, or as the hints have it",
         ),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS.json",
+            help="The profile of the model's layers; stages not measured are cut from it.",
+            show_default="stages not measured are cut evenly",
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a GPU, such as 40GiB, that stages must fit into; needs --layers.",
+            show_default="unlimited",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEED",
+            help="Of copies between stages cut from --layers: 20GB/s, or 20GB/s,10us with latency.",
+            show_default="copies are free",
+        ),
+    ] = None,
     init_batch_size: InitBatchSize = None,
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
@@ -102,12 +127,18 @@ def predict(
 
     [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these with commas.
 
+    With [bold]--layers[/bold], stages that were not measured are cut from the layers and priced,
+    with the network of the nearest number that was. The cut is made for the largest
+    number of micro-batches, and the initial batch size on one replica.
+
+        pipollux predict params.json --stages 1,2,4 --layers layers.json --memory-limit 40GiB
+
     Without the statistics of the gradient, by option or in the file, efficiency is
     not known: the fastest batch size is chosen, and throughput is all that is shown.
 
     Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
     """
-    from pipollux_sched.modeling.output_file import picture_format
+    from pipollux_sched.modeling.pictures import picture_format
     from pipollux_sched.modeling.prediction import Question
     from pipollux_sched.modeling.prediction import predict as answer_question
     from pipollux_sched.modeling.ranges import parse_numbers
@@ -121,6 +152,7 @@ def predict(
             stages=None if stages is None else parse_numbers(stages, "--stages"),
             bounds=_bounds(micro_batches, max_batch_size, atomic_bsz, accumulation),
             placement=_placement(nodes, gpus_per_node),
+            layers=_layers(layers, memory_limit, link, params),
         )
         model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
         answer = answer_question(model, question)
@@ -161,6 +193,33 @@ def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:
     if nodes is not None and gpus_per_node is not None:
         raise CommandError("give --nodes or --gpus-per-node, not both", USAGE)
     return Placement(num_nodes=nodes, gpus_per_node=gpus_per_node or GPUS_PER_NODE)
+
+
+def _layers(
+    path: str | None, memory_limit: str | None, link: str | None, params: str
+) -> Layers | None:
+    from pipollux_sched.modeling.cutting import Layers
+    from pipollux_sched.modeling.json_text import STANDARD_INPUT
+    from pipollux_sched.modeling.layers_file import read_layers
+    from pipollux_sched.modeling.sizes import parse_link, parse_size
+
+    if path is None:
+        for option, value in (("--memory-limit", memory_limit), ("--link", link)):
+            if value is not None:
+                raise CommandError(
+                    f"{option} needs --layers, the profile that tells what crosses a cut and what "
+                    "a stage holds; give --layers LAYERS.json",
+                    USAGE,
+                )
+        return None
+    if path == params == STANDARD_INPUT:
+        raise CommandError("PARAMS.json and --layers are both -; give one of them a path", USAGE)
+    return Layers(
+        name=path,
+        link=None if link is None else parse_link(link, "--link"),
+        memory_limit=None if memory_limit is None else parse_size(memory_limit, "--memory-limit"),
+        profile=read_layers(path),
+    )
 
 
 def _model(path: str, **given: Any) -> JobModel:

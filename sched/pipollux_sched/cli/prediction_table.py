@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.modeling.prediction import Answer, Prediction
+from pipollux_sched.modeling.prediction import Answer
+from pipollux_sched.modeling.stage_model import Prediction
 
 from .console import output_console
 from .quantities import seconds, significant

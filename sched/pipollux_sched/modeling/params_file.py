@@ -78,6 +78,18 @@ class JobModel:
     bounds: Bounds = NO_BOUNDS
     """Those that hints tell."""
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The numbers of stages that were measured."""
+        return tuple(params.num_stages for params in self.perf_params)
+
+    def nearest(self, num_stages: int) -> PerfParams:
+        """Return the measured parameters with the nearest number of stages, the larger of two."""
+        return min(
+            self.perf_params,
+            key=lambda params: (abs(params.num_stages - num_stages), -params.num_stages),
+        )
+
 
 class FitSummary(NamedTuple):
     """Where a fit comes from."""

@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .fitting import StageFit
-from .prediction import Answer, Prediction
+from .prediction import Answer
 from .regimes import ACCUMULATION, REGIMES, Point, points
+from .stage_model import Prediction
 
 _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
 # Okabe and Ito's colours, which people with any colour vision tell apart.
@@ -37,7 +38,7 @@ def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
 
     Args:
         fits: at least one.
-        form: one of `output_file.FORMATS`.
+        form: one of `pictures.FORMATS`.
     """
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(5.2 * len(fits) + 1.0, 5.0), layout="constrained")
@@ -59,7 +60,7 @@ def draw_answer(answer: Answer, form: str = "png") -> bytes:
 
     Args:
         answer: the predictions.
-        form: one of `output_file.FORMATS`.
+        form: one of `pictures.FORMATS`.
     """
     by_stages: dict[int, list[Prediction]] = {}
     for one in answer.predictions:
@@ -178,7 +179,9 @@ def _finish_answer(left: Axes, right: Axes, answer: Answer) -> None:
 
 
 def _label(num_stages: int, first: Prediction) -> str:
-    return _stages(num_stages) + ("" if first.measured else " (not measured)")
+    if first.measured:
+        return _stages(num_stages)
+    return _stages(num_stages) + (" (from layers)" if first.from_layers else " (not measured)")
 
 
 def _stages(num_stages: int) -> str:

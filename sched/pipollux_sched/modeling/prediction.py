@@ -2,30 +2,22 @@
 
 For each number of stages and replicas the job picks, as it does in training, the atomic batch size,
 accumulation steps and micro-batches with the best goodput within its bounds. Stages that were not
-measured are predicted from the nearest number of stages that was, cut evenly (`restage`).
+measured are predicted from the nearest number of stages that was: from the layers of the model, if
+they are given (`cutting`), and else as if the same work were cut evenly (`restage`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipollux_perfmodel import (
-    Configuration,
-    GoodputFunction,
-    GradParams,
-    PerfParams,
-    SpeedupFunction,
-    restage,
-)
-
+from .cutting import Layers
 from .errors import ModelingError
+from .notes import all_notes
 from .params_file import NO_BOUNDS, Bounds, JobModel
+from .stage_model import Prediction, StageModel
 
-# Noise without a gradient: every sample is worth as much in any batch, so efficiency is 1.
-_EFFICIENCY_ONE = GradParams(0.0, 1.0)
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
 """The largest batch size is the initial one."""
 
@@ -70,39 +62,8 @@ class Question:
     bounds: Bounds = NO_BOUNDS
     """What is not said here is as the model has it, or else `DEFAULT_BOUNDS`."""
     placement: Placement
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """One allocation, and the best that the job can make of it."""
-
-    num_stages: int
-    measured: bool
-    """Whether this number of stages was measured."""
-    num_replicas: int
-    num_nodes: int
-    num_gpus: int
-    num_microbatches: int
-    atomic_bsz: int
-    """0: no batch size is within bounds; then the rest are 0 or None, too."""
-    accum_steps: int
-    batch_size: int
-    step_time: float | None
-    """Seconds of an iteration: all accumulation steps and the optimizer step."""
-    throughput: float
-    """Samples per second."""
-    efficiency: float | None
-    """Progress per sample, relative to the initial batch size; None: not known."""
-    goodput: float | None
-    """Throughput times efficiency; None: not known."""
-    speedup: float
-    """Goodput (or throughput, where that is not known) over that of one replica of the same
-    stages."""
-
-    @property
-    def feasible(self) -> bool:
-        """Whether any batch size is within bounds."""
-        return self.atomic_bsz > 0
+    layers: Layers | None = None
+    """What stages that were not measured are cut from, and what bounds memory; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,37 +90,20 @@ def predict(model: JobModel, question: Question) -> Answer:
     """
     init_batch_size = _init_batch_size(model)
     bounds = _bounds(model, question, init_batch_size)
-    measured = tuple(params.num_stages for params in model.perf_params)
     predictions: list[Prediction] = []
-    for num_stages in question.stages or measured:
-        params = _nearest(model, num_stages)
-        if num_stages not in measured:
-            params = restage(params, num_stages)
-        goodput_fn = GoodputFunction(params, model.grad_params or _EFFICIENCY_ONE, init_batch_size)
-        speedup_fn = SpeedupFunction(
-            goodput_fn,
-            max_batch_size=bounds.max_batch_size,
-            atomic_bsz_range=bounds.atomic_bsz_range,
-            accumulation=bool(bounds.accumulation),
-            num_microbatches=bounds.num_microbatches or 1,
-        )
+    too_large: dict[int, float] = {}  # by number of stages that no cut fits, the bytes it needs
+    for num_stages in question.stages or model.stages:
+        stages = StageModel(model, question.layers, bounds, init_batch_size, num_stages)
+        if not stages.fit:
+            too_large[num_stages] = stages.least_memory
         for num_replicas in question.replicas:
             num_nodes = question.placement.nodes(num_stages, num_replicas)
-            chosen = speedup_fn.configuration(num_nodes, num_replicas)
-            predictions.append(
-                _prediction(
-                    goodput_fn,
-                    chosen,
-                    num_nodes,
-                    measured=num_stages in measured,
-                    efficiency_known=model.grad_params is not None,
-                )
-            )
+            predictions.append(stages.predict(num_nodes, num_replicas))
     return Answer(
         init_batch_size=init_batch_size,
         max_batch_size=bounds.max_batch_size or init_batch_size,
         predictions=tuple(predictions),
-        notes=tuple(_notes(model, bounds, predictions)),
+        notes=tuple(all_notes(model, bounds, question.layers, predictions, too_large)),
         efficiency_known=model.grad_params is not None,
     )
 
@@ -183,101 +127,3 @@ def _bounds(model: JobModel, question: Question, init_batch_size: int) -> Bounds
             f"{init_batch_size}; give --max-batch-size {init_batch_size} or more"
         )
     return bounds
-
-
-def _nearest(model: JobModel, num_stages: int) -> PerfParams:
-    """Return the measured parameters with the nearest number of stages, the larger of two."""
-    return min(
-        model.perf_params,
-        key=lambda params: (abs(params.num_stages - num_stages), -params.num_stages),
-    )
-
-
-def _prediction(
-    goodput_fn: GoodputFunction,
-    chosen: Configuration,
-    num_nodes: int,
-    *,
-    measured: bool,
-    efficiency_known: bool,
-) -> Prediction:
-    feasible = chosen.goodput > 0
-    sizes = num_nodes, chosen.num_replicas, chosen.atomic_bsz, chosen.accum_steps
-    times = goodput_fn.step_time(*sizes, chosen.num_microbatches) if feasible else None
-    batch_size = chosen.batch_size if feasible else 0
-    return Prediction(
-        num_stages=chosen.num_stages,
-        measured=measured,
-        num_replicas=chosen.num_replicas,
-        num_nodes=num_nodes,
-        num_gpus=chosen.num_stages * chosen.num_replicas,
-        num_microbatches=chosen.num_microbatches if feasible else 0,
-        atomic_bsz=int(chosen.atomic_bsz) if feasible else 0,
-        accum_steps=int(chosen.accum_steps) if feasible else 0,
-        batch_size=int(batch_size),
-        step_time=None if times is None else float(times.total),
-        throughput=0.0 if times is None else float(batch_size / times.total),
-        efficiency=(
-            float(goodput_fn.efficiency(batch_size)) if feasible and efficiency_known else None
-        ),
-        goodput=float(chosen.goodput) if efficiency_known else None,
-        speedup=float(chosen.speedup),
-    )
-
-
-def _notes(model: JobModel, bounds: Bounds, predictions: Sequence[Prediction]) -> list[str]:
-    notes = []
-    if model.grad_params is None:
-        notes.append(
-            "The gradient statistics are not known, so efficiency and goodput are not shown, and "
-            "the fastest batch size is chosen; --grad-sqr and --grad-var give them."
-        )
-    if bounds.max_batch_size == model.init_batch_size:
-        notes.append(
-            f"The batch size stays at the initial one, {model.init_batch_size}; "
-            "--max-batch-size allows more."
-        )
-    unmeasured = sorted({one.num_stages for one in predictions if not one.measured})
-    if unmeasured:
-        measured = ", ".join(str(params.num_stages) for params in model.perf_params)
-        notes.append(
-            f"Stages marked * were not measured ({measured} were): they are predicted from the "
-            "nearest number that was, as if the same work were cut evenly; real cuts are slower."
-        )
-    notes += _network_notes(model, predictions)
-    impossible = sum(not one.feasible for one in predictions)
-    if impossible:
-        notes.append(
-            f"No batch size is within bounds in {impossible} "
-            f"{'row' if impossible == 1 else 'rows'} marked –; change --max-batch-size, "
-            "--atomic-bsz, or allow --accumulation."
-        )
-    return notes
-
-
-def _network_notes(model: JobModel, predictions: Sequence[Prediction]) -> list[str]:
-    """Say once which part of the network rests on assumptions that these predictions lean on."""
-    across, inside = set[str](), set[str]()  # what predictions of each kind assume
-    for one in predictions:
-        source = _nearest(model, one.num_stages).num_stages
-        assumed = (model.assumed or {}).get(source, ())
-        if one.num_nodes > 1:
-            across.update(assumed)
-        elif one.num_replicas > 1:
-            inside.update(assumed)
-    notes = []
-    for assumed_here, alpha, beta, where in (
-        (across, "alpha_n", "beta_n", "several nodes"),
-        (inside, "alpha_r", "beta_r", "one node"),
-    ):
-        if alpha in assumed_here:
-            notes.append(
-                f"Several replicas were never measured on {where}: "
-                "what synchronising them costs is assumed."
-            )
-        elif beta in assumed_here:
-            notes.append(
-                f"Never more than two replicas were measured on {where}: "
-                "what more of them cost is assumed."
-            )
-    return notes

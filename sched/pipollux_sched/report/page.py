@@ -6,8 +6,6 @@ renamed, so whoever opens it meets the whole of it or the one before.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
+
+from pipollux_sched.write_aside import write_aside
 
 from . import facts
 from .bubble import bubble, draw_bubble, missing, verdict
@@ -92,19 +92,7 @@ def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Pa
         OSError: `output` cannot be written.
     """
     path = Path(output)
-    html = render_report(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            os.fchmod(handle, 0o644)
-            file.write(html)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    write_aside(path, render_report(source).encode())
     return path
 
 

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipollux_sched.errors import SchedulerError
+from pipollux_sched.write_aside import PRIVATE, write_aside
 
 ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 """Names the state directory where no flag does."""
@@ -144,7 +144,7 @@ class StateDir:
 
     def write_server(self, info: ServerInfo) -> None:
         """Say where the scheduler listens; readable for the owner alone."""
-        write_aside(self.server, json.dumps(asdict(info), indent=2) + "\n")
+        write_aside(self.server, (json.dumps(asdict(info), indent=2) + "\n").encode(), PRIVATE)
 
     def read_server(self) -> ServerInfo | None:
         """Read where the scheduler listens; None when none says so."""
@@ -172,23 +172,3 @@ def _lock(file: int) -> bool:
             time.sleep(0.05)
         else:
             return True
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file beside its place, mode 0600, and move it there once it is on the disk."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            Path(name).unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -6,18 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
-from .errors import ModelingError
-
-FORMATS = ("png", "svg", "pdf")
-"""Of pictures."""
+PUBLIC, PRIVATE = 0o644, 0o600
 
 
-def write_aside(path: Path, content: bytes) -> None:
+def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
     """Write a file beside its place and move it there once it is on the disk.
 
     Args:
         path: the file; its folder is made when missing, and it is replaced at one go.
         content: all of it.
+        mode: who may read it.
 
     Raises:
         OSError: it cannot be written; what stood there before still does.
@@ -28,7 +26,7 @@ def write_aside(path: Path, content: bytes) -> None:
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, 0o644)
+            os.fchmod(handle, mode)
             file.write(content)
             file.flush()
             os.fsync(handle)
@@ -36,18 +34,8 @@ def write_aside(path: Path, content: bytes) -> None:
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
-
-
-def picture_format(path: Path) -> str:
-    """Return the format that a picture's name asks for, one of `FORMATS`.
-
-    Raises:
-        ModelingError: it is none of them.
-    """
-    suffix = path.suffix.lower().removeprefix(".")
-    if suffix not in FORMATS:
-        raise ModelingError(
-            f"'{path}' does not say what kind of picture it is; let its name end in "
-            + ", ".join(f".{name}" for name in FORMATS)
-        )
-    return suffix
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name, too
+    finally:
+        os.close(folder)

@@ -1,0 +1,140 @@
+"""The cut of a model's layers into stages that a prediction goes by.
+
+One cut serves all allocations of a number of stages, as it does in a job. It is made for the
+largest number of micro-batches M that may be chosen, and for micro-batches of b samples in the
+middle of what allocations use: the initial batch size on one replica (within the bounds of the
+atomic batch size) over M, rounded up. If no such cut fits into memory, b is halved; at last the
+least atomic batch size is tried with every M. What then does not fit, never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pipollux_perfmodel import LayerProfile, Link, PerfParams, StagePlan, plan_stages
+from pipollux_perfmodel.cuts import least_rest
+from pipollux_perfmodel.memory import kept_bytes, state_bytes
+from pipollux_perfmodel.params import Checkpoint
+
+from .errors import ModelingError
+from .params_file import Bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers of a model, and the devices that they run on."""
+
+    name: str
+    """Of the file, for notes and complaints."""
+    profile: LayerProfile
+    link: Link | None = None
+    """What carries activations over a cut; None: copies are free."""
+    memory_limit: int | None = None
+    """Bytes of a stage's device; None: unlimited."""
+
+
+class Cut(NamedTuple):
+    """The cut for a number of stages, or what it would take."""
+
+    plan: StagePlan | None
+    """None: no cut fits into memory."""
+    least_memory: float
+    """Bytes of the fullest device with the smallest micro-batches in bounds; 0.0: not asked for."""
+
+
+class _Load(NamedTuple):
+    num_microbatches: int
+    micro_bsz: int
+
+
+def cut_layers(
+    layers: Layers, num_stages: int, base: PerfParams, bounds: Bounds, init_batch_size: int
+) -> Cut:
+    """Return the fastest cut that fits, priced with the network, γ and ω of `base`.
+
+    Args:
+        layers: what to cut, and what it must fit into.
+        num_stages: K.
+        base: of the nearest number of stages that was measured; of K stages, if that was: then
+            they are the cut's step times, and the layers tell what it holds.
+        bounds: of the micro-batches and the atomic batch size.
+        init_batch_size: of the job.
+
+    Raises:
+        ModelingError: there are fewer layers than stages, or they take no time.
+    """
+    loads = list(_loads(bounds, init_batch_size))
+    if num_stages > layers.profile.num_layers:
+        raise ModelingError(
+            f"{layers.name}: {layers.profile.num_layers} layers cannot be cut into {num_stages} "
+            "stages; give fewer --stages, or the profile of finer layers"
+        )
+    if layers.memory_limit is None:
+        return Cut(_plan(layers, num_stages, loads[0], base), 0.0)
+    needed = [_least_memory(layers.profile, num_stages, load, base.checkpoint) for load in loads]
+    fitting = (
+        load for load, need in zip(loads, needed, strict=True) if need <= layers.memory_limit
+    )
+    load = next(fitting, None)
+    return Cut(load and _plan(layers, num_stages, load, base), min(needed))
+
+
+def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
+    """Yield what to plan for, best first."""
+    counts = sorted(bounds.num_microbatches or (1,), reverse=True)
+    low, high = bounds.atomic_bsz_range or (None, None)
+    least = low or 1
+    middle = max(min(init_batch_size, high or init_batch_size), least)
+    most = counts[0]
+    micro_bsz = -(-middle // most)
+    while micro_bsz * most >= least and micro_bsz:
+        yield _Load(most, micro_bsz)
+        micro_bsz //= 2
+    for count in counts:
+        yield _Load(count, -(-least // count))
+
+
+def _plan(layers: Layers, num_stages: int, load: _Load, base: PerfParams) -> StagePlan:
+    try:
+        plan = plan_stages(
+            layers.profile,
+            num_stages,
+            load.num_microbatches,
+            base,
+            micro_bsz=load.micro_bsz,
+            memory_limit=layers.memory_limit,
+            checkpoint=base.checkpoint,
+            link=layers.link,
+            transfers_overlap=base.transfers_overlap,
+        )
+    except ValueError as error:
+        raise ModelingError(f"{layers.name}: {error}") from None
+    # A measured time is better than a predicted one.
+    return replace(plan, perf_params=base) if num_stages == base.num_stages else plan
+
+
+def _least_memory(
+    profile: LayerProfile, num_stages: int, load: _Load, checkpoint: Checkpoint
+) -> float:
+    """Return bytes of the fullest device, of the cut where that is least."""
+    state, activations = (
+        np.concatenate(([0.0], np.cumsum(each)))
+        for each in (state_bytes(profile), profile.column("activation_bytes"))
+    )
+    per_sample = kept_bytes(
+        profile.boundary_bytes()[:, None],
+        activations - activations[:, None],
+        load.num_microbatches,
+        num_stages,
+        checkpoint,
+        "gpipe",
+    )
+    position = np.arange(profile.num_layers + 1)
+    memory = state - state[:, None] + per_sample * load.micro_bsz
+    stages = np.where(position[:, None] < position, memory, np.inf)
+    # GPipe holds the same in any stage.
+    return float(least_rest([stages] * num_stages)[-1][0])

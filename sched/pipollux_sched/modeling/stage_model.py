@@ -1,0 +1,146 @@
+"""A job with one number of stages, and the best that it can make of allocations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipollux_perfmodel import (
+    Configuration,
+    GoodputFunction,
+    GradParams,
+    SpeedupFunction,
+    restage,
+)
+
+from .cutting import Layers, cut_layers
+from .params_file import Bounds, JobModel
+
+if TYPE_CHECKING:
+    pass
+
+# Noise without a gradient: every sample is worth as much in any batch, so efficiency is 1.
+_EFFICIENCY_ONE = GradParams(0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One allocation, and the best that the job can make of it."""
+
+    num_stages: int
+    measured: bool
+    """Whether this number of stages was measured."""
+    from_layers: bool
+    """Whether it was not, and its step times are those of the layers."""
+    balance: tuple[int, ...] | None
+    """Layers of each stage, where the layers tell step times or memory; None: they do not, or no
+    cut fits into memory."""
+    num_replicas: int
+    num_nodes: int
+    num_gpus: int
+    num_microbatches: int
+    atomic_bsz: int
+    """0: no batch size is within bounds; then the rest are 0 or None, too."""
+    accum_steps: int
+    batch_size: int
+    step_time: float | None
+    """Seconds of an iteration: all accumulation steps and the optimizer step."""
+    throughput: float
+    """Samples per second."""
+    efficiency: float | None
+    """Progress per sample, relative to the initial batch size; None: not known."""
+    goodput: float | None
+    """Throughput times efficiency; None: not known."""
+    speedup: float
+    """Goodput (or throughput, where that is not known) over that of one replica of the same
+    stages."""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether any batch size is within bounds."""
+        return self.atomic_bsz > 0
+
+
+class StageModel:
+    """What a job does with one number of stages.
+
+    Args:
+        model: what is known of the job.
+        layers: what unmeasured stages are cut from, and what bounds memory; None: not known.
+        bounds: what the configuration must keep to.
+        init_batch_size: of the job.
+        num_stages: K.
+
+    Raises:
+        ModelingError: the layers cannot be cut into so many stages.
+    """
+
+    def __init__(
+        self,
+        model: JobModel,
+        layers: Layers | None,
+        bounds: Bounds,
+        init_batch_size: int,
+        num_stages: int,
+    ) -> None:
+        base = model.nearest(num_stages)
+        self._num_stages = num_stages
+        self._measured = base.num_stages == num_stages
+        self._from_layers = layers is not None and not self._measured
+        limited = layers is not None and layers.memory_limit is not None
+        cut = None
+        if layers is not None and (self._from_layers or limited):
+            cut = cut_layers(layers, num_stages, base, bounds, init_batch_size)
+        self._plan = cut and cut.plan
+        self._efficiency_known = model.grad_params is not None
+        self._goodput_fn = GoodputFunction(
+            self._plan.perf_params if self._plan else restage(base, num_stages),
+            model.grad_params or _EFFICIENCY_ONE,
+            init_batch_size,
+        )
+        self.least_memory = cut.least_memory if cut else 0.0
+        """Bytes of the fullest device that any cut needs at least; 0.0: not known."""
+        self.fit = cut is None or cut.plan is not None
+        """Whether any cut fits into memory, as far as that is known."""
+        self._speedup_fn = SpeedupFunction(
+            self._goodput_fn,
+            max_batch_size=bounds.max_batch_size,
+            atomic_bsz_range=bounds.atomic_bsz_range,
+            accumulation=bool(bounds.accumulation),
+            num_microbatches=bounds.num_microbatches or 1,
+            plans=[self._plan] if self._plan else [],
+            memory_limit=layers.memory_limit if layers and self._plan else None,
+        )
+
+    def predict(self, num_nodes: int, num_replicas: int) -> Prediction:
+        """Return the best configuration of an allocation, and what it is worth."""
+        chosen = self._choose(num_nodes, num_replicas)
+        feasible = chosen.goodput > 0
+        sizes = num_nodes, num_replicas, chosen.atomic_bsz, chosen.accum_steps
+        goodput_fn = self._goodput_fn
+        times = goodput_fn.step_time(*sizes, chosen.num_microbatches) if feasible else None
+        batch_size = chosen.batch_size if feasible else 0
+        known = self._efficiency_known
+        return Prediction(
+            num_stages=self._num_stages,
+            measured=self._measured,
+            from_layers=self._from_layers,
+            balance=self._plan.balance if self._plan else None,
+            num_replicas=num_replicas,
+            num_nodes=num_nodes,
+            num_gpus=self._num_stages * num_replicas,
+            num_microbatches=chosen.num_microbatches if feasible else 0,
+            atomic_bsz=int(chosen.atomic_bsz) if feasible else 0,
+            accum_steps=int(chosen.accum_steps) if feasible else 0,
+            batch_size=int(batch_size),
+            step_time=None if times is None else float(times.total),
+            throughput=0.0 if times is None else float(batch_size / times.total),
+            efficiency=float(goodput_fn.efficiency(batch_size)) if feasible and known else None,
+            goodput=float(chosen.goodput) if known else None,
+            speedup=float(chosen.speedup),
+        )
+
+    def _choose(self, num_nodes: int, num_replicas: int) -> Configuration:
+        if self.fit:
+            return self._speedup_fn.configuration(num_nodes, num_replicas)
+        return Configuration(self._num_stages, num_replicas, 0, 0, 0, goodput=0.0, speedup=0.0)
