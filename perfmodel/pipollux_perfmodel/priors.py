@@ -9,14 +9,16 @@ must not be priced out of two. What a parameter needs, and what is assumed witho
     alpha_n           several nodes                                1e-8, but at least 1.1 alpha_r
     beta_n            several nodes, more than two replicas        1e-8, but at least 1.1 beta_r
     growth_n          three numbers of replicas across nodes       0 (logarithmic); 1 without beta_n
-                                                                 or if AdaptDL's seven do
     two_node_penalty  two nodes with R > 2, and more than two      0
     alpha_r           several replicas on one node                 1e-8
     beta_r            the same, more than two replicas             1e-8
     gamma             two configurations of R > 1                  1
     overlap           several stages, and compute times or two M   1
     contention        two numbers of replicas a node               0
-    overhead          two M and, if stages overlap, two sizes      0 (in alpha_c)
+    overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
+
+gamma_c, contention, growth_n, two_node_penalty and overhead are neutral, too, where the others
+explain everything (`fit`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GradParams, PerfParams
+from pipollux_perfmodel.params import CHECKPOINTS
 
 
 def _log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -30,6 +31,40 @@ def perf_params(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         backward_shares=shares[num_stages:],
         overlap=draw(st.floats(0.0, 1.0)),
     )
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
+    """Step time parameters of which any may be other than its default."""
+    plain = draw(perf_params(max_stages))
+    num_stages = plain.num_stages
+    alpha = draw(st.one_of(st.just(()), _parts(2 * num_stages)))
+    return plain._replace(
+        forward_alpha_shares=alpha[:num_stages],
+        backward_alpha_shares=alpha[num_stages:],
+        alpha_t=draw(_copies(num_stages - 1, 0.05)),
+        beta_t=draw(_copies(num_stages - 1, 0.01)),
+        transfers_overlap=draw(st.booleans()),
+        checkpoint=draw(st.sampled_from(CHECKPOINTS)),
+        gradient_shares=draw(st.one_of(st.just(()), _parts(num_stages))),
+        shared_link=draw(st.booleans()),
+        gamma_c=draw(st.one_of(st.just(1.0), st.floats(1.0, 10.0))),
+        contention=draw(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
+        growth_n=draw(st.one_of(st.just(1.0), st.just(0.0), st.floats(-2.0, 2.0))),
+        two_node_penalty=draw(st.one_of(st.just(0.0), st.floats(0.0, 3.0))),
+        overhead=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
+    )
+
+
+def _parts(count: int) -> st.SearchStrategy[tuple[float, ...]]:
+    """Numbers that sum to 1."""
+    weights = st.lists(st.floats(0.05, 1.0), min_size=count, max_size=count)
+    return weights.map(lambda found: tuple(weight / sum(found) for weight in found))
+
+
+def _copies(count: int, most: float) -> st.SearchStrategy[tuple[float, ...]]:
+    some = st.lists(st.floats(0.0, most), min_size=count, max_size=count).map(tuple)
+    return st.one_of(st.just(()), some)
 
 
 def grad_params() -> st.SearchStrategy[GradParams]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipollux_perfmodel import GoodputFunction, PerfParams, fit_perf_params
+from pipollux_perfmodel import (
+    FitResult,
+    GoodputFunction,
+    PerfParams,
+    fit_like_adaptdl,
+    fit_measurements,
+    fit_perf_params,
+)
+from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.steptime import slowdown, stage_times
+from tests.perfmodel.measured import Steps, errors
+from tests.perfmodel.measured import measure as measure_steps
 
 TRUTH = PerfParams(0.02, 0.003, 0.05, 0.004, 0.01, 0.002, 1.6, (0.1, 0.2, 0.1), (0.25, 0.2, 0.15))
 ALLOCATIONS = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (3, 6)]
@@ -150,16 +160,155 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert together == alone * 4
 
 
-def test_a_fit_is_quick() -> None:
-    data = measure(TRUTH, [2, 4, 8], [2, 8, 32], noise=0.03)
-    fit_perf_params(**data)
-    seconds = []
-    for _ in range(5):
-        begin = time.thread_time()
-        fit_perf_params(**data)
-        seconds.append(time.thread_time() - begin)
-    # 0.08 s where this was written; the bound is for slow machines.
-    assert min(seconds) < 1.0
+def stages_of(truth: PerfParams, steps: Steps, noise: float, seed: int) -> dict[str, Any]:
+    """Times of the stages, as timers around them have it; arguments of `fit_measurements`."""
+    rng = np.random.default_rng(seed + 100)
+    times = stage_times(truth, steps.atomic_bsz / steps.num_microbatches, np)
+    slow = slowdown(truth, steps.num_nodes, steps.num_replicas)
+    forward, backward = (np.stack(part, axis=1) * slow[:, None] for part in times[:2])
+    jitter = np.exp(noise * rng.normal(size=(2, *forward.shape)))
+    return {"forward": forward * jitter[0], "backward": backward * jitter[1]}
+
+
+def fit_stages(steps: Steps, truth: PerfParams, **stages: Any) -> FitResult:
+    return fit_measurements(
+        *steps[:5],
+        num_microbatches=steps.num_microbatches,
+        num_stages=truth.num_stages,
+        checkpoint=truth.checkpoint,
+        **stages,
+    )
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("overlap", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_pipelines_are_recovered_from_stage_times(
+    checkpoint: Checkpoint, overlap: float, noise: float
+) -> None:
+    truth = TRUTH._replace(checkpoint=checkpoint, overlap=overlap)
+    exact, steps = (measure_steps(truth, ALLOCATIONS, [2, 8, 32], [4], noise=x) for x in (0, noise))
+    found = fit_stages(steps, truth, **stages_of(truth, steps, noise, seed=0)).perf_params
+    assert found.overlap == pytest.approx(overlap, abs=1e-3 + noise)
+    np.testing.assert_allclose(found.forward_shares, truth.forward_shares, atol=1e-9 + noise / 10)
+    np.testing.assert_allclose(found.backward_shares, truth.backward_shares, atol=1e-9 + noise / 10)
+    assert errors(found, exact).max() < 1e-5 + 2.5 * noise
+    # And of numbers of micro-batches that never ran.
+    unseen = measure_steps(truth, [(1, 1)], [2, 8, 32], [1, 2, 16])
+    assert errors(found, unseen).max() < 1e-5 + 2.5 * noise
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_pipelines_are_recovered_from_steps_of_several_numbers_of_micro_batches(
+    overlap: float, noise: float
+) -> None:
+    # Stages are thought to be equally slow, and the overlap says how much is gained from them.
+    truth = TRUTH._replace(overlap=overlap)
+    exact, steps = (
+        measure_steps(truth, ALLOCATIONS, [2, 8, 32], [1, 2, 4, 8], noise=x) for x in (0, noise)
+    )
+    found = fit_stages(steps, truth).perf_params
+    even = 1 - 1 / truth.num_stages
+    uneven = 1 - max(truth.forward_shares) - max(truth.backward_shares)
+    assert found.overlap == pytest.approx(overlap * uneven / even, abs=1e-3 + noise)
+    assert errors(found, exact).max() < 1e-5 + 2.5 * noise
+    unseen = measure_steps(truth, [(1, 1)], [2, 8, 32], [16])
+    assert errors(found, unseen).max() < 1e-5 + 2.5 * noise
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.8])
+def test_except_last_without_stage_times_is_nearly_recovered(overlap: float) -> None:
+    # What the last micro-batch saves depends on the stages, which are not as even as assumed.
+    truth = TRUTH._replace(checkpoint="except_last", overlap=overlap)
+    steps = measure_steps(truth, ALLOCATIONS, [2, 8, 32], [1, 2, 4, 8])
+    off = errors(fit_stages(steps, truth).perf_params, steps)
+    assert off.mean() < 0.03
+    assert off.max() < 0.1
+
+
+# Enough to tell everything beyond AdaptDL's seven numbers.
+MANY = [
+    *[(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (2, 16)],
+    *[(3, 6), (4, 8), (4, 16), (8, 32), (16, 64)],
+]
+PLAIN = PerfParams(0.05, 0.002, 0.12, 0.03, 0.04, 0.004, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "tolerance"),
+    [
+        ("contention", 0.05, 0.01),
+        ("contention", 0.2, 0.02),
+        ("gamma_c", 2.0, 0.2),
+        ("gamma_c", 4.0, 1.0),  # nearly the larger of both, as from three on
+        ("growth_n", 0.0, 0.1),
+        ("growth_n", 0.5, 0.1),
+        ("growth_n", 1.0, 0.1),
+        ("two_node_penalty", 0.5, 0.1),
+        ("two_node_penalty", 1.5, 0.15),
+    ],
+)
+def test_what_is_beyond_adaptdls_model_is_recovered(
+    name: str, value: float, tolerance: float
+) -> None:
+    truth = PLAIN._replace(**{name: value})
+    for noise, seeds in ((0.0, [0]), (0.05, [0, 1, 2])):
+        for seed in seeds:
+            sizes = [4, 8, 16, 32, 64, 128]
+            steps = measure_steps(truth, MANY, sizes, noise=noise, seed=seed)
+            found = fit_perf_params(*steps[:5])
+            allowed = tolerance if noise else 5e-3
+            assert getattr(found, name) == pytest.approx(value, abs=allowed)
+            off = errors(found, measure_steps(truth, MANY, sizes))
+            assert off.mean() < (0.02 if noise else 1e-4)
+            assert off.max() < (0.1 if noise else 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_growth_goes_on_as_it_began(seed: int) -> None:
+    # From up to four replicas to 64, where the network grows by the logarithm.
+    few = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4)]
+    truth = PLAIN._replace(growth_n=0.0)
+    steps = measure_steps(truth, few, [8, 16, 32, 64], noise=0.05, seed=seed)
+    far = measure_steps(truth, [(4, 8), (4, 16), (8, 32), (16, 64)], [8, 16, 32, 64])
+    ours = errors(fit_perf_params(*steps[:5]), far)[1]
+    theirs = errors(fit_like_adaptdl(*steps[:5]), far)[1]
+    assert ours.max() < 0.15
+    assert theirs.max() > 1.0
+    assert ours.mean() < 0.2 * theirs.mean()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.8])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_overhead_is_told_from_the_fixed_cost_of_micro_batches(
+    overlap: float, noise: float
+) -> None:
+    truth = TRUTH._replace(overhead=0.1, overlap=overlap)
+    steps, exact = (
+        measure_steps(truth, ALLOCATIONS, [2, 8, 32], [1, 2, 4, 8], noise=x) for x in (noise, 0)
+    )
+    found = fit_stages(steps, truth, **stages_of(truth, steps, noise, seed=1)).perf_params
+    assert found.overhead == pytest.approx(0.1, abs=1e-3 + 0.5 * noise)
+    assert found.overlap == pytest.approx(overlap, abs=0.01 + 3 * noise)
+    # Growth across nodes is pulled towards the logarithm.
+    assert errors(found, exact).max() < 0.01 + 3 * noise
+    # With one micro-batch it is part of what a micro-batch costs.
+    one = measure_steps(truth, ALLOCATIONS, [2, 8, 32], [1])
+    alone = fit_perf_params(*one[:5])
+    assert alone.overhead == pytest.approx(0.0, abs=1e-7)
+    assert alone.alpha_c == pytest.approx(truth.alpha_c + 0.1, rel=1e-3)
+
+
+def test_stage_times_without_one_kind_are_refused() -> None:
+    steps = measure_steps(TRUTH, [(1, 1)], [8, 16])
+    forward = np.full((2, 3), 0.1)
+    with pytest.raises(ValueError, match="backward is missing; give both or none"):
+        fit_measurements(*steps[:5], forward=forward, num_stages=3)
+    with pytest.raises(ValueError, match=r"forward has shape \(2, 3\); give \(points, 2\)"):
+        fit_measurements(*steps[:5], forward=forward, backward=forward, num_stages=2)
+    with pytest.raises(ValueError, match=r"backward has -0\.1; give a finite time >= 0 s"):
+        fit_measurements(*steps[:5], forward=forward, backward=-forward, num_stages=3)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, fit_perf_params
+from tests.perfmodel.measured import Job, errors, measure, random_jobs, their_fit
 from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 EXACT = 1e-9
@@ -52,6 +53,36 @@ def test_goodput_throughput_and_efficiency(
     assert ours.efficiency(batch_size) == pytest.approx(theirs.efficiency(batch_size), rel=EXACT)
 
 
+def test_a_thousand_jobs_at_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        seven = np.append(np.exp(rng.uniform(np.log(1e-6), np.log(10.0), 6)), rng.uniform(1, 10))
+        gradient = GradParams(*np.exp(rng.uniform(np.log(1e-4), np.log(1e4), 2)))
+        init_batch_size = int(rng.integers(1, 512))
+        ours, theirs = both(PerfParams(*seven.tolist()), gradient, init_batch_size)
+        replicas = rng.integers(1, 65, 50)
+        nodes = rng.integers(1, replicas + 1)
+        accum_steps = rng.integers(0, 9, 50)
+        least = -(-init_batch_size // (replicas * (accum_steps + 1)))
+        atomic_bsz = least + rng.integers(0, 512, 50)
+        sizes = nodes, replicas, atomic_bsz, accum_steps
+        batch_size = replicas * atomic_bsz * (accum_steps + 1)
+        close = {"rtol": EXACT, "atol": 1e-15}  # zero seconds are 1e-8 and a little
+        np.testing.assert_allclose(ours.evaluate(*sizes), theirs.evaluate(*sizes), **close)
+        np.testing.assert_allclose(ours.throughput(*sizes), theirs.throughput(*sizes), **close)
+        np.testing.assert_allclose(
+            ours.efficiency(batch_size), theirs.efficiency(batch_size), **close
+        )
+        times = ours.step_time(*sizes)
+        accum = oracle._predict_accum_time(oracle.PerfParams(*seven), atomic_bsz)
+        network = oracle._predict_network_time(oracle.PerfParams(*seven), nodes, replicas)
+        optim = np.exp(oracle._predict_log_optim_time(oracle.PerfParams(*seven), accum, network))
+        np.testing.assert_allclose(times.accum_time, accum, **close)
+        np.testing.assert_allclose(times.network_time, network, **close)
+        np.testing.assert_allclose(times.optim_time, optim, **close)
+        np.testing.assert_allclose(times.total, accum_steps * accum + optim, **close)
+
+
 def test_arrays_give_what_scalars_give() -> None:
     params = PerfParams(0.05, 0.004, 0.2, 0.01, 0.05, 0.003, 1.7)
     ours, theirs = both(params, GradParams(0.3, 4.0), 16)
@@ -92,17 +123,32 @@ def test_same_batch_size_wherever_theirs_is_allowed(
     expected = theirs.optimize(*allocation, max_batch_size, (low, high), accumulation=True)
     batch_size = allocation[1] * expected[1] * (expected[2] + 1)
     if expected[0] > 0 and batch_size <= max_batch_size:
-        # Theirs, but where its grid misses one that is 0.5 % better.
+        # Theirs, but where its grid misses one that is 0.3 % better.
         same = (atomic_bsz, accum_steps) == expected[1:]
         assert (
             goodput == pytest.approx(expected[0], rel=EXACT)
             if same
-            else (goodput > 1.005 * expected[0])
+            else (goodput > 1.003 * expected[0])
         )
     else:
         # Theirs broke a bound; ours keeps to it, if need be by refusing.
-        assert allocation[1] * atomic_bsz * (accum_steps + 1) <= max_batch_size
-        assert goodput == 0.0 or (low or 1) <= atomic_bsz <= (high or max_batch_size)
+        in_bounds = allocation[1] * atomic_bsz * (accum_steps + 1) <= max_batch_size
+        in_range = (low or 1) <= atomic_bsz <= (high or max_batch_size)
+        assert goodput == 0.0 or (in_bounds and in_range)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(perf_params(max_stages=1), grad_params(), allocations(), st.integers(1, 128))
+def test_same_batch_size_without_a_largest(
+    params: PerfParams, gradient: GradParams, allocation: tuple[int, int], init_batch_size: int
+) -> None:
+    # Both round the initial batch size up to what the replicas can share.
+    ours, theirs = both(params, gradient, init_batch_size)
+    found = ours.optimize(*allocation, accumulation=True)
+    expected = theirs.optimize(*allocation, accumulation=True)
+    assert found[1:] == expected[1:] or found.goodput > 1.003 * expected[0]
+    assert found[1:] != expected[1:] or found.goodput == pytest.approx(expected[0], rel=EXACT)
+    assert allocation[1] * (found.atomic_bsz - 1) * (found.accum_steps + 1) < init_batch_size
 
 
 def test_their_batch_size_beyond_the_limit_is_not_ours() -> None:
@@ -114,79 +160,106 @@ def test_their_batch_size_beyond_the_limit_is_not_ours() -> None:
 
 
 # A realistic profile: a few batch sizes on each of several allocations.
-ALLOCATIONS = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 8)]
-BATCHES = [16, 32, 64, 128]
-GRID = np.array([(n, r, a) for n, r in ALLOCATIONS for a in BATCHES])
+PLACES = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 8))
+BATCHES = (16, 32, 64, 128)
 SEVENS = [
-    (0.08, 0.003, 0.15, 0.005, 0.05, 0.002, 1.0),
-    (0.05, 0.004, 0.12, 0.004, 0.04, 0.002, 1.3),
-    (0.12, 0.009, 0.30, 0.020, 0.08, 0.010, 1.5),
-    (0.30, 0.020, 0.50, 0.030, 0.20, 0.010, 1.6),
-    (0.20, 0.010, 0.40, 0.010, 0.10, 0.005, 2.0),
+    PerfParams(0.08, 0.003, 0.15, 0.005, 0.05, 0.002, 1.0),
+    PerfParams(0.05, 0.004, 0.12, 0.004, 0.04, 0.002, 1.3),
+    PerfParams(0.12, 0.009, 0.30, 0.020, 0.08, 0.010, 1.5),
+    PerfParams(0.30, 0.020, 0.50, 0.030, 0.20, 0.010, 1.6),
+    PerfParams(0.20, 0.010, 0.40, 0.010, 0.10, 0.005, 2.0),
 ]
-
-
-def measure(seven: tuple[float, ...], grid: np.ndarray, noise: float = 0.0) -> list[np.ndarray]:
-    """What a job of these parameters measures, noise relative."""
-    rng = np.random.default_rng(0)
-    nodes, replicas, atomic_bsz = grid.T
-    accum, optim = predict(seven, grid)
-    jitter = np.exp(noise * rng.normal(size=(2, len(grid))))
-    return [nodes, replicas, atomic_bsz, accum * jitter[0], optim * jitter[1]]
-
-
-def predict(seven: tuple[float, ...], grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Accumulation and optimizer step times by their model."""
-    nodes, replicas, atomic_bsz = grid.T
-    params = oracle.PerfParams(*seven)
-    accum = oracle._predict_accum_time(params, atomic_bsz)
-    network = oracle._predict_network_time(params, nodes, replicas)
-    return accum, np.exp(oracle._predict_log_optim_time(params, accum, network))
-
-
-def their_fit(data: list[np.ndarray]) -> tuple[float, ...]:
-    """AdaptDL's fit; the gradient of its loss divides by zero where a fit is perfect."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return tuple(oracle.fit_perf_params(*data))
-
-
-PROFILES = [
-    [(1, 1)],
-    [(1, 1), (1, 2), (2, 2)],
-    [(1, 1), (2, 2), (2, 4)],
-    [(1, 2), (2, 2)],
-]
-
-
-def test_fit_of_exact_data_is_exact_and_agrees_where_theirs_is() -> None:
-    agreed = 0
-    for profile in PROFILES:
-        grid = np.array([(n, r, a) for n, r in profile for a in BATCHES])
-        for seven in SEVENS:
-            data = measure(seven, grid)
-            theirs, ours = their_fit(data), fit_perf_params(*data)
-            truth, found = np.stack(predict(seven, grid)), np.stack(predict(ours[:7], grid))
-            np.testing.assert_allclose(found, truth, rtol=1e-3)
-            assert loss(ours, data) <= loss(theirs, data) + 1e-4
-            if np.allclose(predict(theirs, grid), truth, rtol=1e-4):
-                agreed += 1
-                np.testing.assert_allclose(found, predict(theirs, grid), rtol=1e-3)
-                np.testing.assert_allclose(ours[:2], theirs[:2], rtol=0.01)
-                np.testing.assert_allclose(ours[:7], theirs, rtol=0.01, atol=2e-3)
-    assert agreed >= 10  # L-BFGS-B gives up early on the others
+NOISE = 0.05
 
 
 @pytest.mark.parametrize("seven", SEVENS)
-def test_fit_of_a_whole_profile(seven: tuple[float, ...]) -> None:
-    exact, noisy = measure(seven, GRID), measure(seven, GRID, noise=0.05)
-    ours = fit_perf_params(*exact)
-    np.testing.assert_allclose(ours[:7], seven, rtol=0.01)
-    assert loss(ours, exact) <= loss(their_fit(exact), exact)
-    assert loss(fit_perf_params(*noisy), noisy) <= loss(their_fit(noisy), noisy) + 1e-3
+def test_fit_of_a_whole_profile(seven: PerfParams) -> None:
+    exact = measure(seven, PLACES, BATCHES)
+    ours = fit_perf_params(*exact[:5])
+    np.testing.assert_allclose(ours[:7], seven[:7], rtol=1e-3)
+    assert errors(ours, exact).max() < 1e-6
+    assert errors(ours, exact).max() <= errors(their_fit(Job(seven, PLACES, BATCHES)), exact).max()
 
 
-def loss(params: tuple[float, ...], data: list[np.ndarray]) -> float:
-    return float(oracle._obj_fn(np.array(params[:7]), *data))
+def test_fits_of_exact_data_are_better_than_theirs() -> None:
+    worst = []
+    for job in random_jobs(40):
+        exact = measure(job.truth, *job[1:])
+        ours = errors(fit_perf_params(*exact[:5]), exact).max()
+        theirs = errors(their_fit(job), exact).max()
+        worst.append((ours, theirs))
+        # One batch size does not tell what of it is fixed, and above two γ hides most of the
+        # network, so that there its pull towards one moves the others.
+        if len(job.sizes) > 1 and job.truth.gamma <= 2:
+            assert ours <= theirs + 1e-6, job
+        assert ours < 5e-3, job
+    ours, theirs = np.array(worst).T
+    assert np.median(ours) < 1e-7
+    assert np.mean(ours < 1e-6) > 0.75
+    # Theirs end early on many.
+    assert np.median(theirs) > 1e-3
+    assert theirs.max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("seven", "places", "sizes"),
+    [
+        (
+            (0.1681, 0.0076, 0.0814, 0.0137, 0.074, 0.0062, 2.0847),
+            ((1, 1), (1, 2), (1, 4), (2, 2), (2, 8), (4, 8), (4, 16)),
+            (8, 64),
+        ),
+        ((0.1209, 0.0029, 0.185, 0.0075, 0.064, 0.0067, 2.9241), ((1, 2), (1, 4), (4, 8)), (8, 64)),
+    ],
+)
+def test_a_coarse_search_that_ends_near_is_taken_further(
+    seven: tuple[float, ...], places: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
+) -> None:
+    # The first searches end 0.3 % and 0.6 % off, with beta_r at nothing.
+    exact = measure(PerfParams(*seven), places, sizes)
+    assert errors(fit_perf_params(*exact[:5]), exact).max() < 1e-6
+
+
+@pytest.mark.parametrize("index", [1, 26])
+def test_more_numbers_are_not_taken_where_their_search_gets_stuck(index: int) -> None:
+    # By 21 % and 15 % on these, where AdaptDL's numbers are 5 % off at most.
+    job = random_jobs(27)[index]
+    noisy = measure(job.truth, *job[1:], noise=0.02, seed=3)
+    assert errors(fit_perf_params(*noisy[:5]), measure(job.truth, *job[1:])).max() < 0.08
+
+
+def test_fits_of_noisy_data_predict_as_well_as_theirs() -> None:
+    # Data of their own formulas. Ours has more numbers for noise to move.
+    ours, theirs = np.array(
+        [
+            [
+                errors(fit(job), measure(job.truth, *job[1:])).mean()
+                for fit in (our_noisy_fit, their_noisy_fit)
+            ]
+            for job in random_jobs(20)
+        ]
+    ).T
+    assert ours.mean() < 1.3 * theirs.mean()
+    assert ours.mean() < 0.6 * NOISE
+
+
+def test_fits_of_data_beyond_their_formulas_are_better() -> None:
+    # The network grows by the logarithm, and replicas on a node slow each other down.
+    beyond = {"growth_n": 0.2, "contention": 0.05, "two_node_penalty": 0.3}
+    for seven in SEVENS:
+        job = Job(seven._replace(**beyond), PLACES, BATCHES)
+        clean = measure(job.truth, *job[1:])
+        ours, theirs = (errors(fit(job), clean).mean() for fit in (our_noisy_fit, their_noisy_fit))
+        assert ours < 0.75 * theirs
+        assert ours < 0.6 * NOISE
+
+
+def our_noisy_fit(job: Job) -> PerfParams:
+    return fit_perf_params(*measure(job.truth, *job[1:], noise=NOISE)[:5])
+
+
+def their_noisy_fit(job: Job) -> tuple[float, ...]:
+    return their_fit(job, NOISE)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +276,12 @@ def loss(params: tuple[float, ...], data: list[np.ndarray]) -> float:
     ids=str,
 )
 def test_the_same_priors_for_what_was_not_seen(rows: list[tuple[int, int, int]]) -> None:
-    data = measure(SEVENS[1], np.array(rows))
-    theirs = oracle.PerfParams(*their_fit(data))
+    nodes, replicas, atomic_bsz = np.array(rows).T
+    times = GoodputFunction(SEVENS[1], (1.0, 1.0), 1).step_time(nodes, replicas, atomic_bsz, 0)
+    data = nodes, replicas, atomic_bsz, times.accum_time, times.optim_time
+    with np.errstate(divide="ignore", invalid="ignore"):
+        theirs = oracle.fit_perf_params(*data)
     ours = fit_perf_params(*data)
-    nodes, replicas, atomic_bsz = data[:3]
     if len(set(atomic_bsz)) == 1:
         assert ours.alpha_c == pytest.approx(theirs.alpha_c, rel=EXACT)
     if not np.any(nodes > 1):

@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, SpeedupFunction
-from tests.perfmodel.strategies import allocations, grad_params, perf_params
+from pipollux_perfmodel import (
+    Configuration,
+    GoodputFunction,
+    GradParams,
+    PerfParams,
+    SpeedupFunction,
+)
+from pipollux_perfmodel.layers import Layer, LayerProfile
+from pipollux_perfmodel.plan import plan_stages
+from tests.perfmodel.strategies import allocations, grad_params, perf_params, pipelines
 
 SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
 
@@ -108,3 +117,133 @@ def test_travels_to_another_process() -> None:
     speedup_fn = SpeedupFunction(GoodputFunction(SEVEN, (1.0, 8.0), 32), 512)
     copy = pickle.loads(pickle.dumps(speedup_fn))  # noqa: S301  # bytes of our own
     assert copy(1, 4) == speedup_fn(1, 4)
+
+
+NODES, REPLICAS = np.tril_indices(12)  # every allocation of up to 12 replicas
+NODES, REPLICAS = REPLICAS + 1, NODES + 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(pipelines(), grad_params(), st.integers(1, 64), st.sampled_from([1, 2, 8]))
+def test_monotone_never_falls_and_says_how_many_are_worth_having(
+    params: PerfParams, gradient: GradParams, init_batch_size: int, factor: int
+) -> None:
+    goodput_fn = GoodputFunction(params, gradient, init_batch_size)
+    limits: dict[str, Any] = {
+        "max_batch_size": factor * init_batch_size,
+        "atomic_bsz_range": (2, 16),
+        "accumulation": True,
+        "num_microbatches": (2, 4),
+    }
+    plain = SpeedupFunction(goodput_fn, **limits)
+    monotone = SpeedupFunction(goodput_fn, **limits, monotone=True)
+    table = np.zeros((13, 13))
+    table[NODES, REPLICAS] = monotone(NODES, REPLICAS)
+    assert np.all(table[NODES, REPLICAS] >= plain(NODES, REPLICAS))
+    for nodes in range(1, 13):
+        assert np.all(np.diff(table[nodes, nodes:]) >= 0)
+    for nodes, replicas in [(1, 1), (1, 12), (2, 12), (3, 7), (5, 6), (12, 12)]:
+        found = monotone.configuration(nodes, replicas)
+        check(found, goodput_fn, nodes, replicas)
+        assert found.speedup == table[nodes, replicas]
+        # The fewest: with one fewer the speedup is less.
+        fewer = np.arange(1, found.num_replicas)
+        some_nodes = np.minimum(nodes, fewer)
+        assert np.all((plain(some_nodes, fewer) < found.speedup)[fewer >= nodes])
+
+
+def check(
+    found: Configuration, goodput_fn: GoodputFunction, num_nodes: int, num_replicas: int
+) -> None:
+    """What a configuration says of itself agrees."""
+    assert 1 <= found.num_replicas <= num_replicas
+    if found.goodput == 0:
+        assert (found.atomic_bsz, found.speedup) == (0, 0.0)
+        return
+    on = min(num_nodes, found.num_replicas)
+    sizes = found.num_replicas, found.atomic_bsz, found.accum_steps, found.num_microbatches
+    assert found.goodput == pytest.approx(goodput_fn.evaluate(on, *sizes))
+    assert found.batch_size == found.num_replicas * found.atomic_bsz * (found.accum_steps + 1)
+    assert found.speedup > 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(pipelines(), grad_params(), st.integers(1, 64))
+def test_goodput_and_speedup_of_a_configuration_agree(
+    params: PerfParams, gradient: GradParams, init_batch_size: int
+) -> None:
+    goodput_fn = GoodputFunction(params, gradient, init_batch_size)
+    limits: dict[str, Any] = {"max_batch_size": 4 * init_batch_size, "num_microbatches": (1, 4)}
+    for monotone in (False, True):
+        speedup_fn = SpeedupFunction(goodput_fn, **limits, monotone=monotone)
+        base = speedup_fn.configuration(1, 1)
+        assert base.speedup == 1.0
+        for nodes, replicas in [(1, 2), (1, 8), (2, 3), (3, 8), (7, 8)]:
+            found = speedup_fn.configuration(nodes, replicas)
+            check(found, goodput_fn, nodes, replicas)
+            assert found.goodput == pytest.approx(found.speedup * base.goodput)
+
+
+def test_idle_replicas_may_leave_nodes() -> None:
+    # A slow network: of six replicas on five nodes, two on two nodes are worth most.
+    params = PerfParams(0.1, 0.01, 0.01, 1.0, 0.01, 0.01, 1.5)
+    speedup_fn = SpeedupFunction(GoodputFunction(params, (0.1, 80.0), 32), 256, monotone=True)
+    found = speedup_fn.configuration(5, 6)
+    assert found.num_replicas == 2
+    assert found.speedup == speedup_fn(5, 6) == speedup_fn(2, 2)
+    assert found.goodput == pytest.approx(found.speedup * speedup_fn.configuration(1, 1).goodput)
+
+
+@pytest.mark.parametrize(
+    ("extra", "told_apart"),
+    [({}, 1 + 1), ({"two_node_penalty": 0.5}, 1 + 2), ({"contention": 0.1}, 8)],
+)
+def test_asks_once_for_what_the_model_tells_apart(extra: dict[str, float], told_apart: int) -> None:
+    goodput_fn = Counted(SEVEN._replace(**extra), (1.0, 8.0), 32)
+    speedup_fn = SpeedupFunction(goodput_fn, 4096, (8, 64), True)
+    nodes = np.arange(1, 9)
+    goodput_fn.asked = 0
+    first = speedup_fn(nodes, 16)
+    assert goodput_fn.asked == told_apart == len(set(first.tolist()))
+    again = [speedup_fn(int(n), 16) for n in nodes]
+    assert again == first.tolist()
+    assert goodput_fn.asked == told_apart
+
+
+def test_chooses_among_plans_within_memory() -> None:
+    layer = Layer(1e-3, 1e-3, 1e-3, 2e-3, 1000.0, 2000.0, 10.0, 1.0)
+    profile = LayerProfile((layer,) * 4)
+    plans = [plan_stages(profile, k, 8, SEVEN, micro_bsz=4) for k in (1, 2)]
+    goodput_fn = GoodputFunction(plans[0].perf_params, (1.0, 8.0), 64)
+    limits: dict[str, Any] = {
+        "max_batch_size": 512,
+        "plans": plans,
+        "memory_limit": 9000.0,
+        "num_microbatches": (2, 4),
+    }
+    speedup_fn = SpeedupFunction(goodput_fn, **limits)
+    found = speedup_fn.configuration(2, 8)
+    assert found.num_stages == 2
+    held = plans[1].memory(np.ceil(found.micro_bsz), found.num_microbatches)
+    assert np.all(held <= 9000)
+    function = goodput_fn.with_params(plans[1].perf_params)
+    check(found, function, 2, 8)
+    assert SpeedupFunction(goodput_fn, **{**limits, "memory_limit": 3000.0})(2, 8) == 0.0
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(pipelines(), grad_params(), st.booleans(), st.integers(1, 40))
+def test_arrays_give_what_scalars_give(
+    params: PerfParams, gradient: GradParams, monotone: bool, mem_size: int
+) -> None:
+    goodput_fn = GoodputFunction(params, gradient, 8)
+    together, alone = (
+        SpeedupFunction(goodput_fn, 64, accumulation=True, monotone=monotone, mem_size=mem_size)
+        for _ in range(2)
+    )
+    found = together(NODES, REPLICAS)
+    # In another order, one by one.
+    for index in reversed(range(0, len(NODES), 7)):
+        one = alone(int(NODES[index]), int(REPLICAS[index]))
+        assert one == pytest.approx(found[index], rel=1e-12)
+    assert together(np.zeros((2, 0), int), np.zeros((2, 0), int)).shape == (2, 0)
