@@ -54,8 +54,9 @@ class BatchBounds:
     """Whether a single replica must accumulate above the initial batch size: gradient noise is
     measured between atomic batches, and without micro-batches there is only one."""
     rounds_up: bool = False
-    """Whether the largest batch size may be passed by less than one sample per replica and step, so
-    that a batch is not refused because replicas do not divide it."""
+    """Whether the largest batch size may be passed by less than one sample per replica (and step,
+    in as few steps as the largest atomic batch size allows), so that a batch is not refused because
+    replicas do not divide it."""
 
     def allow(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
@@ -64,8 +65,7 @@ class BatchBounds:
         batch_size = num_replicas * atomic_bsz * (accum_steps + 1)
         within = batch_size <= self.max_batch_size
         if self.rounds_up:
-            least = num_replicas * (atomic_bsz - 1) * (accum_steps + 1)
-            within |= least < self.max_batch_size
+            within |= self._is_rounded(num_replicas, atomic_bsz, accum_steps)
         allowed = self.allow_atomic(atomic_bsz) & (self.init_batch_size <= batch_size) & within
         if self.needs_two_batches:
             one_only = (num_replicas == 1) & (accum_steps == 0)
@@ -80,6 +80,16 @@ class BatchBounds:
         if not self.accumulation:
             room &= self.max_atomic_bsz * num_replicas >= self.init_batch_size
         return room & (self.init_batch_size <= self.max_batch_size)
+
+    def _is_rounded(
+        self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
+    ) -> NDArray[np.bool_]:
+        """Return which candidates are the largest batch size, rounded up no more than needed."""
+        steps = accum_steps + 1
+        fewest = np.ceil(self.max_batch_size / (num_replicas * self.max_atomic_bsz) - _TOLERANCE)
+        unit = num_replicas * np.where(steps <= fewest, steps, 1)
+        rounded: NDArray[np.bool_] = num_replicas * atomic_bsz * steps - unit < self.max_batch_size
+        return rounded
 
     def allow_atomic(self, atomic_bsz: Integers) -> NDArray[np.bool_]:
         """Return which atomic batch sizes are within theirs."""

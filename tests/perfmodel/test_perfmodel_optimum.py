@@ -96,8 +96,11 @@ class Every:
         batch_size = replicas * atomic_bsz * (accum_steps + 1)
         allowed = batch_size <= largest
         if question.max_batch_size is None:
-            # Rounded up: with one sample less each it would be too small.
-            allowed |= replicas * (atomic_bsz - 1) * (accum_steps + 1) < largest
+            # Rounded up by less than a sample a replica, or, in as few steps as possible, a step.
+            fewest = np.ceil(largest / (replicas * (question.high or largest)))
+            steps = accum_steps + 1
+            allowed |= batch_size - largest < replicas
+            allowed |= (steps <= fewest) & (batch_size - largest < replicas * steps)
         allowed &= (batch_size >= question.init_batch_size) & has_room(atomic_bsz)
         if num_microbatches == 1 and replicas == 1:
             allowed &= (accum_steps > 0) | (batch_size <= question.init_batch_size)
@@ -119,8 +122,8 @@ SEQUENCES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3
 
 
 @st.composite
-def questions(draw: st.DrawFn, largest: int = 32) -> Question:
-    init_batch_size = draw(st.integers(1, largest))
+def questions(draw: st.DrawFn) -> Question:
+    init_batch_size = draw(st.integers(1, 32))
     low = draw(st.one_of(st.none(), st.integers(1, 8)))
     factor = draw(st.sampled_from([None, 1, 1.25, 2, 4]))
     return Question(
@@ -128,7 +131,7 @@ def questions(draw: st.DrawFn, largest: int = 32) -> Question:
         init_batch_size,
         None if factor is None else int(init_batch_size * factor),
         low,
-        draw(st.one_of(st.none(), st.integers(low or 1, 2 * largest))),
+        draw(st.one_of(st.none(), st.integers(low or 1, 48))),
         draw(st.booleans()),
         draw(SEQUENCES),
     )
@@ -146,11 +149,39 @@ def check(goodput_fn: GoodputFunction, question: Question) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=250)
-@given(pipelines(), grad_params(), st.one_of(questions(), questions(200)))
+@given(pipelines(), grad_params(), questions())
 def test_against_every_number_of_micro_batches(
     params: PerfParams, gradient: GradParams, question: Question
 ) -> None:
     check(GoodputFunction(params, gradient, question.init_batch_size), question)
+
+
+def test_against_every_batch_size_of_large_ranges() -> None:
+    # Too many for optimize to try all of them.
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        init_batch_size, replicas = int(rng.integers(40, 200)), int(rng.integers(1, 7))
+        question = Question(
+            (int(rng.integers(1, replicas + 1)), replicas),
+            init_batch_size,
+            [None, *(int(x * init_batch_size) for x in (1.25, 2, 4))][rng.integers(4)],
+            [None, 1, 4, 8][rng.integers(4)],
+            [None, 64, 256][rng.integers(3)],
+            bool(rng.integers(4)),
+            [[1], [1, 3], [4], [2, 8]][rng.integers(4)],
+        )
+        seven = np.append(np.exp(rng.uniform(np.log(1e-4), np.log(0.5), 6)), rng.uniform(1, 10))
+        gradient = GradParams(*np.exp(rng.uniform(-6, 6, 2)).tolist())
+        check(GoodputFunction(seven.tolist(), gradient, init_batch_size), question)
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8, 16, 40])
+def test_without_a_largest_batch_size_accumulation_does_not_enlarge_it(replicas: int) -> None:
+    goodput_fn = GoodputFunction(SEVEN, (1e-6, 80.0), 16)  # larger batches cost nothing
+    found = goodput_fn.optimize(1, replicas, accumulation=True, num_microbatches=2)
+    assert found.goodput > 0
+    batch_size = replicas * found.atomic_bsz * (found.accum_steps + 1)
+    assert 16 <= batch_size < 16 + replicas
 
 
 @st.composite

@@ -75,7 +75,7 @@ def fit(
     Printed are the parameters, how far off the fit is in each regime, what it had
     to assume because nothing was measured that tells it, and rows far off the rest.
 
-        pipollux fit examples/measurements.jsonl --output params.json --plot fit.png
+        pipollux fit examples/measurements.jsonl --checkpoint except_last --output params.json
 
     --init-batch-size, --grad-sqr and --grad-var are kept in the output, for what
     pipollux predict says of efficiency and goodput.
