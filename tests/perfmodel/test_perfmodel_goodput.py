@@ -110,7 +110,7 @@ def all_allowed(limits: Limits) -> tuple[np.ndarray, np.ndarray]:
     return atomic_bsz[allowed], accum_steps[allowed]
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(derandomize=True, deadline=None, max_examples=250)
 @given(perf_params(), grad_params(), limits())
 def test_optimize_against_exhaustive_search(
     params: PerfParams, gradient: GradParams, limits: Limits

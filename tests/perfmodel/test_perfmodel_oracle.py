@@ -236,7 +236,7 @@ def test_fits_of_noisy_data_predict_as_well_as_theirs() -> None:
                 errors(fit(job), measure(job.truth, *job[1:])).mean()
                 for fit in (our_noisy_fit, their_noisy_fit)
             ]
-            for job in random_jobs(20)
+            for job in random_jobs(15)
         ]
     ).T
     assert ours.mean() < 1.3 * theirs.mean()

@@ -37,7 +37,7 @@ def always(examples: int) -> Callable[..., Any]:
     return settings(derandomize=True, deadline=None, max_examples=examples)
 
 
-@always(150)
+@always(100)
 @given(pipelines(), grad_params(), sizes(), st.integers(1, 64))
 def test_efficiency_and_goodput(
     params: PerfParams, gradient: GradParams, configuration: Sizes, init_batch_size: int
@@ -54,7 +54,7 @@ def test_efficiency_and_goodput(
     assert throughput == pytest.approx(batch_size / times_of(params, configuration).total)
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes())
 def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration: Sizes) -> None:
     times = times_of(params, configuration)
@@ -68,7 +68,7 @@ def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration
     assert all(isinstance(value, float) and np.isfinite(value) for value in times)
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes())
 def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration: Sizes) -> None:
     assume(params.gradient_shares)
@@ -85,7 +85,7 @@ def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration:
     )
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes(), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_of_stages_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -110,7 +110,7 @@ def test_more_overlap_of_network_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes())
 def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     params: PerfParams, configuration: Sizes
@@ -130,7 +130,7 @@ def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     )
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes())
 def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     params: PerfParams, configuration: Sizes
@@ -145,7 +145,7 @@ def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     assert never == all_of_them
 
 
-@always(150)
+@always(100)
 @given(pipelines(), sizes())
 def test_more_samples_micro_batches_and_replicas_take_longer(
     params: PerfParams, configuration: Sizes
