@@ -18,6 +18,8 @@ from pipollux_perfmodel import (
     SchedHints,
     StageEvent,
     fit_perf_params,
+    perf_params_from_json,
+    perf_params_to_json,
 )
 
 from .checkpoint import State, load_state
@@ -69,7 +71,7 @@ class MetricsState(State):
             "samples": m.samples,
             "progress": m.progress,
             "noise": m.noise.to_json() if m.noise else None,
-            "perf_params": m.perf_params._asdict() if m.perf_params else None,
+            "perf_params": perf_params_to_json(m.perf_params) if m.perf_params else None,
             "profile": m.profile.to_json(),
         }
         fileobj.write(json.dumps(content).encode())
@@ -83,7 +85,7 @@ class MetricsState(State):
         if content["noise"]:
             m.noise = GradientNoiseScale.from_json(content["noise"])
         if content["perf_params"]:
-            m.perf_params = _perf_params(content["perf_params"])
+            m.perf_params = perf_params_from_json(content["perf_params"])
         m.profile.load_json(content["profile"])
 
 
@@ -339,8 +341,3 @@ class Metrics:
             goodput=goodput,
             efficiency=efficiency,
         )
-
-
-def _perf_params(content: dict[str, Any]) -> PerfParams:
-    values = {k: tuple(v) if isinstance(v, list) else float(v) for k, v in content.items()}
-    return PerfParams(**values)  # type: ignore[arg-type]  # the names are PerfParams' own

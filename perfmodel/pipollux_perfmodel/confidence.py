@@ -29,11 +29,9 @@ _REASONS = {
     "overlap": "one number of micro-batches and no stage times; taken to be an ideal pipeline",
     "gamma_c": "fewer than four micro-batch sizes; fixed and per-sample cost are taken to add",
     "contention": "one number of replicas per node; taken not to slow each other down",
-    "growth_n": "fewer than three numbers of replicas across nodes; taken to be logarithmic",
     "overhead": "one number of micro-batches, or too few sizes with it; taken to be in alpha_c",
     "two_node_penalty": "two nodes and more than two were not compared; taken to be alike",
 }
-_NO_GROWTH = "never more than two replicas across nodes; nothing grows that it could bend"
 # An outlier is off by this many times the usual error, and by at least this much.
 _OUTLIER_FACTOR = 6.0
 _LEAST_OUTLIER = 0.3
@@ -92,7 +90,7 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
     meaningless = {"overlap"} if shape.num_stages == 1 else set()
     if np.all(profile.num_microbatches == 1):
         meaningless.add("overhead")
-    reasons = _REASONS if told["beta_n"] else {**_REASONS, "growth_n": _NO_GROWTH}
+    reasons = {**_REASONS, "growth_n": _growth_reason(params, told)}
     assumed = tuple(
         Assumption(name, float(getattr(params, name)), reasons[name])
         for name in NAMES
@@ -107,6 +105,13 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
         assumed=assumed,
         outliers=tuple(np.flatnonzero(outlying).tolist()),
     )
+
+
+def _growth_reason(params: PerfParams, told: dict[str, bool]) -> str:
+    if not told["beta_n"]:
+        return "never more than two replicas across nodes; nothing grows that it could bend"
+    grown = "linear" if params.growth_n == 1 else "logarithmic"
+    return f"fewer than three numbers of replicas across nodes; taken to be {grown}"
 
 
 def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:

@@ -99,7 +99,7 @@ def test_the_example_is_explained_in_tables(repository: Path) -> None:
     for words in (
         "1 stage: parameters",
         "2 stages: parameters",
-        "ms/sample",
+        "s/sample",
         "assumed: ",
         "optimizer steps, one node",
         "Mean error",

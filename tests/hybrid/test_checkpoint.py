@@ -28,6 +28,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid import context as contexts
 from pipollux_hybrid.checkpoint import KEPT
+from pipollux_perfmodel import PerfParams
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -68,6 +69,16 @@ def test_saves_and_restores(directory: Path) -> None:
     number.value = 5
     save_all_states()
     assert restarted().value == 5
+
+
+def test_the_fitted_model_outlives_a_restart(directory: Path) -> None:
+    # With a field of every kind: numbers, shares, a mode.
+    fitted = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5, (0.1, 0.2), (0.3, 0.4), 0.5)
+    fitted = fitted._replace(checkpoint="except_last", overhead=0.002, shared_link=False)
+    contexts.context().metrics.perf_params = fitted
+    save_all_states()
+    contexts.reset()
+    assert contexts.context().metrics.perf_params == fitted
 
 
 def test_nothing_to_restore(directory: Path) -> None:
