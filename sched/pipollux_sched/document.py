@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from .user_text import read_user_text
+
 
 class SpecError(ValueError):
     """A description of a cluster or a job that cannot be used.
@@ -82,7 +84,7 @@ def read_document(path: str | Path, example: str) -> Document:
         SpecError: the file is missing, unreadable, empty, or not YAML.
     """
     path = Path(path)
-    text = _read_text(path)
+    text = read_user_text(path, SpecError)
     try:
         loader = _Loader(text)
         try:
@@ -106,17 +108,3 @@ def read_document(path: str | Path, example: str) -> Document:
     if root is None or data is None:
         raise SpecError(f"{path}: the file is empty; it must begin with '{example}'")
     return Document(path, data, root)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise SpecError(f"{path}: there is no such file{where}; check the path") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"{path}: not a text file: byte {error.start} is not UTF-8; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None

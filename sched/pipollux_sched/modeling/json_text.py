@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipollux_sched.user_text import not_text, read_user_text
+
 from .errors import ModelingError
 
 STANDARD_INPUT = "-"
@@ -46,20 +48,13 @@ def read_text(path: str | Path) -> tuple[str, str]:
     Raises:
         ModelingError: it is missing, cannot be read, or is not UTF-8.
     """
-    name = "<stdin>" if str(path) == STANDARD_INPUT else str(path)
+    if str(path) != STANDARD_INPUT:
+        return read_user_text(Path(path), ModelingError), str(path)
+    name = "<stdin>"
     try:
-        if name == "<stdin>":
-            return sys.stdin.buffer.read().decode("utf-8-sig"), name
-        return Path(path).read_text(encoding="utf-8-sig"), name
-    except FileNotFoundError:
-        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        raise ModelingError(f"{name}: there is no such file{where}; check the path") from None
+        return sys.stdin.buffer.read().decode("utf-8-sig"), name
     except UnicodeDecodeError as error:
-        raise ModelingError(
-            f"{name}: not a text file: byte {error.start} is not UTF-8; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise ModelingError(f"{name}: cannot be read: {error.strerror}") from None
+        raise ModelingError(not_text(name, error)) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
