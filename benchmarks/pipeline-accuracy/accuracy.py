@@ -107,7 +107,7 @@ def errors_of(split: Split, rows: Sequence[Row]) -> Errors:
     """Errors on what was not fitted (on everything where everything was), over all draws."""
     total = Errors([], [])
     for seed in range(split.num_draws):
-        chance = random.Random(seed)  # noqa: S311
+        chance = random.Random(seed)  # noqa: S311  # a draw that can be repeated, not a secret
         chosen = [split.fitted(row, chance) for row in rows]
         fitted = [row for row, yes in zip(rows, chosen, strict=True) if yes]
         others = [row for row, yes in zip(rows, chosen, strict=True) if not yes]

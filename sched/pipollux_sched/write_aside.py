@@ -31,7 +31,7 @@ def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
             file.flush()
             os.fsync(handle)
         Path(aside).replace(path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, leaves nothing behind
         Path(aside).unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)

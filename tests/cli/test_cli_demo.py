@@ -150,7 +150,7 @@ def test_missing_examples_and_a_busy_folder(run: Run, tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert "none/demo-cluster.yaml" in failed.stderr
     process = run.start()
-    run.wait_for("cluster", None)  # type: ignore[arg-type]
+    run.wait_for("cluster", None)
     second = subprocess.run(
         [*run._command], capture_output=True, text=True, timeout=60, check=False
     )

@@ -83,7 +83,7 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                failed, results[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301
+                failed, results[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301  # from a process that this test started
             except EOFError:
                 processes[rank].join(TIMEOUT)
                 code = processes[rank].exitcode
@@ -110,7 +110,7 @@ def _replica(
     torch.set_num_threads(1)
     try:
         result = (False, function(*args))
-    except Exception:
+    except Exception:  # sent to the test, which raises it
         result = (True, traceback.format_exc())
     destroy_process_group()
     # Plain pickling: multiprocessing's own would share tensors with a process that ends.

@@ -32,7 +32,7 @@ def fresh_context() -> Iterator[None]:
 def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
     module = module or make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return HybridParallel(module, optimizer, **options)  # type: ignore[arg-type]
+    return HybridParallel(module, optimizer, **options)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_loader() -> None:
     data = make_data("mlp", 10)
     for batch_size in (0, -1, 2.5, True):
         with pytest.raises(ConfigurationError, match=r"batch_size=.*at least 1"):
-            AdaptiveDataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
+            AdaptiveDataLoader(data, batch_size=batch_size)
     with pytest.raises(ConfigurationError, match=r"takes no sampler"):
         AdaptiveDataLoader(data, sampler=[1, 2])
     with pytest.raises(ConfigurationError, match=r"Stream has no length"):
@@ -123,7 +123,7 @@ def test_loader() -> None:
 def test_batch_size_limits(arguments: tuple[object, ...], message: str) -> None:
     loader = AdaptiveDataLoader(make_data("mlp", 10), batch_size=8)
     with pytest.raises(ConfigurationError, match=message):
-        loader.autoscale_batch_size(*arguments)  # type: ignore[arg-type]
+        loader.autoscale_batch_size(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_several_replicas_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def make_loader() -> AdaptiveDataLoader[object]:
-    return AdaptiveDataLoader(make_data("mlp", 4))  # type: ignore[arg-type]
+    return AdaptiveDataLoader(make_data("mlp", 4))
 
 
 def test_epochs() -> None:

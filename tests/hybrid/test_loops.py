@@ -40,7 +40,7 @@ def numbers(size: int = SIZE) -> TensorDataset:
 def taken(loader: AdaptiveDataLoader[object], most: int | None = None) -> list[int]:
     """What the loader gives, up to so many batches."""
     found: list[int] = []
-    for number, (batch,) in enumerate(loader):  # type: ignore[misc]
+    for number, (batch,) in enumerate(loader):
         found += batch.tolist()
         if number + 1 == most:
             break

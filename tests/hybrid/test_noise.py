@@ -84,7 +84,7 @@ def expected(parts: list[list[int]], num_microbatches: int) -> tuple[float, floa
     weights = torch.tensor(sizes, dtype=torch.float64) / 12
     mean = sum(w * g for w, g in zip(weights, gradients, strict=True))
     spread = float(sum(w * g.square().sum() for w, g in zip(weights, gradients, strict=True)))
-    count, total = len(sizes), float(mean.square().sum())  # type: ignore[union-attr]
+    count, total = len(sizes), float(mean.square().sum())
     sqr = (count * total - spread) / (count - 1)
     return sqr, (spread - total) * 12 / (count - 1) / 12
 

@@ -55,7 +55,7 @@ def test_each_sample_once_through_restarts(
 
 def _iteration(parts: object) -> list[object]:
     found = []
-    for part in parts:  # type: ignore[attr-defined]
+    for part in parts:
         found.append(part)
         if part.is_optimizer_step:
             break

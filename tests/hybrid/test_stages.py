@@ -27,12 +27,12 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         busy(seconds)
-        ctx.seconds = seconds  # type: ignore[attr-defined]
+        ctx.seconds = seconds
         return x * weight
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        busy(2 * ctx.seconds)  # type: ignore[attr-defined]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        busy(2 * ctx.seconds)
         return gradient, gradient.sum().reshape(1), None
 
 
@@ -45,7 +45,7 @@ class Work(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Work.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        result: Tensor = _Work.apply(x, self.weight, self.seconds)
         return result
 
 
@@ -67,7 +67,7 @@ def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int)
         handle = module[0].weight.register_post_accumulate_grad_hook(
             lambda _: timer.gradient_arrived(0)
         )
-        output.sum().backward()  # type: ignore[union-attr]
+        output.sum().backward()
         handle.remove()
         events = timer.stop()
         ends = [event.end for event in events]
@@ -123,7 +123,7 @@ def test_every_backward_of_a_first_stage_is_timed_to_its_end() -> None:
     timer = StageTimer(engine.stages, [torch.device("cpu")])
     timer.start(0)
     output = engine.run(torch.ones(4, 2), 4, training=True)
-    output.sum().backward()  # type: ignore[union-attr]
+    output.sum().backward()
     backward = [event for event in timer.stop() if event.phase == "backward"]
     assert sorted(event.microbatch for event in backward) == [0, 1, 2, 3]
     assert all(event.end - event.start >= 0.004 for event in backward)

@@ -29,7 +29,7 @@ def whole(step: int = 0) -> tuple[Tensor, Tensor]:
 def wrap(module: nn.Sequential, **options: object) -> tuple[HybridParallel, torch.optim.Optimizer]:
     init_process_group("gloo")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return HybridParallel(module, optimizer, **options), optimizer  # type: ignore[arg-type]
+    return HybridParallel(module, optimizer, **options), optimizer
 
 
 def change_microbatches(checkpoint: str) -> list[dict[str, Tensor]]:

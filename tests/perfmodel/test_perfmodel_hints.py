@@ -170,10 +170,10 @@ def test_what_cannot_be_believed_is_refused_by_name(change: dict[str, Any], mess
 
 def test_what_is_no_object_is_refused() -> None:
     with pytest.raises(HintsError, match="hints: the whole is 'nonsense'"):
-        SchedHints.from_json_object("nonsense")  # type: ignore[arg-type]
+        SchedHints.from_json_object("nonsense")
 
 
 def test_hints_do_not_change() -> None:
     hints = SchedHints(init_batch_size=32)
     with pytest.raises(ValidationError):
-        hints.init_batch_size = 64  # type: ignore[misc]
+        hints.init_batch_size = 64

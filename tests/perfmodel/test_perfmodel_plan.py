@@ -273,7 +273,7 @@ IDLE = LayerProfile.from_layers([Layer(0, 0, 0, 0)] * 2)
         (lambda: price_stages(PROFILE, [2, 0], BASE, checkpoint="never"), r"balance\[1\] is 0"),
         (lambda: price_stages(IDLE, [2], BASE, checkpoint="never"), "take no time at all"),
         (
-            lambda: price_stages(PROFILE, [2], BASE, checkpoint="no"),  # type: ignore[arg-type]
+            lambda: price_stages(PROFILE, [2], BASE, checkpoint="no"),
             "checkpoint is 'no'",
         ),
         (

@@ -143,14 +143,14 @@ def test_last_micro_batch_comes_back_first_by_gpipe_and_last_by_1f1b() -> None:
 
 
 def test_a_schedule_is_a_value() -> None:
-    schedule = Schedule("gpipe", [1.0, 2.0], [2.0, 3.0], 2)  # type: ignore[arg-type]
+    schedule = Schedule("gpipe", [1.0, 2.0], [2.0, 3.0], 2)
     same = Schedule("gpipe", (1.0, 2.0), (2.0, 3.0), 2, (2.0, 3.0), (0.0,))
     assert schedule == same
     assert hash(schedule) == hash(same)
     schedule.events.clear()
     assert schedule.events == gpipe_schedule([1.0, 2.0], [2.0, 3.0], 2)
     with pytest.raises(FrozenInstanceError):
-        schedule.num_microbatches = 3  # type: ignore[misc]
+        schedule.num_microbatches = 3
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])

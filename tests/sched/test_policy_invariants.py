@@ -141,9 +141,9 @@ def test_nothing_to_do() -> None:
 
 def test_numpys_global_generator_is_left_alone() -> None:
     np.random.seed(3)
-    before = np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    before = np.random.get_state()[1].copy()
     ask(random_case(5, max_nodes=3, max_jobs=3))
-    assert (np.random.get_state()[1] == before).all()  # type: ignore[index]
+    assert (np.random.get_state()[1] == before).all()
 
 
 def test_one_job_is_placed_on_the_first_node_with_room() -> None:
@@ -186,5 +186,5 @@ def test_a_job_out_of_bounds_is_named(change: dict[str, object], named: str) -> 
         "max_replicas": 4,
     }
     with pytest.raises(ValueError, match="must") as caught:
-        JobInfo(**{**fields, **change})  # type: ignore[arg-type]
+        JobInfo(**{**fields, **change})
     assert str(caught.value).startswith(named)

@@ -27,7 +27,7 @@ def test_rows_and_columns_follow_their_jobs_and_nodes() -> None:
         ]
     )
     new = cluster("ac", "y")
-    assert carry_over(states, old, new).tolist() == [  # type: ignore[arg-type]
+    assert carry_over(states, old, new).tolist() == [
         [[2, 3], [0, 0]],
         [[1, 0], [0, 0]],
     ]
@@ -36,12 +36,12 @@ def test_rows_and_columns_follow_their_jobs_and_nodes() -> None:
 def test_a_node_that_comes_takes_over_a_template() -> None:
     old, new = cluster("a", "x"), cluster("a", "xz")
     states = np.array([[[1, 7]]])
-    assert carry_over(states, old, new).tolist() == [[[1, 7, 0, 0]]]  # type: ignore[arg-type]
+    assert carry_over(states, old, new).tolist() == [[[1, 7, 0, 0]]]
 
 
 def test_nothing_in_common() -> None:
     states = np.array([[[1, 7]]])
-    carried = carry_over(states, cluster("a", "x"), cluster("b", "xy"))  # type: ignore[arg-type]
+    carried = carry_over(states, cluster("a", "x"), cluster("b", "xy"))
     assert carried.tolist() == [[[0, 0, 0, 0]]]
 
 

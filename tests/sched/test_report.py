@@ -86,7 +86,7 @@ def test_ids_are_unique(html: str) -> None:
 def test_gantt_draws_each_replica_as_one_block_inside_its_node(html: str) -> None:
     gantt = pictures(html)["gantt"]
     blocks = with_class(gantt, "rect", "block")
-    tips = [(b.find("title").text or "") for b in blocks]  # type: ignore[union-attr]
+    tips = [(b.find("title").text or "") for b in blocks]
     assert sum("char-lm, generation 1 on node-0, 1 replica, 2 stages" in t for t in tips) == 1
     assert sum("char-lm, generation 2 on node-0, 2 replicas, 2 stages" in t for t in tips) == 1
     assert sum("char-lm, generation 2 on node-1, 2 replicas, 2 stages" in t for t in tips) == 1
@@ -329,7 +329,7 @@ def test_labels_over_the_chart_never_cross() -> None:
     """Lanes against their definition, on rows of flags placed at random."""
     import random
 
-    rnd = random.Random(3)  # noqa: S311
+    rnd = random.Random(3)  # noqa: S311  # chance for a test's data, not a secret
     for _ in range(200):
         places = [(rnd.uniform(100, 980), rnd.uniform(40, 200)) for _ in range(rnd.randint(1, 9))]
         flags = lanes(places, 1000.0)

@@ -256,7 +256,7 @@ def test_a_job_sent_as_json_is_complained_about_by_field() -> None:
 
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        JobSpec(name="a", script="x").name = "b"  # type: ignore[misc]
+        JobSpec(name="a", script="x").name = "b"
 
 
 @pytest.mark.parametrize(

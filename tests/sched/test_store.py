@@ -190,7 +190,7 @@ def test_many_threads(store: Store) -> None:
             for step in range(20):
                 store.add_report(name, 1, [point(step), point(step)])
                 assert len(store.events(job=name, types=["progress"])) % 2 == 0
-        except BaseException as error:
+        except BaseException as error:  # handed to the test, whatever it is
             failures.append(error)
 
     threads = [threading.Thread(target=report, args=(name,)) for name in names]

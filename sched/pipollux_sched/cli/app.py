@@ -133,7 +133,7 @@ def _run(args: Sequence[str] | None) -> int:
         # The reader, say `head`, has what it wanted; nobody is left to be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:
+    except Exception as error:  # told in a sentence where it is known, else raised
         return _known_error(error, sys.argv[1:] if args is None else args)
     return code if isinstance(code, int) else 0
 
