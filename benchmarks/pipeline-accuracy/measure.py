@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import parallel
+from pipollux_hybrid import engine, noise_meter, parallel
 from pipollux_hybrid.context import context
 
 TOKENS, WIDTH, CLASSES = 12, 128, 32
 HIDDEN = (2, 4, 4, 2, 3, 3, 2, 4)  # of WIDTH, one per block: layers are not alike
 ITERATIONS = ((0, 4), (1, 2), (2, 1))  # (accumulation steps, iterations) of a configuration's turn
-SETTLED = parallel.MEASURED_AT_FIRST + 2  # iterations before the noise is measured now and then
+SETTLED = noise_meter.MEASURED_AT_FIRST + 2  # iterations before the noise is measured now and then
 TIMED_EVERY = 5  # iterations from one timing of stages to the next; 10 in a job
 # Seconds of an iteration, loader included, by (M, atomic batch size) and accumulation steps.
 Walls = dict[tuple[int, int], dict[int, list[float]]]
@@ -119,7 +119,7 @@ class Steps:
                 "step": step,
                 "sync": sync,
                 "optimizer": optimizer,
-                "noise": number % parallel.MEASURED_EVERY == 0,
+                "noise": number % noise_meter.MEASURED_EVERY == 0,
                 "timed": self._timed,
             }
         )
@@ -348,7 +348,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", default=[1, 2, 4, 8], help="M", **numbers)
     parser.add_argument("--micro-bsz", default=[4, 8, 16, 32], help="b", **numbers)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--checkpoint", choices=parallel.CHECKPOINT_MODES, default="except_last")
+    parser.add_argument("--checkpoint", choices=engine.CHECKPOINT_MODES, default="except_last")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--output", type=Path, default=Path("rows.jsonl"))
     parser.add_argument("--quick", action="store_true", help="one round of a small grid")

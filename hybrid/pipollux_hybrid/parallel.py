@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from pipollux_perfmodel.params import Checkpoint
 
+from .arguments import as_tensor, batch_size_of, check_arguments
 from .balance import choose_balance, choose_devices
 from .checkpoint import load_state
 from .context import JobContext, context
-from .engine import CHECKPOINT_MODES, PipelineEngine, Tensors, microbatch_sizes
+from .engine import PipelineEngine, Tensors, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
-from .noise import GradientNoiseScale, norm_sqr
+from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
 from .scaling import ScalingRule, default_rule
 from .stagetimer import StageTimer, stage_times
@@ -28,10 +29,6 @@ __all__ = ["HybridParallel"]
 
 TIMED_EVERY = 10
 """Every so many iterations the stages of one backward are timed."""
-MEASURED_AT_FIRST = 50
-MEASURED_EVERY = 4
-"""The gradient's noise is measured in the first iterations of a run, and then every so many: it
-changes slowly, and the hooks that measure it cost time at every gradient."""
 
 
 class HybridParallel(nn.Module):
@@ -86,7 +83,7 @@ class HybridParallel(nn.Module):
     ) -> None:
         super().__init__()
         ctx = context()
-        _check_arguments(module, optimizer, checkpoint)
+        check_arguments(module, optimizer, checkpoint)
         self._context = ctx
         self.module = module
         _broadcast(ctx, module)
@@ -102,9 +99,7 @@ class HybridParallel(nn.Module):
         self._complete = True
         self._no_sync = False
         self._result: SyncResult | None = None
-        self._previous_gradient: tuple[list[Tensor | None], float, int] | None = None
         self._countdown = 1
-        self._steps = 0
         self._timer = StageTimer(self._engine.stages, chosen)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
@@ -119,6 +114,7 @@ class HybridParallel(nn.Module):
             factor=self._rate_factor,
             on_step=self._stepped,
         )
+        self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         ctx.metrics.num_stages = len(balance)
         load_state(ModelState(module, optimizer, lr_scheduler))
 
@@ -160,7 +156,7 @@ class HybridParallel(nn.Module):
             What the module returns, on :attr:`output_device`.
         """
         batch = self._on_first_device(inputs)
-        size = _batch_size(batch)
+        size = batch_size_of(batch)
         sizes = microbatch_sizes(size, self.num_microbatches)
         learns = self.training and torch.is_grad_enabled()
         if learns:
@@ -204,7 +200,7 @@ class HybridParallel(nn.Module):
             counted=micro_step is None or micro_step.num_samples > 0,
             synchronize=ends,
             weighted=micro_step is not None,
-            measured=self._measures_noise(),
+            measured=self._noise.wanted(),
         )
         if ends:
             self._countdown -= 1
@@ -221,79 +217,14 @@ class HybridParallel(nn.Module):
         self._result = result
         if self._timer.running:
             self._report_stages()
-        if self._measures_noise():
-            self._measure_noise(result)
-
-    def _measures_noise(self) -> bool:
-        """Whether this iteration measures the noise; comparing successive steps takes all."""
-        noise = self._context.metrics.noise
-        step = self._steps
-        often = noise is None or noise.differenced or noise.grad_params is None
-        return often or step < MEASURED_AT_FIRST or step % MEASURED_EVERY == 0
+        if self._noise.wanted():
+            self._noise.measure(result)
 
     def _report_stages(self) -> None:
         events = self._timer.stop()
         if events and self._context.micro_step is not None:
             count = max(event.microbatch for event in events) + 1
             self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
-
-    def _measure_noise(self, result: SyncResult) -> None:
-        metrics = self._context.metrics
-        if metrics.noise is None:
-            limits = metrics.limits
-            metrics.noise = GradientNoiseScale(
-                limits.init_batch_size if limits else max(result.batch_size, 1)
-            )
-        if self._context.micro_step is None:
-            return  # gradients summed by hand: their weights are not known
-        gradients = [p.grad for p in self._trainable()]
-        total_sqr = self._norm_sqr(gradients)
-        if result.num_estimates > 1:
-            self._previous_gradient = None
-            metrics.noise.update(
-                total_sqr=total_sqr,
-                estimate_sqr=result.estimate_sqr,
-                num_estimates=result.num_estimates,
-                batch_size=result.batch_size,
-            )
-        elif metrics.noise.differenced or metrics.noise.grad_params is None:
-            self._difference(metrics.noise, gradients, total_sqr, result.batch_size)
-
-    def _difference(
-        self,
-        noise: GradientNoiseScale,
-        gradients: list[Tensor | None],
-        total_sqr: float,
-        batch_size: int,
-    ) -> None:
-        """Take this step and the one before as two estimates: there is no second one in a step."""
-        if self._previous_gradient is not None:
-            before, before_sqr, before_size = self._previous_gradient
-            both = batch_size + before_size
-            mean = [
-                a if b is None else b if a is None else (a * batch_size + b * before_size) / both
-                for a, b in zip(gradients, before, strict=True)
-            ]
-            noise.update(
-                total_sqr=self._norm_sqr(mean),
-                estimate_sqr=(total_sqr * batch_size + before_sqr * before_size) / both,
-                num_estimates=2,
-                batch_size=both,
-                differenced=True,
-            )
-        copies = [None if g is None else g.detach().clone() for g in gradients]
-        self._previous_gradient = (copies, total_sqr, batch_size)
-
-    def _norm_sqr(self, gradients: list[Tensor | None]) -> float:
-        """|G|² over all stages, in the optimizer's geometry."""
-        return sum(
-            float(norm_sqr(gradient, self._optimizer.preconditioner(parameter)))
-            for parameter, gradient in zip(self._trainable(), gradients, strict=True)
-            if gradient is not None
-        )
-
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad]
 
     def _rate_factor(self) -> float:
         scale, noise = self._context.scale, self._context.metrics.noise
@@ -302,7 +233,7 @@ class HybridParallel(nn.Module):
         return self._rule.factor(scale, noise.gain(scale))
 
     def _stepped(self) -> None:
-        self._steps += 1
+        self._noise.stepped()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
 
@@ -314,56 +245,8 @@ class HybridParallel(nn.Module):
         batch = inputs[0] if len(inputs) == 1 else inputs
         device = self._engine.devices[0]
         if isinstance(batch, tuple):
-            return tuple(_tensor(x).to(device, non_blocking=True) for x in batch)
-        return _tensor(batch).to(device, non_blocking=True)
-
-
-def _tensor(value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ConfigurationError(
-            f"the model got a {type(value).__name__}: pipelines take a tensor or a tuple of tensors"
-        )
-    return value
-
-
-def _batch_size(batch: Tensors) -> int:
-    tensors = batch if isinstance(batch, tuple) else (batch,)
-    if any(tensor.dim() == 0 for tensor in tensors) or not tensors:
-        raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
-    sizes = {tensor.shape[0] for tensor in tensors}
-    if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ConfigurationError(
-            f"the inputs have batch dimensions of different size ({shapes}): the pipeline cuts all "
-            "of them along dimension 0"
-        )
-    size = sizes.pop()
-    if size == 0:
-        raise ConfigurationError("the model got an empty batch: at least one sample is needed")
-    return size
-
-
-def _check_arguments(
-    module: nn.Sequential, optimizer: torch.optim.Optimizer, checkpoint: str
-) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise ConfigurationError(
-            f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
-            "cut from its layers"
-        )
-    if len(module) == 0:
-        raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
-    if checkpoint not in CHECKPOINT_MODES:
-        allowed = ", ".join(map(repr, CHECKPOINT_MODES))
-        raise ConfigurationError(f"checkpoint={checkpoint!r}: {allowed} are allowed")
-    known = {id(parameter) for parameter in module.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ConfigurationError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
-                    "not in module: make it from module.parameters()"
-                )
+            return tuple(as_tensor(x).to(device, non_blocking=True) for x in batch)
+        return as_tensor(batch).to(device, non_blocking=True)
 
 
 def _broadcast(ctx: JobContext, module: nn.Module) -> None:

@@ -1,0 +1,74 @@
+"""What a model may be wrapped with and called with; everything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .engine import CHECKPOINT_MODES, Tensors
+from .errors import ConfigurationError
+
+__all__ = ["as_tensor", "batch_size_of", "check_arguments"]
+
+
+def as_tensor(value: object) -> Tensor:
+    """The value itself, if it is a tensor.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise ConfigurationError(
+            f"the model got a {type(value).__name__}: pipelines take a tensor or a tuple of tensors"
+        )
+    return value
+
+
+def batch_size_of(batch: Tensors) -> int:
+    """Samples of a batch: the size of dimension 0 of every tensor in it.
+
+    Raises:
+        ConfigurationError: There is none, or the sizes differ.
+    """
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    if any(tensor.dim() == 0 for tensor in tensors) or not tensors:
+        raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigurationError(
+            f"the inputs have batch dimensions of different size ({shapes}): the pipeline cuts all "
+            "of them along dimension 0"
+        )
+    size = sizes.pop()
+    if size == 0:
+        raise ConfigurationError("the model got an empty batch: at least one sample is needed")
+    return size
+
+
+def check_arguments(
+    module: nn.Sequential, optimizer: torch.optim.Optimizer, checkpoint: str
+) -> None:
+    """Refuse what cannot be trained as a pipeline.
+
+    Raises:
+        ConfigurationError: Names the argument, its value and what is allowed.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ConfigurationError(
+            f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
+            "cut from its layers"
+        )
+    if len(module) == 0:
+        raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
+    if checkpoint not in CHECKPOINT_MODES:
+        allowed = ", ".join(map(repr, CHECKPOINT_MODES))
+        raise ConfigurationError(f"checkpoint={checkpoint!r}: {allowed} are allowed")
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigurationError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not in module: make it from module.parameters()"
+                )
