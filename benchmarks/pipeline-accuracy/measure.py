@@ -112,7 +112,7 @@ class Steps:
     def _step(self, configuration: Any, step: float, sync: float, *, optimizer: bool) -> None:
         self._add_step(configuration, step, sync, optimizer=optimizer)
         # The model counts an optimizer step before it is handed over here.
-        number = self._model._steps - optimizer
+        number = self._model._noise._steps - optimizer
         self.steps[configuration.num_microbatches, configuration.atomic_bsz].append(
             {
                 "accum_steps": self.accum_steps,
