@@ -18,6 +18,7 @@ from .process_group import (
 )
 from .report import report
 from .scaling import AdamScale, AdaScale, LinearScale, ScalingRule, SquareRootScale
+from .skip import Namespace, pop, skippable, stash
 
 __all__ = [
     "AdaScale",
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigurationError",
     "HybridParallel",
     "LinearScale",
+    "Namespace",
     "PipolluxError",
     "ScalingRule",
     "SquareRootScale",
@@ -37,8 +39,11 @@ __all__ = [
     "init_process_group",
     "load_state",
     "num_replicas",
+    "pop",
     "remaining_epochs_until",
     "replica_rank",
     "report",
     "save_all_states",
+    "skippable",
+    "stash",
 ]

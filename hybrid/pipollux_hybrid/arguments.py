@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .engine import CHECKPOINT_MODES, Tensors
+from .engine import CHECKPOINT_MODES
 from .errors import ConfigurationError
+from .nest import Nest, tensors_of
 
-__all__ = ["as_tensor", "batch_size_of", "check_arguments"]
-
-
-def as_tensor(value: object) -> Tensor:
-    """The value itself, if it is a tensor.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
-    if not isinstance(value, Tensor):
-        raise ConfigurationError(
-            f"the model got a {type(value).__name__}: pipelines take a tensor or a tuple of tensors"
-        )
-    return value
+__all__ = ["batch_size_of", "check_arguments"]
 
 
-def batch_size_of(batch: Tensors) -> int:
+def batch_size_of(batch: Nest) -> int:
     """Samples of a batch: the size of dimension 0 of every tensor in it.
 
     Raises:
-        ConfigurationError: There is none, or the sizes differ.
+        ConfigurationError: There is no tensor, or the sizes differ.
     """
-    tensors = batch if isinstance(batch, tuple) else (batch,)
-    if any(tensor.dim() == 0 for tensor in tensors) or not tensors:
+    tensors = tensors_of(batch)
+    if not tensors:
+        raise ConfigurationError(
+            f"the model got a {type(batch).__name__} without a tensor in it: a batch is a tensor, "
+            "or tuples, lists and dicts of tensors"
+        )
+    if any(tensor.dim() == 0 for tensor in tensors):
         raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1:
@@ -58,6 +51,16 @@ def check_arguments(
         raise ConfigurationError(
             f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
             "cut from its layers"
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise ConfigurationError(
+            f"module is a {type(module).__name__} with a forward of its own, which stages would "
+            "not run: move what it does into layers of a plain nn.Sequential"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ConfigurationError(
+            "module has hooks, which would never be called as stages run its layers one by one: "
+            "register them on the layers"
         )
     if len(module) == 0:
         raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")

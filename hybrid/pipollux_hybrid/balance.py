@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from pipollux_perfmodel import partition
 
 from .context import JobContext
-from .engine import Tensors
 from .env import JobEnvironment
 from .errors import ConfigurationError
 
 __all__ = ["choose_balance", "choose_devices", "layer_times"]
 
+Tensors = Tensor | tuple[Tensor, ...]
 REPETITIONS = 7
 
 

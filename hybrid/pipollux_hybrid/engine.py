@@ -1,25 +1,33 @@
-"""The pipeline of one replica: torchgpipe, with its micro-batches free to change.
+"""The pipeline of one replica: GPipe over the devices of a process.
 
-torchgpipe splits the batch, runs the stages as in GPipe (Huang et al., 2019; Kim et al., 2020) and
-recomputes activations. Two of its assumptions do not hold here and are lifted: it caches its
-copy streams at the first forward, so the number of micro-batches could not grow; and it counts the
-micro-batches that were asked for, where a short batch has fewer.
+torchgpipe (Kim et al., 2020) has the schedule, the copies and the threads; what is missing there
+for batches that change from step to step is here and in the modules beside it: micro-batches are
+counted as they are (:mod:`.pipeline`), recomputation sees what surrounded the forward
+(:mod:`.outer`, :mod:`.recompute`), layers may pass any nest of tensors (:mod:`.nest`), stages leave
+their inputs alone and name what fails (:mod:`.stage`), and skip connections (:mod:`.skip`) and
+batch normalisation (:mod:`.batchnorm`) do what they do in the plain model.
 """
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import Tensor, nn
-from torchgpipe import GPipe
+from torch import nn
+from torchgpipe.stream import AbstractStream, new_stream
 
 from .errors import ConfigurationError
+from .nest import Nest, cut, join
+from .outer import OuterContexts
+from .pipeline import PipelineRun
+from .recompute import make_phonies
+from .skip import layout_of
+from .stage import Stage
 
-__all__ = ["CHECKPOINT_MODES", "PipelineEngine", "Tensors", "microbatch_sizes"]
+__all__ = ["CHECKPOINT_MODES", "PipelineEngine", "microbatch_sizes"]
 
-Tensors = Tensor | tuple[Tensor, ...]
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
@@ -32,6 +40,9 @@ class PipelineEngine:
         devices: One device per stage.
         checkpoint: When activations are recomputed: ``"always"``, ``"except_last"`` (all
             micro-batches but the last) or ``"never"``.
+
+    Raises:
+        ConfigurationError: The module cannot be cut like that.
     """
 
     def __init__(
@@ -41,24 +52,14 @@ class PipelineEngine:
         devices: Sequence[torch.device],
         checkpoint: str,
     ) -> None:
-        try:
-            self._gpipe = GPipe(
-                module, list(balance), devices=list(devices), chunks=1, checkpoint=checkpoint
-            )
-        except (ValueError, TypeError) as error:
-            # The first line is the finding; the rest recommends tools that are not used here.
-            raise ConfigurationError(str(error).splitlines()[0]) from error
         self.checkpoint = checkpoint
-
-    @property
-    def stages(self) -> list[nn.Sequential]:
-        """The layers of each stage."""
-        return cast("list[nn.Sequential]", list(self._gpipe.partitions))
-
-    @property
-    def devices(self) -> list[torch.device]:
+        self.devices = [_with_index(device) for device in devices]
         """The device of each stage."""
-        return list(self._gpipe.devices)
+        _prepare_devices(self.devices)
+        self.stages = _cut_stages(module, balance, self.devices)
+        """The layers of each stage."""
+        self._layout = layout_of(module, self.stages)
+        self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
         """How many of the micro-batches are recomputed in the backward."""
@@ -66,21 +67,33 @@ class PipelineEngine:
             return 0
         return num_microbatches - (self.checkpoint == "except_last")
 
-    def run(self, inputs: Tensors, num_microbatches: int, *, training: bool) -> Tensors:
-        """Forward of one batch, in as many micro-batches as were counted for it.
+    def run(self, inputs: Nest, sizes: Sequence[int], *, training: bool) -> Nest:
+        """Forward of one batch.
 
         Args:
-            inputs: Tensor or tensors of shape [batch, …].
-            num_microbatches: Actual number, ``len(microbatch_sizes(…))``.
-            training: Whether the layers are in training mode.
+            inputs: Nest of tensors of shape [batch, …], on the first device.
+            sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
+            training: Whether activations may be recomputed; only with gradients they are.
+
+        Returns:
+            The nest that the last layer gives, of the whole batch, on the last device.
         """
-        gpipe = self._gpipe
-        gpipe.training = training
-        gpipe.chunks = num_microbatches
-        streams = gpipe._copy_streams
-        if streams and len(streams[0]) < num_microbatches:
-            streams.clear()  # torchgpipe makes them anew, as many as there are chunks
-        return cast("Tensors", gpipe(inputs))
+        recomputes = training and torch.is_grad_enabled()
+        run = PipelineRun(
+            self.stages,
+            cut(inputs, sizes),
+            self.checkpointed(len(sizes), training=recomputes),
+            self._streams(len(sizes)),
+            self._layout,
+            OuterContexts.capture(device.type for device in self.devices),
+        )
+        return join(run.forward(), sizes)
+
+    def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
+        """A stream for the copies of each micro-batch to each stage; kept, as they cost memory."""
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams += [new_stream(device) for _ in range(num_microbatches - len(streams))]
+        return self._copy_streams
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
@@ -93,3 +106,43 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
     size = -(-batch_size // num_microbatches)
     full, rest = divmod(batch_size, size)
     return [size] * full + ([rest] if rest else [])
+
+
+def _cut_stages(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[Stage]:
+    layers = list(module._modules.items())
+    _check_distinct(layers)
+    ends = list(itertools.accumulate(balance))
+    stages = []
+    for k, (end, count, device) in enumerate(zip(ends, balance, devices, strict=True)):
+        chosen = {name: layer for name, layer in layers[end - count : end] if layer is not None}
+        stages.append(Stage(chosen, k, device).to(device))
+    return stages
+
+
+def _check_distinct(layers: Sequence[tuple[str, nn.Module | None]]) -> None:
+    first: dict[int, str] = {}
+    for name, layer in layers:
+        before = first.setdefault(id(layer), name)
+        if before != name:
+            raise ConfigurationError(
+                f"layers {before!r} and {name!r} of the module are one and the same object: a "
+                "layer belongs to one stage; make a layer of its own for each place, or one "
+                "layer that applies it twice"
+            )
+
+
+def _prepare_devices(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        make_phonies(device)
+    with warnings.catch_warnings():
+        # torchgpipe's copies between GPUs use typed storages, of which torch warns once a process.
+        warnings.simplefilter("ignore")
+        torch.empty(0).storage()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -8,17 +8,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipollux_perfmodel.params import Checkpoint
 
-from .arguments import as_tensor, batch_size_of, check_arguments
+from .arguments import batch_size_of, check_arguments
 from .balance import choose_balance, choose_devices
+from .batchnorm import commit_statistics, defer_statistics, drop_statistics
 from .checkpoint import load_state
 from .context import JobContext, context
-from .engine import PipelineEngine, Tensors, microbatch_sizes
+from .engine import PipelineEngine, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
+from .nest import Nest, map_tensors, tensors_of
 from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
 from .scaling import ScalingRule, default_rule
@@ -77,7 +79,7 @@ class HybridParallel(nn.Module):
         num_microbatches: int = 1,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
-        sample: Tensors | None = None,
+        sample: Nest | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class HybridParallel(nn.Module):
         check_arguments(module, optimizer, checkpoint)
         self._context = ctx
         self.module = module
+        self._deferred = defer_statistics(module)
         _broadcast(ctx, module)
         balance = choose_balance(ctx, module, num_stages, balance, sample)
         chosen = choose_devices(ctx.env, len(balance), devices)
@@ -146,24 +149,30 @@ class HybridParallel(nn.Module):
             )
         self._context.num_microbatches = value
 
-    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensors:
+    def forward(self, *inputs: Nest) -> Nest:
         """Run a batch through the pipeline.
 
         Args:
-            *inputs: One tensor or tuple of tensors, or several tensors, each of shape [batch, …].
+            *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
+                several arguments reach the first layer as a tuple.
 
         Returns:
             What the module returns, on :attr:`output_device`.
         """
-        batch = self._on_first_device(inputs)
-        size = batch_size_of(batch)
-        sizes = microbatch_sizes(size, self.num_microbatches)
+        batch = inputs[0] if len(inputs) == 1 else inputs
+        sizes = microbatch_sizes(batch_size_of(batch), self.num_microbatches)
+        batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         learns = self.training and torch.is_grad_enabled()
         if learns:
             self._prepare(sizes)
-        output = self._engine.run(batch, len(sizes), training=self.training)
+        output = self._engine.run(batch, sizes, training=self.training)
+        if not torch.is_grad_enabled():
+            # No backward will end this iteration; the replicas agree again at the next that has.
+            commit_statistics(self._deferred, lambda _: None)
+        elif self._context.micro_step is not None and not self._context.micro_step.num_samples:
+            drop_statistics(self._deferred)  # of a batch that only keeps step with its peers
         if learns:
-            for tensor in output if isinstance(output, tuple) else (output,):
+            for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._synchronizer.start_backward)
         return output
@@ -210,6 +219,8 @@ class HybridParallel(nn.Module):
 
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
+        if result is not None:
+            commit_statistics(self._deferred, _all_reduce_sum)
         self._context.metrics.note_backward(result.sync_time if result else 0.0)
         if result is None:
             self._optimizer.keep_gradients()
@@ -241,13 +252,6 @@ class HybridParallel(nn.Module):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return [(names[parameter], parameter) for parameter in stage.parameters()]
 
-    def _on_first_device(self, inputs: tuple[Tensor | tuple[Tensor, ...], ...]) -> Tensors:
-        batch = inputs[0] if len(inputs) == 1 else inputs
-        device = self._engine.devices[0]
-        if isinstance(batch, tuple):
-            return tuple(as_tensor(x).to(device, non_blocking=True) for x in batch)
-        return as_tensor(batch).to(device, non_blocking=True)
-
 
 def _broadcast(ctx: JobContext, module: nn.Module) -> None:
     """All replicas begin with rank 0's parameters and buffers."""
@@ -260,3 +264,8 @@ def _broadcast(ctx: JobContext, module: nn.Module) -> None:
         carried = tensor.detach().to(carrier)
         dist.broadcast(carried, src=0)
         tensor.data.copy_(carried)
+
+
+def _all_reduce_sum(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors if dist.is_initialized() else []:
+        dist.all_reduce(tensor)

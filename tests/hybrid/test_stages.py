@@ -63,7 +63,7 @@ def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int)
     forward, backward = [math.inf] * 2, [math.inf] * 2
     for _ in range(3):  # the best of three, as neighbours may take the processor away
         timer.start(num_recomputed)
-        output = engine.run(torch.ones(3, 2), 3, training=True)
+        output = engine.run(torch.ones(3, 2), [1, 1, 1], training=True)
         handle = module[0].weight.register_post_accumulate_grad_hook(
             lambda _: timer.gradient_arrived(0)
         )
@@ -111,7 +111,7 @@ def test_micro_batches_may_grow_on_a_live_pipeline() -> None:
     engine = PipelineEngine(module, [4, 5], [torch.device("cpu")] * 2, "always")
     inputs = torch.randn(8, 6, dtype=torch.float64)
     for num_microbatches in (1, 2, 8, 4):
-        output = engine.run(inputs, num_microbatches, training=True)
+        output = engine.run(inputs, microbatch_sizes(8, num_microbatches), training=True)
         assert isinstance(output, Tensor)
         output.sum().backward()
 
@@ -122,7 +122,7 @@ def test_every_backward_of_a_first_stage_is_timed_to_its_end() -> None:
     engine = PipelineEngine(module, [1], [torch.device("cpu")], "never")
     timer = StageTimer(engine.stages, [torch.device("cpu")])
     timer.start(0)
-    output = engine.run(torch.ones(4, 2), 4, training=True)
+    output = engine.run(torch.ones(4, 2), [1] * 4, training=True)
     output.sum().backward()
     backward = [event for event in timer.stop() if event.phase == "backward"]
     assert sorted(event.microbatch for event in backward) == [0, 1, 2, 3]

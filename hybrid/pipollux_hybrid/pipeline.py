@@ -1,0 +1,246 @@
+"""One forward of a batch through the stages, in GPipe's order.
+
+The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
+micro-batch i is in stage j at tick i + j. What a stage computes is prepared here, so that whatever
+nest of tensors a layer gives reaches the next stage: tensors of floating point type go through
+torchgpipe's copies, which gradients follow back; all else goes beside them.
+
+::
+
+    tick      0      1      2      3
+    stage 0  (0,0)  (1,0)  (2,0)
+    stage 1         (0,1)  (1,1)  (2,1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.microbatch import Batch
+from torchgpipe.pipeline import Pipeline, clock_cycles, wait
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import use_skip_tracker
+from torchgpipe.stream import AbstractStream, current_stream, use_device
+from torchgpipe.worker import Task, spawn_workers
+
+from .errors import ConfigurationError
+from .nest import Nest, Structure, flatten, unflatten
+from .outer import OuterContexts
+from .recompute import Recomputation
+from .skip import SkipTracker
+from .stage import Stage
+from .transfer import Parcel
+
+__all__ = ["Boundary", "PipelineRun"]
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What one micro-batch takes from stage to stage, apart from what gradients follow."""
+
+    structure: Structure
+    parcels: dict[int, Parcel]
+    """By place among the leaves: tensors of other types, and plain values."""
+    places: tuple[int, ...]
+    """Where among the leaves the tensors of floating point type belong."""
+
+    @classmethod
+    def of(cls, value: Nest, what: str) -> Boundary:
+        """Take a nest apart.
+
+        Raises:
+            ConfigurationError: It holds something that no pipeline carries.
+        """
+        leaves, structure = flatten(value, what)
+        floating = [n for n, leaf in enumerate(leaves) if _floating(leaf)]
+        # The first tensor carries the order of the backward, so it should be one that has one.
+        floating.sort(key=lambda n: not leaves[n].requires_grad)
+        rest = {n: Parcel.of(leaf) for n, leaf in enumerate(leaves) if n not in floating}
+        return cls(structure, rest, tuple(floating))
+
+    def floating(self, value: Nest, device: torch.device, what: str) -> Tensors:
+        """The tensors of a nest that gradients follow; an empty one if there are none.
+
+        Raises:
+            ConfigurationError: The nest is not like the one that this boundary was made of.
+        """
+        leaves, structure = flatten(value, what)
+        if structure != self.structure:
+            raise ConfigurationError(
+                f"{what} is {structure} when recomputed and was {self.structure} at first: layers "
+                "must do the same both times (torchgpipe.is_recomputing() tells them apart)"
+            )
+        return tuple(leaves[n] for n in self.places) or (torch.empty(0, device=device),)
+
+    def restore(self, tensors: Tensors, device: torch.device) -> Nest:
+        """The nest again, all of it on a device."""
+        leaves: list[Any] = [None] * (len(self.places) + len(self.parcels))
+        for n, tensor in zip(self.places, tensors, strict=False):  # without places: one for none
+            leaves[n] = tensor
+        for n, parcel in self.parcels.items():
+            leaves[n] = parcel.open(device)
+        return unflatten(leaves, self.structure)
+
+
+class StageCall:
+    """What a stage does with one micro-batch, the first time and when recomputed.
+
+    Knows nothing of the run that it belongs to: the graph holds on to it, and the run to the graph.
+    """
+
+    def __init__(self, stage: Stage, entering: Boundary, tracker: SkipTracker) -> None:
+        self._stage = stage
+        self._entering = entering
+        self._tracker = tracker
+        self.leaving: Boundary | None = None
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        """From the stage's input to its output."""
+        stage = self._stage
+        value = self._entering.restore(tensors, stage.device)
+        with use_skip_tracker(self._tracker):
+            output = stage(value)
+        what = f"the output of stage {stage.index}, layer {list(stage._modules)[-1]!r},"
+        if not is_recomputing():
+            self.leaving = Boundary.of(output, what)
+        assert self.leaving is not None  # noqa: S101  # the first time comes first
+        return self.leaving.floating(output, stage.device, what)
+
+
+class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
+    """A SystemExit or KeyboardInterrupt of a layer, on its way out of a worker thread.
+
+    torchgpipe's workers catch exceptions only; anything else ends them, and the script waits.
+    """
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class PipelineRun(Pipeline):
+    """Runs micro-batches through stages.
+
+    Args:
+        stages: The stages, each on its device.
+        microbatches: Nests of tensors of shape [micro-batch, …], on the first device.
+        num_recomputed: How many of them, counted from the first, are recomputed in the backward.
+        copy_streams: Per stage and micro-batch, the stream that copies run in.
+        layout: Where stashed tensors go.
+        outer: What surrounds the forward in the script.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[Nest],
+        num_recomputed: int,
+        copy_streams: list[list[AbstractStream]],
+        layout: SkipLayout,
+        outer: OuterContexts,
+    ) -> None:
+        devices = [stage.device for stage in stages]
+        what = "the input of the model"
+        self._boundaries = [Boundary.of(value, what) for value in microbatches]
+        batches = [
+            Batch(boundary.floating(value, devices[0], what))
+            for boundary, value in zip(self._boundaries, microbatches, strict=True)
+        ]
+        super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
+        self._stages = list(stages)
+        self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
+        self._outer = outer
+        self._streams = [current_stream(device) for device in devices]
+
+    def forward(self) -> list[Nest]:
+        """Run all micro-batches through all stages.
+
+        Returns:
+            The outputs of the micro-batches, on the last device.
+        """
+        with spawn_workers(self.devices) as queues:
+            for tick in clock_cycles(len(self.batches), len(self.partitions)):
+                self.fence(tick, self._trackers)
+                self._compute(tick, *queues)
+        device = self.devices[-1]
+        return [
+            boundary.restore(tuple(batch), device)
+            for boundary, batch in zip(self._boundaries, self.batches, strict=True)
+        ]
+
+    def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
+        """Have every stage of a tick work, then take over what they did."""
+        begun = []
+        for i, j in tick:
+            if j > 0:
+                wait(self.batches[i], self.copy_streams[j][i], self._streams[j])
+            call, task = self._task(i, j)
+            entries[j].put(task)
+            begun.append((i, j, call))
+        failure = None
+        for i, j, call in begun:
+            succeeded, result = exits[j].get()
+            if succeeded and failure is None:
+                self._take_over(i, j, call, *result)
+            elif failure is None:
+                failure = result
+        if failure is not None:
+            _raise(failure)
+
+    def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
+        call = StageCall(self._stages[j], self._boundaries[i], self._trackers[i])
+        inputs = tuple(self.batches[i])
+        outer = self._outer
+        if i >= self.checkpoint_stop:
+
+            def compute() -> Batch:
+                with _letting_escape(), outer.entered():
+                    return Batch(call(inputs))
+
+            return call, Task(self._streams[j], compute=compute, finalize=None)
+        recomputation = Recomputation(call, outer)
+
+        def compute_first() -> Batch:
+            with _letting_escape(), outer.entered():
+                return Batch(recomputation.forward(inputs))
+
+        def schedule(batch: Batch) -> None:
+            recomputation.schedule(batch, inputs)
+
+        return call, Task(self._streams[j], compute=compute_first, finalize=schedule)
+
+    def _take_over(self, i: int, j: int, call: StageCall, task: Task, batch: Batch) -> None:
+        if j < len(self.partitions) - 1:
+            wait(batch, self._streams[j], self.copy_streams[j][i])
+        with use_device(self.devices[j]):
+            task.finalize(batch)
+        assert call.leaving is not None  # noqa: S101  # it has been called
+        self._boundaries[i] = call.leaving
+        self.batches[i] = batch
+
+
+class _letting_escape:  # noqa: N801  # used like a function
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: Any, error: BaseException | None, _traceback: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            raise Escape(error) from error
+
+
+def _raise(failure: tuple[Any, BaseException, Any]) -> None:
+    _, error, traceback = failure
+    if isinstance(error, Escape):
+        raise error.reason
+    raise error.with_traceback(traceback)
+
+
+def _floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
