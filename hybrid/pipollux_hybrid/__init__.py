@@ -9,6 +9,7 @@ from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
 from .errors import CheckpointError, ConfigurationError, PipolluxError, SynchronizationError
+from .layer_profile import profile_layers
 from .parallel import HybridParallel
 from .process_group import (
     destroy_process_group,
@@ -40,6 +41,7 @@ __all__ = [
     "load_state",
     "num_replicas",
     "pop",
+    "profile_layers",
     "remaining_epochs_until",
     "replica_rank",
     "report",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .engine import CHECKPOINT_MODES
 from .errors import ConfigurationError
@@ -67,6 +68,12 @@ def check_arguments(
     if checkpoint not in CHECKPOINT_MODES:
         allowed = ", ".join(map(repr, CHECKPOINT_MODES))
         raise ConfigurationError(f"checkpoint={checkpoint!r}: {allowed} are allowed")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"parameter {name!r} of module has no shape yet: run one batch through the module, "
+                "and make the optimizer after that"
+            )
     known = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.params import Checkpoint
 
 from .arguments import batch_size_of, check_arguments
-from .balance import choose_balance, choose_devices
+from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
 from .batchnorm import commit_statistics, defer_statistics, drop_statistics
 from .checkpoint import load_state
 from .context import JobContext, context
@@ -52,15 +53,19 @@ class HybridParallel(nn.Module):
         optimizer: An optimizer over ``module.parameters()``.
         num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
             it.
-        balance: Number of layers of each stage, instead of ``num_stages``; by default stages are
-            cut so that the slowest is as fast as can be.
+        balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
+            ``"time"``, so that an iteration is as fast as can be (the default with a ``sample``);
+            ``"memory"``, so that the largest stage needs as little as can be; ``"parameters"`` (the
+            default without). Tied layers stay together.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
             between steps through the attribute of the same name.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
-        sample: A batch to time the layers on for the balance; by default they are weighed by
-            their parameters.
+        sample: An input to measure the layers on, best as large as what a replica works on at once.
+        memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
+            nine tenths of a GPU's memory, and as much as there is on a CPU. A cut that does not
+            fit is refused. Needs a ``sample``.
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
             square root for Adam and its kin.
         lr_scheduler: A scheduler over ``optimizer`` whose state belongs into checkpoints.
@@ -75,11 +80,12 @@ class HybridParallel(nn.Module):
         optimizer: torch.optim.Optimizer,
         *,
         num_stages: int | None = None,
-        balance: Sequence[int] | None = None,
+        balance: Sequence[int] | str | None = None,
         num_microbatches: int = 1,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
         sample: Nest | None = None,
+        memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
@@ -90,13 +96,22 @@ class HybridParallel(nn.Module):
         self.module = module
         self._deferred = defer_statistics(module)
         _broadcast(ctx, module)
-        balance = choose_balance(ctx, module, num_stages, balance, sample)
-        chosen = choose_devices(ctx.env, len(balance), devices)
+        wanted = choose_num_stages(ctx.env, num_stages, balance)
+        chosen = choose_devices(ctx.env, wanted, devices)
+        self.num_microbatches = num_microbatches
+        request = CutRequest(
+            num_stages=wanted,
+            balance=balance,
+            sample=sample,
+            num_microbatches=num_microbatches,
+            checkpoint=cast(Checkpoint, checkpoint),
+            memory_limit=memory_limit,
+        )
+        balance, self._layer_profile = choose_balance(ctx, module, optimizer, chosen[0], request)
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(balance)
-        self.num_microbatches = num_microbatches
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
@@ -130,6 +145,11 @@ class HybridParallel(nn.Module):
     def devices(self) -> list[torch.device]:
         """The device of each stage."""
         return self._engine.devices
+
+    @property
+    def layer_profile(self) -> LayerProfile | None:
+        """What the layers were measured to cost on ``sample``, by rank 0; None without one."""
+        return self._layer_profile
 
     @property
     def output_device(self) -> torch.device:

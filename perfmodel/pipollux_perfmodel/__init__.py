@@ -11,7 +11,7 @@ from .layers import Layer, LayerProfile, Link
 from .memory import largest_micro_bsz, stage_memory
 from .optimum import Optimum
 from .params import GradParams, PerfParams, even_shares
-from .partition import partition
+from .partition import least_memory, partition
 from .plan import StagePlan, correct_profile, plan_stages, price_stages, restage
 from .reference import fit_like_adaptdl
 from .schedule import (
@@ -62,6 +62,7 @@ __all__ = [
     "grad_params_from_json",
     "grad_params_to_json",
     "largest_micro_bsz",
+    "least_memory",
     "one_f_one_b_schedule",
     "partition",
     "perf_params_from_json",

@@ -101,6 +101,47 @@ def partition(
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
+def least_memory(
+    profile: LayerProfile,
+    num_stages: int,
+    num_microbatches: int = 1,
+    *,
+    micro_bsz: float = 1.0,
+    checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
+) -> float:
+    """Return the bytes that the largest stage needs in the cut where that is least.
+
+    Given to `partition` as its memory limit, it makes the fastest of those cuts.
+
+    Args:
+        profile: what the layers cost.
+        num_stages: number of stages; each gets at least one layer.
+        num_microbatches: M.
+        micro_bsz: b, samples per micro-batch.
+        checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b".
+
+    Raises:
+        ValueError: when there are fewer layers than stages, or an argument is out of range.
+
+    Example:
+        >>> from pipollux_perfmodel.layers import Layer
+        >>> sizes = [Layer(0, 1, 0, 2, parameter_bytes=size) for size in (8, 1, 1, 2)]
+        >>> least_memory(LayerProfile.from_layers(sizes), 2)
+        16.0
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; give at least one stage")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
+    check_choices(checkpoint, schedule)
+    _check_count(profile.num_layers, num_stages)
+    run = _Run(num_stages, num_microbatches, micro_bsz, checkpoint, schedule)
+    memories = _stage_memories(profile, run, _upper_triangle(profile.num_layers))
+    return float(least_rest(memories)[-1][0])
+
+
 @dataclass(frozen=True)
 class _Run:
     """How the pipeline would run."""
