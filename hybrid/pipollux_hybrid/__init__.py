@@ -9,6 +9,7 @@ from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
 from .errors import CheckpointError, ConfigurationError, PipolluxError, SynchronizationError
+from .objectstate import keep
 from .parallel import HybridParallel
 from .process_group import (
     destroy_process_group,
@@ -35,6 +36,7 @@ __all__ = [
     "current_epoch",
     "destroy_process_group",
     "init_process_group",
+    "keep",
     "load_state",
     "num_replicas",
     "remaining_epochs_until",

@@ -271,7 +271,7 @@ class AdaptiveDataLoader(DataLoader[T]):
 
     def _save_periodically(self) -> None:
         try:
-            save_all_states()
+            save_all_states(background=self._context.env.checkpoint_background)
         except CheckpointError as error:
             # Training goes on; the next one is tried after the same interval.
             print(f"pipollux: {error}", file=sys.stderr)

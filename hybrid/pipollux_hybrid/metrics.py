@@ -217,7 +217,10 @@ class Metrics:
 
     def checkpoint_due(self) -> bool:
         """Whether a periodic checkpoint is due; saying so counts as having saved."""
-        now = time.monotonic()
+        saving, now = self._context.background_save, time.monotonic()
+        if saving.busy:
+            return False
+        saving.say_failure()
         if now - self._last_save < self._context.env.checkpoint_interval:
             return False
         self._last_save = now

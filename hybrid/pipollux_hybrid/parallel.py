@@ -93,6 +93,7 @@ class HybridParallel(nn.Module):
         self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(balance)
+        ctx.devices = tuple(chosen)
         self.num_microbatches = num_microbatches
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
