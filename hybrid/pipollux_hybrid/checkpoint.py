@@ -221,6 +221,6 @@ def _check_shared(ctx: JobContext, root: Path) -> None:
         probe.unlink(missing_ok=True)
     if not all(everyone):
         raise CheckpointError(
-            f"PIPOLLUX_CHECKPOINT_DIR={root} on replica {everyone.index(False)} is not the directory "
-            "that replica 0 sees: point it at storage that all nodes share"
+            f"PIPOLLUX_CHECKPOINT_DIR={root} on replica {everyone.index(False)} is not the "
+            "directory that replica 0 sees: point it at storage that all nodes share"
         )

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: model, optimizer, random numbers, objects; and saving beside training."""
+"""What is in a checkpoint: model, optimizer, random numbers, objects; saving beside training."""
 
 from __future__ import annotations
 
