@@ -109,8 +109,10 @@ class Steps:
         self._timed = True
         self._add_stages(*arguments)
 
-    def _step(self, configuration: Any, step: float, sync: float, *, optimizer: bool) -> None:
-        self._add_step(configuration, step, sync, optimizer=optimizer)
+    def _step(
+        self, configuration: Any, step: float, sync: float, *, optimizer: bool, disturbed: bool
+    ) -> None:
+        self._add_step(configuration, step, sync, optimizer=optimizer, disturbed=disturbed)
         # The model counts an optimizer step before it is handed over here.
         number = self._model._noise._steps - optimizer
         self.steps[configuration.num_microbatches, configuration.atomic_bsz].append(

@@ -10,6 +10,7 @@ from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
 from .errors import CheckpointError, ConfigurationError, PipolluxError, SynchronizationError
 from .layer_profile import profile_layers
+from .objectstate import keep
 from .parallel import HybridParallel
 from .process_group import (
     destroy_process_group,
@@ -38,6 +39,7 @@ __all__ = [
     "current_epoch",
     "destroy_process_group",
     "init_process_group",
+    "keep",
     "load_state",
     "num_replicas",
     "pop",

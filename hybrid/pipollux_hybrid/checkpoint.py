@@ -1,37 +1,34 @@
 """Checkpoints: pieces of state, saved together, whole or not at all.
 
-A checkpoint is a directory ``checkpoint-00000042`` with one file per :class:`State` and a manifest
-of their checksums. It is written under another name, flushed to the disk and then renamed, so that
-a process killed at any instruction leaves either the new checkpoint or the old one. Loading takes
-the newest whose checksums hold. Rank 0 writes; every rank reads.
+Rank 0 writes, at a step boundary that all replicas agreed on, one file per :class:`State`; every
+rank reads, from the newest checkpoint that is whole (:mod:`pipollux_hybrid.checkpoint_files`). With
+``background=True`` the boundary only copies, and a thread writes.
 
 The interface of :class:`State` is AdaptDL's (``save``, ``load``, ``sync``).
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
-import logging
-import os
-import shutil
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import BinaryIO
 
 import torch
 
+from . import checkpoint_files as files
 from .context import JobContext, context
 from .errors import CheckpointError
 
 __all__ = ["State", "load_state", "save_all_states"]
 
-LOG = logging.getLogger(__name__)
-PREFIX = "checkpoint-"
-MANIFEST = "manifest.json"
 STOP_MARKER = "stopped.json"
-KEPT = 2
-"""Checkpoints kept; the one before the newest is the way back from a bad disk."""
+NOTHING, REFUSED = -1, -2
+"""What rank 0 tells the others instead of a version."""
 
 
 class State:
@@ -50,7 +47,7 @@ class State:
 
     def __init__(self, name: str) -> None:
         states = context().states
-        if Path(name).name != name or name.startswith(".") or name in ("", MANIFEST):
+        if Path(name).name != name or name.startswith(".") or name in ("", files.MANIFEST):
             raise ValueError(f"state name {name!r} must be a plain file name")
         if name in states:
             raise ValueError(f"a state named {name!r} exists already; names must be unique")
@@ -68,14 +65,33 @@ class State:
     def sync(self) -> None:
         """Make the state the same on all replicas; called on every rank before a save."""
 
+    def snapshot(self) -> Callable[[BinaryIO], None]:
+        """Copy the state as it is now, for a thread to write while training goes on.
 
-def save_all_states() -> Path | None:
+        Called on rank 0 instead of :meth:`save` when a checkpoint is written in the background.
+        By default :meth:`save` writes into memory; large states may copy faster than that.
+
+        Returns:
+            What writes the copy to a file.
+        """
+        copy = io.BytesIO()
+        self.save(copy)
+        return lambda fileobj: _write_all(fileobj, copy)
+
+
+def save_all_states(*, background: bool = False) -> Path | None:
     """Save every state as one new checkpoint.
 
     All replicas call it at the same step boundary.
 
+    Args:
+        background: Whether to return as soon as the states are copied, and write them in a thread.
+            One checkpoint is under way at a time: the call waits for the one before. What goes
+            wrong in the thread is printed at a later step boundary.
+
     Returns:
-        The directory of the checkpoint; None where ``PIPOLLUX_CHECKPOINT_DIR`` is not set.
+        The directory of the checkpoint; None where ``PIPOLLUX_CHECKPOINT_DIR`` is not set, on
+        ranks above 0, and in the background.
 
     Raises:
         CheckpointError: The disk does not take it; the checkpoints before are untouched.
@@ -84,11 +100,15 @@ def save_all_states() -> Path | None:
     for state in ctx.states.values():
         state.sync()
     root = ctx.env.checkpoint_dir
-    path = None
-    if root is not None and ctx.env.rank == 0:
-        path = _write(ctx, root)
-        _prune(root, keep_also=ctx.restored_from)
-    return path
+    if root is None or ctx.env.rank != 0:
+        return None
+    ctx.background_save.wait()
+    if not background:
+        writers = {name: state.save for name, state in ctx.states.items()}
+        return _write(root, writers, ctx.env.generation, ctx.restored_from)
+    copies = {name: state.snapshot() for name, state in ctx.states.items()}
+    ctx.background_save.start(partial(_write, root, copies, ctx.env.generation, ctx.restored_from))
+    return None
 
 
 def load_state(state: State) -> bool:
@@ -98,7 +118,8 @@ def load_state(state: State) -> bool:
         Whether there was something to restore.
 
     Raises:
-        CheckpointError: The checkpoint holds the state, but it cannot be read.
+        CheckpointError: The checkpoint holds the state, but it cannot be read; or there are
+            checkpoints, and none that this job can go on from.
     """
     ctx = context()
     if ctx.env.checkpoint_dir is None:
@@ -109,6 +130,8 @@ def load_state(state: State) -> bool:
     with (directory / state.name).open("rb") as fileobj:
         try:
             state.load(fileobj)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
         except (ValueError, KeyError, RuntimeError, UnpicklingError) as error:
             raise CheckpointError(f"{directory / state.name}: {error}") from error
     return True
@@ -122,111 +145,82 @@ def write_stop_marker(step: int) -> None:
         return
     marker = {"generation": ctx.env.generation, "step": step, "reason": "signal"}
     aside = root / f".{STOP_MARKER}"
-    _write_file(aside, json.dumps(marker).encode())
+    files.write_file(aside, json.dumps(marker).encode())
     aside.rename(root / STOP_MARKER)
-    _flush_directory(root)
+    files.flush_directory(root)
+
+
+def _write(
+    root: Path,
+    writers: Mapping[str, Callable[[BinaryIO], None]],
+    generation: int,
+    restored_from: Path | None,
+) -> Path:
+    path = files.write(root, writers, generation)
+    files.prune(root, keep_also=restored_from)
+    return path
+
+
+def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
+    fileobj.write(copy.getbuffer())
 
 
 def _directory_to_load(ctx: JobContext, root: Path) -> Path | None:
     """The checkpoint all replicas restore from: the newest good one that rank 0 sees."""
     if not ctx.looked_for_checkpoint:
         ctx.looked_for_checkpoint = True
-        newest = _newest_good(root) if ctx.env.rank == 0 else None
-        version = int(newest.name.removeprefix(PREFIX)) if newest else -1
+        _check_shared(ctx, root)
+        found = files.Found(None, None)
+        if ctx.env.rank == 0:
+            files.remove_leftovers(root)
+            found = files.find(root)
+        version = REFUSED if found.refusal else files.version_of(found.directory) or NOTHING
         version = int(ctx.control.gather(torch.tensor([version]))[0].item())
-        if version < 0:
-            return None
-        directory = root / f"{PREFIX}{version:08d}"
-        if not directory.is_dir():
+        if version == REFUSED:
             raise CheckpointError(
-                f"replica {ctx.env.rank} does not see {directory}, which replica 0 restores from: "
-                "PIPOLLUX_CHECKPOINT_DIR must be storage that all nodes share"
+                found.refusal or "replica 0 cannot go on from the checkpoints; its log says why"
             )
-        ctx.restored_from = directory
+        if version != NOTHING:
+            ctx.restored_from = _see(ctx, files.directory_of(root, version))
     return ctx.restored_from
 
 
-def _versions(root: Path) -> list[Path]:
-    """Directories of checkpoints, newest first."""
-    if not root.is_dir():
-        return []
-    named = [p for p in root.iterdir() if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()]
-    return sorted(named, key=lambda p: int(p.name.removeprefix(PREFIX)), reverse=True)
-
-
-def _newest_good(root: Path) -> Path | None:
-    for directory in _versions(root):
-        fault = _fault(directory)
-        if fault is None:
-            return directory
-        LOG.warning("checkpoint %s is passed over: %s", directory, fault)
-    return None
-
-
-def _fault(directory: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, None if it can."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-        for name, checksum in manifest["sha256"].items():
-            if _checksum(directory / name) != checksum:
-                return f"{name} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _write(ctx: JobContext, root: Path) -> Path:
-    versions = _versions(root)
-    version = int(versions[0].name.removeprefix(PREFIX)) + 1 if versions else 1
-    final = root / f"{PREFIX}{version:08d}"
-    aside = root / f".{final.name}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        checksums = {}
-        for name, state in ctx.states.items():
-            with (aside / name).open("wb") as fileobj:
-                state.save(fileobj)
-                fileobj.flush()
-                os.fsync(fileobj.fileno())
-            checksums[name] = _checksum(aside / name)
-        manifest = {"version": 1, "generation": ctx.env.generation, "sha256": checksums}
-        _write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
-        _flush_directory(aside)
-        aside.rename(final)
-        _flush_directory(root)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+def _see(ctx: JobContext, directory: Path) -> Path:
+    """Check that this replica sees the checkpoint that replica 0 chose."""
+    fault = files.fault_of(directory, sizes_only=True)
+    if fault is not None:
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}. Free some space or point "
-            "PIPOLLUX_CHECKPOINT_DIR elsewhere; earlier checkpoints are untouched"
-        ) from error
-    return final
+            f"replica {ctx.env.rank} does not see {directory} as replica 0 does, which restores "
+            f"from it ({fault}): PIPOLLUX_CHECKPOINT_DIR must be storage that all nodes share"
+        )
+    return directory
 
 
-def _prune(root: Path, keep_also: Path | None) -> None:
-    for directory in _versions(root)[KEPT:]:
-        # States that are made later in this run still restore from where it began.
-        if directory != keep_also:
-            shutil.rmtree(directory, ignore_errors=True)
+def _check_shared(ctx: JobContext, root: Path) -> None:
+    """Refuse a directory that is another one on another node.
 
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as fileobj:
-        return hashlib.file_digest(fileobj, "sha256").hexdigest()
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as fileobj:
-        fileobj.write(content)
-        fileobj.flush()
-        os.fsync(fileobj.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Nothing would go wrong in this run, but the next one might have its replica 0 on a node without
+    checkpoints and begin anew without a word.
+    """
+    if ctx.env.num_replicas == 1:
+        return
+    number = secrets.randbelow(1 << 62)
+    probe = root / f".probe-{number:016x}"
+    if ctx.env.rank == 0:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        except OSError as error:
+            number = 0  # whoever cannot write here says so at the first save
+            files.LOG.warning("PIPOLLUX_CHECKPOINT_DIR=%s: %s", root, error)
+    number = int(ctx.control.gather(torch.tensor([number]))[0].item())
+    probe = root / f".probe-{number:016x}"
+    seen = number == 0 or probe.exists()
+    everyone = [bool(x.item()) for x in ctx.control.gather(torch.tensor([int(seen)]))]
+    if ctx.env.rank == 0:
+        probe.unlink(missing_ok=True)
+    if not all(everyone):
+        raise CheckpointError(
+            f"PIPOLLUX_CHECKPOINT_DIR={root} on replica {everyone.index(False)} is not the "
+            "directory that replica 0 sees: point it at storage that all nodes share"
+        )

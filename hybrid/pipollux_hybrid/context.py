@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from . import interrupt
+from .background import BackgroundSave
 from .control import ControlPlane
 from .env import JobEnvironment
 from .errors import ConfigurationError
@@ -63,6 +65,10 @@ class JobContext:
     """Whether the replicas agreed already on the checkpoint to restore from."""
     restored_from: Path | None = None
     """The checkpoint that this run restores from; None for a fresh start."""
+    background_save: BackgroundSave = field(default_factory=BackgroundSave)
+    """Writes checkpoints beside the training."""
+    devices: tuple[torch.device, ...] = ()
+    """The devices of this replica's stages."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called when the context ends, last one first."""
     _metrics: Metrics | None = None
@@ -91,6 +97,7 @@ class JobContext:
         """End what runs in the background."""
         while self.closers:
             self.closers.pop()()
+        self.background_save.wait()
         self.control.close()
 
 

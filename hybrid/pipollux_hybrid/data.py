@@ -204,10 +204,12 @@ class AdaptiveDataLoader(DataLoader[T]):
     def _end_loop(self) -> None:
         self._state.index = 0
         self._epochs.loops_done += 1
+        self._context.metrics.interrupt_steps()
 
     def _segment(self) -> Iterator[tuple[Part, T]]:
         """Parts and batches from the present position on, fetched ahead by the workers."""
         self._choose_initial_shape()
+        self._context.metrics.begin_segment(self._sampler.num_samples)
         self._context.scale = self._scale()
         # One pass gives the workers their indices, a second one tells this loop what they mean.
         ahead = (part.indices for part in self._parts())
@@ -270,8 +272,9 @@ class AdaptiveDataLoader(DataLoader[T]):
         sys.exit(interrupt.exit_code())
 
     def _save_periodically(self) -> None:
+        self._context.metrics.interrupt_steps()
         try:
-            save_all_states()
+            save_all_states(background=self._context.env.checkpoint_background)
         except CheckpointError as error:
             # Training goes on; the next one is tried after the same interval.
             print(f"pipollux: {error}", file=sys.stderr)

@@ -51,6 +51,14 @@ class JobEnvironment:
     """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
     checkpoint_interval: float = 60.0
     """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
+    checkpoint_background: bool = False
+    """Whether a thread writes the periodic ones (``PIPOLLUX_CHECKPOINT_BACKGROUND``, 0 or 1)."""
+    progress: bool = True
+    """Whether progress is shown where no scheduler does (``PIPOLLUX_PROGRESS``, 0 or 1)."""
+    tensorboard_dir: Path | None = None
+    """Where scalars for TensorBoard are written (``PIPOLLUX_TENSORBOARD_DIR``)."""
+    trace_dir: Path | None = None
+    """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
 
     @property
     def under_torchrun(self) -> bool:
@@ -74,7 +82,6 @@ class JobEnvironment:
             )
         local_size = _integer(env, "LOCAL_WORLD_SIZE", num_replicas, minimum=1)
         stages = env.get("PIPOLLUX_NUM_STAGES")
-        directory = env.get("PIPOLLUX_CHECKPOINT_DIR")
         return cls(
             rank=rank,
             num_replicas=num_replicas,
@@ -85,7 +92,7 @@ class JobEnvironment:
             ),
             job_id=env.get("PIPOLLUX_JOB_ID") or None,
             generation=_integer(env, "PIPOLLUX_GENERATION", 0, minimum=0),
-            checkpoint_dir=Path(directory) if directory else None,
+            checkpoint_dir=_path(env, "PIPOLLUX_CHECKPOINT_DIR"),
             supervisor_url=env.get("PIPOLLUX_SUPERVISOR_URL") or None,
             token=env.get("PIPOLLUX_TOKEN") or None,
             num_stages=_integer(env, "PIPOLLUX_NUM_STAGES", 1, minimum=1) if stages else None,
@@ -94,6 +101,10 @@ class JobEnvironment:
             ),
             hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
             checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
+            checkpoint_background=_switch(env, "PIPOLLUX_CHECKPOINT_BACKGROUND", default=False),
+            progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
+            tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
+            trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
         )
 
 
@@ -125,3 +136,15 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
             f"environment variable {name}={text!r}: a positive number of seconds is needed"
         )
     return value
+
+
+def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = env.get(name, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"environment variable {name}={text!r}: 0 and 1 are allowed")
+    return default if not text else text == "1"
+
+
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    text = env.get(name)
+    return Path(text) if text else None

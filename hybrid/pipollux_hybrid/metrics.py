@@ -112,9 +112,14 @@ class Metrics:
         self.shape_chosen = False
         """Whether this run has chosen the batch size it starts with."""
         self.num_stages = 1
+        self.epoch_size = 0
+        """Samples of the loader in use, over all replicas."""
         self._shape: BatchShape | None = None
         self._part: Part | None = None
         self._part_started = 0.0
+        self._part_ended: float | None = None
+        self._disturbed = False
+        self._timed: tuple[Configuration, int] | None = None
         self._step_time = 0.0
         self._sync_time: float | None = None
         self._losses: list[tuple[Any, int]] = []
@@ -127,11 +132,40 @@ class Metrics:
     # --- the training thread -----------------------------------------------------------------
 
     def start_step(self, shape: BatchShape, part: Part) -> None:
-        """The loop body is about to work on a part of an iteration."""
+        """The loop body is about to work on a part of an iteration.
+
+        A part lasts from the end of the one before, as the loader and the step boundary are in
+        every iteration; from now, if it is the first or something else came in between.
+        """
         self._shape = shape
         self._sync_time = None
-        self._part_started = time.perf_counter()
+        now, self._disturbed = time.perf_counter(), False
+        self._part_started = now if self._part_ended is None else self._part_ended
+        self._part_ended = None
         self._part = part
+
+    def begin_segment(self, epoch_size: int) -> None:
+        """Iterations of one batch shape begin, in an epoch of so many samples."""
+        self.epoch_size = epoch_size
+        self.interrupt_steps()
+
+    def interrupt_steps(self) -> None:
+        """What happens from the last step to the next is not part of a step (a save, an epoch)."""
+        self._part_ended = None
+
+    def note_forward(self, *, disturbed: bool) -> None:
+        """A forward begins that measures the noise or times the stages, or neither."""
+        self._disturbed |= disturbed
+
+    def note_timed(self) -> None:
+        """The stages of the step under way were timed; :meth:`add_timeline` follows later."""
+        full = self._shape is not None and self._part is not None and self._part.is_full
+        loops = self._context.micro_step is not None
+        self._timed = (
+            (self.configuration(self._shape.atomic_bsz), self.step)
+            if self._shape is not None and full and loops
+            else None
+        )
 
     def note_backward(self, sync_time: float) -> None:
         """A backward ended, having waited so many seconds for other replicas."""
@@ -155,6 +189,7 @@ class Metrics:
             now - self._part_started,
             self._step_time + now - self._part_started,
         )
+        self._part_ended = now
         assert self._shape is not None  # noqa: S101  # start_step came before
         if self._sync_time is None:
             self._step_time = 0.0  # no backward: a loop that evaluates
@@ -162,7 +197,11 @@ class Metrics:
         if part.is_full:
             configuration = self.configuration(self._shape.atomic_bsz)
             self.profile.add_step(
-                configuration, elapsed, self._sync_time, optimizer=part.is_optimizer_step
+                configuration,
+                elapsed,
+                self._sync_time,
+                optimizer=part.is_optimizer_step,
+                disturbed=self._disturbed,
             )
         if part.is_optimizer_step:
             self._point = self._make_point(part, epochs.epoch)
@@ -171,13 +210,14 @@ class Metrics:
     def add_timeline(
         self, events: list[StageEvent], forward: list[float], backward: list[float]
     ) -> None:
-        """A step's stages were timed (mean seconds per micro-batch and stage, shapes [K])."""
-        if self._shape is None or self._part is None or not self._part.is_full:
+        """The stages of the step timed last (mean seconds per micro-batch and stage, [K])."""
+        if self._timed is None:
             return
-        self.profile.add_stages(self.configuration(self._shape.atomic_bsz), forward, backward)
+        (configuration, step), self._timed = self._timed, None
+        self.profile.add_stages(configuration, forward, backward)
         if self._context.env.rank == 0:
             self._context.reporter.add_timeline(
-                self.step, self.num_stages, self._context.num_microbatches, events
+                step, configuration.num_stages, configuration.num_microbatches, events
             )
 
     def configuration(self, atomic_bsz: int) -> Configuration:
@@ -217,7 +257,10 @@ class Metrics:
 
     def checkpoint_due(self) -> bool:
         """Whether a periodic checkpoint is due; saying so counts as having saved."""
-        now = time.monotonic()
+        saving, now = self._context.background_save, time.monotonic()
+        if saving.busy:
+            return False
+        saving.say_failure()
         if now - self._last_save < self._context.env.checkpoint_interval:
             return False
         self._last_save = now

@@ -22,16 +22,18 @@ from .engine import PipelineEngine, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
 from .nest import Nest, map_tensors, tensors_of
-from .noise_meter import NoiseMeter
+from .noise_meter import MEASURED_EVERY, NoiseMeter
 from .optim import AdaptiveOptimizer
 from .scaling import ScalingRule, default_rule
-from .stagetimer import StageTimer, stage_times
+from .stagetimer import Recording, StageTimer, stage_times
 from .synchronizer import GradientSynchronizer, SyncResult
 
 __all__ = ["HybridParallel"]
 
 TIMED_EVERY = 10
 """Every so many iterations the stages of one backward are timed."""
+FIRST_TIMED = 3
+"""The first iterations warm up."""
 
 
 class HybridParallel(nn.Module):
@@ -112,12 +114,14 @@ class HybridParallel(nn.Module):
         self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(balance)
+        ctx.devices = tuple(chosen)
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
         self._no_sync = False
         self._result: SyncResult | None = None
-        self._countdown = 1
+        self._countdown = FIRST_TIMED
+        self._recording: Recording | None = None
         self._timer = StageTimer(self._engine.stages, chosen)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
@@ -231,11 +235,22 @@ class HybridParallel(nn.Module):
             weighted=micro_step is not None,
             measured=self._noise.wanted(),
         )
-        if ends:
-            self._countdown -= 1
-            if self._countdown <= 0:
-                self._countdown = TIMED_EVERY
-                self._timer.start(num_recomputed)
+        timed = ends and self._is_timed()
+        if timed:
+            self._timer.start(num_recomputed)
+        self._context.metrics.note_forward(disturbed=timed or self._noise.wanted())
+        if self._recording is not None and self._recording.done():
+            self._report_stages(self._recording)
+            self._recording = None
+
+    def _is_timed(self) -> bool:
+        """Whether to time the stages of this iteration; rather not while the noise is measured."""
+        self._countdown -= 1
+        measuring = self._noise.wanted() and self._countdown > -MEASURED_EVERY
+        if self._countdown > 0 or measuring or self._recording is not None:
+            return False
+        self._countdown = TIMED_EVERY
+        return True
 
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
@@ -247,15 +262,15 @@ class HybridParallel(nn.Module):
             return
         self._result = result
         if self._timer.running:
-            self._report_stages()
+            self._recording = self._timer.stop()
+            self._context.metrics.note_timed()
         if self._noise.wanted():
             self._noise.measure(result)
 
-    def _report_stages(self) -> None:
-        events = self._timer.stop()
-        if events and self._context.micro_step is not None:
-            count = max(event.microbatch for event in events) + 1
-            self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
+    def _report_stages(self, recording: Recording) -> None:
+        events = recording.events()
+        count = max(event.microbatch for event in events) + 1
+        self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
 
     def _rate_factor(self) -> float:
         scale, noise = self._context.scale, self._context.metrics.noise

@@ -2,7 +2,8 @@
 
 These measurements are what the performance model is fitted to. Times are kept as the latest few
 samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst)
-does not bend the fit. The first steps of a run are left out: they pay for warming up.
+does not bend the fit. The first steps of a run are left out: they pay for warming up. So are steps
+that were slowed down by measuring, as soon as there are others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ WINDOW = 64
 """Latest samples kept per configuration and kind."""
 WARMUP = 2
 """Steps left out at the beginning of a run and after a change of batch size."""
+ENOUGH = 3
+"""Undisturbed samples from which on disturbed ones are not looked at."""
 
 
 MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
@@ -39,18 +42,58 @@ class Configuration(NamedTuple):
     num_microbatches: int
 
 
+class Samples:
+    """The latest samples of one kind of step, in seconds."""
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=WINDOW)
+        self._disturbed: deque[float] = deque(maxlen=WINDOW)
+
+    def __bool__(self) -> bool:
+        return bool(self._quiet or self._disturbed)
+
+    def add(self, seconds: float, *, disturbed: bool) -> None:
+        """Add a step; a disturbed one also measured the noise or its stages."""
+        (self._disturbed if disturbed else self._quiet).append(seconds)
+
+    def median(self) -> float:
+        """The median of the undisturbed steps, of all where hardly any was undisturbed."""
+        quiet = len(self._quiet) >= ENOUGH
+        return statistics.median(self._quiet if quiet else [*self._quiet, *self._disturbed])
+
+    def to_json(self) -> list[list[float]]:
+        """Undisturbed and disturbed samples."""
+        return [list(self._quiet), list(self._disturbed)]
+
+    def load_json(self, content: Sequence[Any]) -> None:
+        """Put back what :meth:`to_json` gave; the first release wrote one list."""
+        quiet, disturbed = content if content and isinstance(content[0], list) else (content, [])
+        self._quiet.extend(map(float, quiet))
+        self._disturbed.extend(map(float, disturbed))
+
+
 @dataclass
 class Measurements:
     """Samples for one configuration, in seconds."""
 
-    accum: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Accumulation steps, and optimizer steps less the time waited for peers."""
-    optim: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    accum: Samples = field(default_factory=Samples)
+    """Accumulation steps."""
+    alone: Samples = field(default_factory=Samples)
+    """Optimizer steps less the time waited for peers."""
+    optim: Samples = field(default_factory=Samples)
     """Optimizer steps."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""
     backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the backward of one micro-batch, recomputation included."""
+
+    def accum_step_time(self) -> float:
+        """What the fit takes for an accumulation step.
+
+        Without any, an optimizer step that nobody was waited for is the nearest thing; it is a
+        little longer, by the optimizer's own work.
+        """
+        return (self.accum or self.alone).median()
 
 
 class FitData(NamedTuple):
@@ -81,7 +124,13 @@ class StepProfile:
         self._to_skip = WARMUP
 
     def add_step(
-        self, configuration: Configuration, step_time: float, sync_time: float, *, optimizer: bool
+        self,
+        configuration: Configuration,
+        step_time: float,
+        sync_time: float,
+        *,
+        optimizer: bool,
+        disturbed: bool = False,
     ) -> None:
         """Add one accumulation or optimizer step.
 
@@ -90,6 +139,7 @@ class StepProfile:
             step_time: Seconds from one step boundary to the next.
             sync_time: Of those, seconds waited for the other replicas' gradients.
             optimizer: Whether it was an optimizer step.
+            disturbed: Whether it was slowed down by measuring the noise or its stages.
         """
         with self._lock:
             if configuration != self._latest:
@@ -98,9 +148,11 @@ class StepProfile:
                 self._to_skip -= 1
                 return
             entry = self._measurements.setdefault(configuration, Measurements())
-            entry.accum.append(max(step_time - sync_time, 1e-9))
-            if optimizer:
-                entry.optim.append(step_time)
+            if not optimizer:
+                entry.accum.add(step_time, disturbed=disturbed)
+                return
+            entry.alone.add(max(step_time - sync_time, 1e-9), disturbed=disturbed)
+            entry.optim.add(step_time, disturbed=disturbed)
 
     def add_stages(
         self, configuration: Configuration, forward: Sequence[float], backward: Sequence[float]
@@ -141,8 +193,8 @@ class StepProfile:
                 num_replicas=[c.num_replicas for c, _ in rows],
                 atomic_bsz=[c.atomic_bsz for c, _ in rows],
                 num_microbatches=[c.num_microbatches for c, _ in rows],
-                accum_step_time=[statistics.median(m.accum) for _, m in rows],
-                optim_step_time=[statistics.median(m.optim) for _, m in rows],
+                accum_step_time=[m.accum_step_time() for _, m in rows],
+                optim_step_time=[m.optim.median() for _, m in rows],
                 compute_time=[sum(f) + sum(g) if f else math.nan for f, g in stages],
                 forward_shares=forward,
                 backward_shares=backward,
@@ -155,8 +207,9 @@ class StepProfile:
             return [
                 {
                     **c._asdict(),
-                    "accum": list(m.accum),
-                    "optim": list(m.optim),
+                    "accum": m.accum.to_json(),
+                    "alone": m.alone.to_json(),
+                    "optim": m.optim.to_json(),
                     "forward": list(m.forward),
                     "backward": list(m.backward),
                 }
@@ -169,8 +222,10 @@ class StepProfile:
             for row in content:
                 key = Configuration(*(int(row[name]) for name in Configuration._fields))
                 entry = self._measurements.setdefault(key, Measurements())
-                entry.accum.extend(map(float, row["accum"]))
-                entry.optim.extend(map(float, row["optim"]))
+                # The first release kept both kinds of steps in the list of accumulation steps.
+                entry.alone.load_json(row.get("alone", row["accum"]))
+                entry.accum.load_json(row["accum"] if "alone" in row else [])
+                entry.optim.load_json(row["optim"])
                 entry.forward.extend(tuple(map(float, times)) for times in row["forward"])
                 entry.backward.extend(tuple(map(float, times)) for times in row["backward"])
 

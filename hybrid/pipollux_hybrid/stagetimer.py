@@ -2,8 +2,8 @@
 
 On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the
 tensors at its borders when the gradient comes in and goes out. On CUDA devices the notes are events
-on the stage's stream, read after the step, so that nothing waits for them; elsewhere they are the
-clock.
+on the stage's stream, read some steps later when they have come to pass, so that nothing waits for
+them; elsewhere they are the clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 
 from pipollux_perfmodel import StageEvent
 
-__all__ = ["StageTimer", "stage_times"]
+__all__ = ["Recording", "StageTimer", "stage_times"]
 
 Mark = float | torch.cuda.Event
 Phase = Literal["forward", "backward"]
@@ -43,6 +43,39 @@ class _Counts:
     forward: int = 0
     recomputed: int = 0
     open: list[_Span] = field(default_factory=list)
+
+
+class Recording:
+    """A step that was timed, to be read when its devices are done with it.
+
+    Args:
+        spans: What was noted, each with an end.
+        devices: The stages' devices.
+    """
+
+    def __init__(self, spans: Sequence[_Span], devices: Sequence[torch.device]) -> None:
+        self._spans = list(spans)
+        self._devices = list(devices)
+
+    def done(self) -> bool:
+        """Whether :meth:`events` can be read without waiting."""
+        marks = (mark for span in self._spans for mark in (span.start, span.end))
+        return all(mark.query() for mark in marks if isinstance(mark, torch.cuda.Event))
+
+    def events(self) -> list[StageEvent]:
+        """The time line, in seconds from its first event, sorted by start."""
+        origins: dict[torch.device, Mark] = {}
+        events = []
+        for span in self._spans:
+            # Only events of one device can be compared with each other.
+            origin = origins.setdefault(self._devices[span.stage], span.start)
+            start, end = _seconds(origin, span.start), _seconds(origin, span.end)
+            events.append(StageEvent(span.stage, span.microbatch, span.phase, start, end))
+        if all(isinstance(origin, torch.cuda.Event) for origin in origins.values()):
+            events = align(events, self._devices)
+        first = min(event.start for event in events)
+        shifted = (e._replace(start=e.start - first, end=e.end - first) for e in events)
+        return sorted(shifted, key=lambda event: event.start)
 
 
 class StageTimer:
@@ -83,22 +116,11 @@ class StageTimer:
         if self._handles and k == 0 and self._counts[0].open:
             self._counts[0].open[-1].end = self._mark(0)
 
-    def stop(self) -> list[StageEvent]:
-        """The time line, in seconds from its first event; empty if no step was timed."""
+    def stop(self) -> Recording | None:
+        """The step is over: what was noted of it; None if no step was timed."""
         spans = [span for span in self._spans if span.end is not None]
         self.cancel()
-        if not spans:
-            return []
-        for device in {d for d in self._devices if d.type == "cuda"}:
-            torch.cuda.synchronize(device)
-        origin = spans[0].start
-        events = [
-            StageEvent(
-                s.stage, s.microbatch, s.phase, _seconds(origin, s.start), _seconds(origin, s.end)
-            )
-            for s in spans
-        ]
-        return sorted(events, key=lambda event: event.start)
+        return Recording(spans, self._devices) if spans else None
 
     def cancel(self) -> None:
         """Forget the step being timed."""
@@ -213,6 +235,37 @@ def stage_times(
         [total / num_microbatches for total in totals[phase]] for phase in ("forward", "backward")
     )
     return forward, backward
+
+
+def align(events: Sequence[StageEvent], devices: Sequence[torch.device]) -> list[StageEvent]:
+    """Bring events of several devices, each with a clock of its own, onto one.
+
+    A stage cannot begin a micro-batch before the stage before has ended it. Over all micro-batches
+    this says by how much a device's clock is ahead at least; the largest of these bounds is taken,
+    for which the tightest of the hand-overs takes no time. Devices need not be made to wait for
+    each other, as they would for a common origin.
+
+    Args:
+        events: By the clock of their stage's device.
+        devices: The device of each stage.
+    """
+    shifts = {devices[0]: 0.0}
+    starts, ends = (
+        {(e.stage, e.microbatch): getattr(e, field) for e in events if e.phase == "forward"}
+        for field in ("start", "end")
+    )
+    for k in range(1, len(devices)):
+        if devices[k] in shifts:
+            continue
+        before = shifts[devices[k - 1]]
+        bounds = [
+            ends[k - 1, i] + before - start
+            for (stage, i), start in starts.items()
+            if stage == k and (k - 1, i) in ends
+        ]
+        shifts[devices[k]] = max(bounds, default=0.0)
+    shifted = ((event, shifts[devices[event.stage]]) for event in events)
+    return [e._replace(start=e.start + shift, end=e.end + shift) for e, shift in shifted]
 
 
 def _seconds(origin: Mark, mark: Mark | None) -> float:

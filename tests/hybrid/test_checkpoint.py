@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pipollux_hybrid import (
     save_all_states,
 )
 from pipollux_hybrid import context as contexts
-from pipollux_hybrid.checkpoint import KEPT
+from pipollux_hybrid.checkpoint_files import KEPT
 from pipollux_perfmodel import PerfParams
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -148,6 +149,96 @@ def test_a_disk_that_takes_nothing(directory: Path) -> None:
     assert [p.name for p in directory.iterdir()] == ["checkpoint-00000001"]
 
 
+def test_a_full_disk_under_torch_save(tmp_path: Path) -> None:
+    """The kernel refuses to let files grow: torch.save hides the reason, the sentence has it."""
+    environment = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    message, left = run_replicas(save_beyond_the_limit, 1, environment=environment)[0]
+    assert "File too large" in message
+    assert "earlier checkpoints are untouched" in message
+    assert left == ["checkpoint-00000001"]
+
+
+def save_beyond_the_limit() -> tuple[str, list[str]]:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    HybridParallel(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    root = save_all_states().parent  # type: ignore[union-attr]  # rank 0 saves
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(CheckpointError) as caught:
+        save_all_states()
+    return str(caught.value), [path.name for path in root.iterdir()]
+
+
+def test_a_directory_that_cannot_be_made(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "file").touch()
+    monkeypatch.setenv("PIPOLLUX_CHECKPOINT_DIR", str(directory / "file" / "below"))
+    Number()
+    with pytest.raises(CheckpointError, match=r"Not a directory.*PIPOLLUX_CHECKPOINT_DIR"):
+        save_all_states()
+
+
+def test_no_whole_checkpoint_is_no_fresh_start(directory: Path) -> None:
+    """Beginning anew without a word would prune what might have been rescued."""
+    Number(value=1)
+    saved = save_all_states()
+    assert saved is not None
+    (saved / "number").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints.*is whole"):
+        restarted()
+
+
+def test_a_checkpoint_of_a_later_release(directory: Path) -> None:
+    Number(value=1)
+    saved = save_all_states()
+    assert saved is not None
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    with pytest.raises(CheckpointError, match=r"format version 2.*up to 1.*install"):
+        restarted()
+
+
+def test_foreign_names_are_let_be(directory: Path) -> None:
+    for name in (
+        "checkpoint-500",
+        "checkpoint-best",
+        "checkpoint-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0669",
+    ):
+        (directory / name).mkdir()
+    Number(value=1)
+    assert save_all_states() == directory / "checkpoint-00000001"
+    assert restarted().value == 1
+    assert (directory / "checkpoint-500").is_dir()
+
+
+def test_writers_that_go_back_in_the_file(directory: Path) -> None:
+    """A checksum of the bytes on their way would be wrong; the file is read instead."""
+
+    class Header(Number):
+        def save(self, fileobj: BinaryIO) -> None:
+            fileobj.write(b"0 ")
+            fileobj.seek(0)
+            fileobj.write(b"42")
+
+    Header(value=1)
+    save_all_states()
+    assert restarted().value == 42
+
+
+def private_directory(root: str) -> str:
+    """A directory that is another one for each replica, as on nodes that share nothing."""
+    os.environ["PIPOLLUX_CHECKPOINT_DIR"] = f"{root}/{os.environ['RANK']}"
+    init_process_group("gloo")
+    with pytest.raises(CheckpointError) as caught:
+        load_state(Number())
+    return str(caught.value)
+
+
+def test_a_directory_that_nodes_do_not_share(tmp_path: Path) -> None:
+    for message in run_replicas(private_directory, 2, str(tmp_path)):
+        assert "on replica 1 is not the directory that replica 0 sees" in message
+    assert [path.name for path in tmp_path.rglob("*")] == ["0"], "the probe is gone"
+
+
 def test_names_are_unique_file_names(directory: Path) -> None:
     Number("one")
     for name in ("one", "", "a/b", "..", "manifest.json"):
@@ -170,6 +261,7 @@ def test_a_pickle_is_not_run(directory: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     digest = subprocess.check_output(["sha256sum", saved / "model.pt"], text=True).split()[0]
     manifest["sha256"]["model.pt"] = digest
+    manifest["size"]["model.pt"] = (saved / "model.pt").stat().st_size
     (saved / "manifest.json").write_text(json.dumps(manifest))
     contexts.reset()
     module = make_model("mlp")

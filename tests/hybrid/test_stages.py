@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
 from pipollux_hybrid.profile import WARMUP, Configuration, StepProfile
-from pipollux_hybrid.stagetimer import StageTimer, stage_times
+from pipollux_hybrid.stagetimer import StageTimer, align, stage_times
+from pipollux_perfmodel import StageEvent
 from tests.hybrid.models import make_model
 
 
@@ -68,7 +69,10 @@ def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int)
         )
         output.sum().backward()
         handle.remove()
-        events = timer.stop()
+        recording = timer.stop()
+        assert recording is not None
+        assert recording.done()
+        events = recording.events()
         ends = [event.end for event in events]
         assert all(b.start >= a.start for a, b in itertools.pairwise(events))
         assert max(ends) > 0
@@ -112,7 +116,9 @@ def test_every_backward_of_a_first_stage_is_timed_to_its_end() -> None:
     timer.start(0)
     output = engine.run(torch.ones(4, 2), [1] * 4, training=True)
     output.sum().backward()
-    backward = [event for event in timer.stop() if event.phase == "backward"]
+    recording = timer.stop()
+    assert recording is not None
+    backward = [event for event in recording.events() if event.phase == "backward"]
     assert sorted(event.microbatch for event in backward) == [0, 1, 2, 3]
     assert all(event.end - event.start >= 0.004 for event in backward)
 
@@ -132,6 +138,83 @@ def test_profile_is_the_median_without_the_first_steps() -> None:
     assert math.isnan(data.compute_time[0])
     assert data.forward_shares == pytest.approx((1 / 6, 1 / 6))
     assert profile.fit_data(3) is None, "other stages were never measured"
+
+
+def test_profile_tells_accumulation_steps_from_optimizer_steps() -> None:
+    """Steps of both kinds: each has its own time. Without accumulation, one stands for both."""
+    profile = StepProfile()
+    for _ in range(WARMUP + 4):
+        profile.add_step(configuration(), 0.100, 0.0, optimizer=False)
+        profile.add_step(configuration(), 0.108, 0.004, optimizer=True)
+    for _ in range(WARMUP + 4):
+        profile.add_step(configuration(16), 0.208, 0.004, optimizer=True)
+    for restored in (profile, StepProfile()):
+        restored.load_json(profile.to_json())
+        data = restored.fit_data(2)
+        assert data is not None
+        assert data.accum_step_time == pytest.approx([0.100, 0.204])
+        assert data.optim_step_time == pytest.approx([0.108, 0.208])
+
+
+def test_steps_that_measure_do_not_bend_the_profile() -> None:
+    """Nine in ten steps measured something and took longer; where all do, they are the truth."""
+    profile = StepProfile()
+    for step in range(WARMUP + 40):
+        disturbed = step % 10 != 0
+        seconds = 0.1 + 0.007 * disturbed
+        profile.add_step(configuration(), seconds, 0.0, optimizer=True, disturbed=disturbed)
+    for _ in range(WARMUP + 9):
+        profile.add_step(configuration(16), 0.3, 0.0, optimizer=True, disturbed=True)
+    data = profile.fit_data(2)
+    assert data is not None
+    assert data.optim_step_time == pytest.approx([0.1, 0.3])
+
+
+def test_profile_reads_the_first_release() -> None:
+    row = {**configuration()._asdict(), "accum": [0.2, 0.2, 0.2], "optim": [0.3, 0.3, 0.3]}
+    profile = StepProfile()
+    profile.load_json([{**row, "forward": [], "backward": []}])
+    data = profile.fit_data(2)
+    assert data is not None
+    assert (data.accum_step_time, data.optim_step_time) == ([0.2], [0.3])
+
+
+def test_clocks_of_several_devices_are_brought_together() -> None:
+    """A pipeline's events, each device's from an origin of its own: the schedule comes back."""
+    devices = [torch.device("cuda", k) for k in range(3)]
+    schedule = []
+    for k in range(3):
+        for i in range(4):
+            # Stage 1 is the slowest, so what is handed to it waits, and stage 2 waits for it.
+            start = {0: 1.0 * i, 1: 1.0 + 2.0 * i, 2: 3.0 + 2.0 * i}[k]
+            schedule.append(StageEvent(k, i, "forward", start, start + (1.0, 2.0, 0.5)[k]))
+            start = 20.0 - 3 * k + 4.0 * i
+            schedule.append(StageEvent(k, 3 - i, "backward", start, start + 1.0))
+    clocks = (0.0, 1234.5, -77.0)
+    apart = [
+        e._replace(start=e.start + clocks[e.stage], end=e.end + clocks[e.stage]) for e in schedule
+    ]
+    for ours, true in zip(align(apart, devices), schedule, strict=True):
+        assert (ours.start, ours.end) == pytest.approx((true.start, true.end))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_timers_do_not_make_a_gpu_wait() -> None:
+    devices = [torch.device("cuda", 0)] * 2
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    engine = PipelineEngine(module, [1, 1], devices, "never")
+    timer = StageTimer(engine.stages, devices)
+    timer.start(0)
+    torch.cuda._sleep(200_000_000)
+    output = engine.run(torch.ones(8, 64, device="cuda"), 2, training=True)
+    assert isinstance(output, Tensor)
+    output.sum().backward()
+    recording = timer.stop()
+    assert recording is not None
+    assert not recording.done(), "the device sleeps yet, and nobody waited for it"
+    torch.cuda.synchronize()
+    assert recording.done()
+    assert all(event.end >= event.start >= 0.0 for event in recording.events())
 
 
 def test_profile_outlives_a_checkpoint_and_knows_stages() -> None:
