@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .modelstate import ModelState
 from .nest import Nest, map_tensors, tensors_of
 from .noise_meter import MEASURED_EVERY, NoiseMeter
 from .optim import AdaptiveOptimizer
+from .plain import PlainFace
 from .scaling import ScalingRule, default_rule
 from .stagetimer import Recording, StageTimer, stage_times
 from .synchronizer import GradientSynchronizer, SyncResult
@@ -36,7 +37,7 @@ FIRST_TIMED = 3
 """The first iterations warm up."""
 
 
-class HybridParallel(nn.Module):
+class HybridParallel(PlainFace):
     """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
@@ -91,11 +92,10 @@ class HybridParallel(nn.Module):
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
-        super().__init__()
         ctx = context()
         check_arguments(module, optimizer, checkpoint)
+        super().__init__(module)
         self._context = ctx
-        self.module = module
         self._deferred = defer_statistics(module)
         _broadcast(ctx, module)
         wanted = choose_num_stages(ctx.env, num_stages, balance)
@@ -212,16 +212,6 @@ class HybridParallel(nn.Module):
             yield
         finally:
             self._no_sync = False
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's state, keyed by its own layer names whatever the balance."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the plain module's state."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _prepare(self, sizes: list[int]) -> None:
         micro_step = self._context.micro_step

@@ -47,19 +47,29 @@ class Boundary:
 
     structure: Structure
     parcels: dict[int, Parcel]
-    """By place among the leaves: tensors of other types, and plain values."""
+    """By place among the leaves: tensors that no gradient follows, and plain values."""
     places: tuple[int, ...]
-    """Where among the leaves the tensors of floating point type belong."""
+    """Where among the leaves the others belong."""
 
     @classmethod
-    def of(cls, value: Nest, what: str) -> Boundary:
+    def of(cls, value: Nest, what: str, *, is_input: bool = False) -> Boundary:
         """Take a nest apart.
+
+        Args:
+            value: The nest.
+            what: Whose it is, for the message.
+            is_input: Whether it comes from the script. Then only what the script wants a gradient
+                of is followed, or the first layer would compute one of data for nothing.
 
         Raises:
             ConfigurationError: It holds something that no pipeline carries.
         """
         leaves, structure = flatten(value, what)
-        floating = [n for n, leaf in enumerate(leaves) if _floating(leaf)]
+        floating = [
+            n
+            for n, leaf in enumerate(leaves)
+            if _floating(leaf) and (leaf.requires_grad or not is_input)
+        ]
         # The first tensor carries the order of the backward, so it should be one that has one.
         floating.sort(key=lambda n: not leaves[n].requires_grad)
         rest = {n: Parcel.of(leaf) for n, leaf in enumerate(leaves) if n not in floating}
@@ -148,7 +158,7 @@ class PipelineRun(Pipeline):
     ) -> None:
         devices = [stage.device for stage in stages]
         what = "the input of the model"
-        self._boundaries = [Boundary.of(value, what) for value in microbatches]
+        self._boundaries = [Boundary.of(value, what, is_input=True) for value in microbatches]
         batches = [
             Batch(boundary.floating(value, devices[0], what))
             for boundary, value in zip(self._boundaries, microbatches, strict=True)

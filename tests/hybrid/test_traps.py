@@ -709,3 +709,33 @@ def test_modules_that_would_not_be_run_as_they_are() -> None:
     hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigurationError, match=r"module has hooks"):
         wrap(hooked)
+
+
+def test_a_wrapped_model_is_not_moved() -> None:
+    # Layers would leave their stages' devices one and all.
+    model = wrap(make_model("mlp"), num_stages=2)
+    for move in (model.cpu, model.cuda, lambda: model.to("cpu"), lambda: model.to(device="cpu")):
+        with pytest.raises(ConfigurationError, match=r"each stage has a device of its own"):
+            move()
+    assert next(model.to(torch.float32).parameters()).dtype == torch.float32
+
+
+# torch.compile itself looks at the gradients of inputs, in a plain nn.Sequential as well.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_compiled_layers_keep_their_names_and_gradients(checkpoint: str) -> None:
+    # torch.compile puts _orig_mod into the keys of what it wraps.
+    module = make_model("mlp", torch.float32)
+    plain = copy.deepcopy(module)
+    for i in (0, 4, 6):
+        module[i] = torch.compile(module[i], backend="aot_eager")
+    module[2].compile(backend="aot_eager")
+    model = wrap(module, balance=[4, 5], num_microbatches=3, checkpoint=checkpoint)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    inputs, targets = make_data("mlp", 7, torch.float32)[list(range(7))]
+    F.cross_entropy(model(inputs), targets).backward()
+    F.cross_entropy(plain(inputs), targets).backward()
+    ours = {n.replace("_orig_mod.", ""): g for n, g in gradients(module).items()}
+    assert_close(ours, gradients(plain), 1e-6)
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
