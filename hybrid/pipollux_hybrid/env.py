@@ -51,6 +51,8 @@ class JobEnvironment:
     """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
     checkpoint_interval: float = 60.0
     """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
+    check_replicas: int = 0
+    """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
     @property
     def under_torchrun(self) -> bool:
@@ -94,6 +96,7 @@ class JobEnvironment:
             ),
             hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
             checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
+            check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipollux_perfmodel.params import Checkpoint
 
 from .arguments import as_tensor, batch_size_of, check_arguments
 from .balance import choose_balance, choose_devices
+from .bucket import BUCKET_BYTES
+from .buffers import BufferSynchronizer, broadcast_tensors
 from .checkpoint import load_state
-from .context import JobContext, context
+from .context import context
 from .engine import PipelineEngine, Tensors, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
 from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
+from .plan import BackwardPlan
+from .replica_check import ReplicaCheck, check_interval
 from .scaling import ScalingRule, default_rule
 from .stagetimer import StageTimer, stage_times
 from .synchronizer import GradientSynchronizer, SyncResult
@@ -62,6 +66,15 @@ class HybridParallel(nn.Module):
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
             square root for Adam and its kin.
         lr_scheduler: A scheduler over ``optimizer`` whose state belongs into checkpoints.
+        gradient_dtype: What gradients travel as between replicas: None for float32 (float64
+            gradients: float64), ``torch.bfloat16`` for half of the bytes and three digits.
+        bucket_bytes: Gradients travel in buckets of about so many bytes, as with
+            DistributedDataParallel.
+        broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
+            each iteration.
+        check_replicas: Compare all parameters and buffers of the replicas after every optimizer
+            step (True) or every so many; for debugging, as it reads every byte.
+            ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
     Raises:
         ConfigurationError: An argument is wrong; the message names it and what is allowed.
@@ -80,13 +93,18 @@ class HybridParallel(nn.Module):
         sample: Tensors | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        broadcast_buffers: bool = True,
+        check_replicas: bool | int = False,
     ) -> None:
         super().__init__()
         ctx = context()
         check_arguments(module, optimizer, checkpoint)
         self._context = ctx
         self.module = module
-        _broadcast(ctx, module)
+        if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         balance = choose_balance(ctx, module, num_stages, balance, sample)
         chosen = choose_devices(ctx.env, len(balance), devices)
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
@@ -107,7 +125,14 @@ class HybridParallel(nn.Module):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timer.gradient_arrived,
             on_finished=self._backward_finished,
+            group=ctx.control.group,
+            buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
+            gradient_dtype=gradient_dtype,
+            bucket_bytes=bucket_bytes,
         )
+        interval = check_interval(check_replicas, ctx.env.check_replicas)
+        self._check = ReplicaCheck(module, ctx.control, interval)
+        self._norm = torch.tensor(math.nan)
         self._optimizer = AdaptiveOptimizer(
             optimizer,
             is_complete=lambda: self._complete,
@@ -158,14 +183,11 @@ class HybridParallel(nn.Module):
         batch = self._on_first_device(inputs)
         size = batch_size_of(batch)
         sizes = microbatch_sizes(size, self.num_microbatches)
-        learns = self.training and torch.is_grad_enabled()
-        if learns:
-            self._prepare(sizes)
+        self._timer.cancel()  # a forward that is followed by another one is not timed
+        plan = self._plan(sizes) if torch.is_grad_enabled() else None
         output = self._engine.run(batch, len(sizes), training=self.training)
-        if learns:
-            for tensor in output if isinstance(output, tuple) else (output,):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._synchronizer.start_backward)
+        if plan is not None:
+            self._synchronizer.watch(output, plan)
         return output
 
     @contextmanager
@@ -180,6 +202,39 @@ class HybridParallel(nn.Module):
         finally:
             self._no_sync = False
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``.
+
+        Call it between ``backward()`` and ``optimizer.step()``, in every pass of the loop body. On
+        accumulation steps it leaves the gradients alone, as they are kept and not complete: what is
+        clipped is the gradient of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does
+        with the plain model.
+
+        Args:
+            max_norm: Largest norm that is let through.
+            norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: Whether a norm that is no finite number is an error.
+            foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping, over all stages, a tensor without dimensions; on accumulation
+            steps that of the last complete iteration, NaN before the first.
+
+        Raises:
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        if self._complete:
+            self._norm = nn.utils.clip_grad_norm_(
+                self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        return self._norm
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's state, keyed by its own layer names whatever the balance."""
         return self.module.state_dict(*args, **kwargs)
@@ -190,23 +245,25 @@ class HybridParallel(nn.Module):
         """Load the plain module's state."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _prepare(self, sizes: list[int]) -> None:
+    def _plan(self, sizes: list[int]) -> BackwardPlan:
+        """What the backward of a forward of micro-batches of these sizes is for."""
         micro_step = self._context.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
-        num_recomputed = self._engine.checkpointed(len(sizes), training=True)
-        self._synchronizer.begin(
-            sizes,
-            num_recomputed,
-            counted=micro_step is None or micro_step.num_samples > 0,
-            synchronize=ends,
-            weighted=micro_step is not None,
-            measured=self._noise.wanted(),
-        )
-        if ends:
+        num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
+        if ends and self.training:
             self._countdown -= 1
             if self._countdown <= 0:
                 self._countdown = TIMED_EVERY
                 self._timer.start(num_recomputed)
+        return BackwardPlan(
+            sizes=sizes,
+            num_recomputed=num_recomputed,
+            num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+            synchronize=ends,
+            weighted=micro_step is not None,
+            measured=micro_step is not None and self._noise.wanted(),
+            part=micro_step,
+        )
 
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
@@ -234,8 +291,10 @@ class HybridParallel(nn.Module):
 
     def _stepped(self) -> None:
         self._noise.stepped()
+        self._synchronizer.stepped()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
+        self._check.stepped(self._context.metrics.step)
 
     def _named_parameters(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -247,16 +306,3 @@ class HybridParallel(nn.Module):
         if isinstance(batch, tuple):
             return tuple(as_tensor(x).to(device, non_blocking=True) for x in batch)
         return as_tensor(batch).to(device, non_blocking=True)
-
-
-def _broadcast(ctx: JobContext, module: nn.Module) -> None:
-    """All replicas begin with rank 0's parameters and buffers."""
-    if ctx.env.num_replicas == 1:
-        return
-    # NCCL carries nothing that is not on a GPU, and layers are placed only after this.
-    nccl = dist.get_backend() == "nccl"
-    carrier = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    for tensor in (*module.parameters(), *module.buffers()):
-        carried = tensor.detach().to(carrier)
-        dist.broadcast(carried, src=0)
-        tensor.data.copy_(carried)
