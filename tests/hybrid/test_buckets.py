@@ -235,3 +235,41 @@ def clip_what_is_not_finite() -> None:
 
 def test_a_norm_that_is_not_finite() -> None:
     run_replicas(clip_what_is_not_finite, 1)
+
+
+def on_gpu(checkpoint: str) -> list[dict[str, Tensor]]:
+    """Two replicas share a GPU, and both stages are on it; gloo carries the gradients."""
+    init_process_group("gloo")
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(
+        module,
+        optimizer,
+        balance=[5, 4],
+        devices=["cuda:0", "cuda:0"],
+        num_microbatches=2,
+        checkpoint=checkpoint,
+        bucket_bytes=500,
+        check_replicas=True,
+    )
+    history = []
+    for step in range(3):
+        start = step * ROWS + replica_rank() * ROWS // 2
+        inputs, targets = make_data("mlp", 64)[list(range(start, start + ROWS // 2))]
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets.to("cuda:0")).backward()
+        history.append({name: g.cpu() for name, g in gradients(module).items()})
+        optimizer.step()
+    return history
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_gradients_on_a_gpu(checkpoint: str) -> None:
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    batches = [range(start, start + ROWS) for start in range(0, 3 * ROWS, ROWS)]
+    expected = plain_training(module, optimizer, make_data("mlp", 64), batches)
+    for history in run_replicas(on_gpu, 2, checkpoint):
+        for ours, theirs in zip(history, expected, strict=True):
+            assert_close(ours, theirs, 1e-12)
