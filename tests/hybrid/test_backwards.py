@@ -264,6 +264,70 @@ def test_layers_are_used_in_some_steps_only(checkpoint: str) -> None:
             assert_close(ours, theirs, 1e-12)
 
 
+class Twice(nn.Module):
+    """Uses one layer twice, so its gradient has two parts in each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+FROZEN = [[], [0], [0, 1], [2], [1], []]
+"""Layers that are frozen in each step."""
+
+
+def freeze(module: nn.Sequential, step: int) -> None:
+    for index, layer in enumerate(module):
+        layer.requires_grad_(index not in FROZEN[step])
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), Twice(), nn.Linear(6, 3)).double()
+
+
+def thaw(checkpoint: str) -> list[dict[str, Tensor]]:
+    init_process_group("gloo")
+    module = tied()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    model = HybridParallel(
+        module,
+        optimizer,
+        balance=[1, 2],
+        num_microbatches=2,
+        checkpoint=checkpoint,
+        bucket_bytes=400,
+        check_replicas=True,
+    )
+    history = []
+    for step in range(len(FROZEN)):
+        freeze(module, step)
+        optimizer.zero_grad()
+        loss_of(model, step, replica_rank()).backward()
+        history.append(gradients(module))
+        optimizer.step()
+    return history
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_layers_freeze_and_thaw_and_one_is_used_twice(checkpoint: str) -> None:
+    module = tied()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    expected = []
+    for step in range(len(FROZEN)):
+        freeze(module, step)
+        optimizer.zero_grad()
+        loss_of(module, step, None).backward()
+        expected.append(gradients(module))
+        optimizer.step()
+    for history in run_replicas(thaw, 2, checkpoint):
+        for ours, theirs in zip(history, expected, strict=True):
+            assert_close(ours, theirs, 1e-12)
+
+
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.register_hook(self.fail)
