@@ -5,6 +5,7 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
+from .buffers import CombinesBuffers, all_reduce_sum
 from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
@@ -27,6 +28,7 @@ __all__ = [
     "AdamScale",
     "AdaptiveDataLoader",
     "CheckpointError",
+    "CombinesBuffers",
     "ConfigurationError",
     "HybridParallel",
     "LinearScale",
@@ -36,6 +38,7 @@ __all__ = [
     "SquareRootScale",
     "State",
     "SynchronizationError",
+    "all_reduce_sum",
     "current_epoch",
     "destroy_process_group",
     "init_process_group",

@@ -74,6 +74,13 @@ def check_arguments(
                 f"parameter {name!r} of module has no shape yet: run one batch through the module, "
                 "and make the optimizer after that"
             )
+    for name, layer in module.named_modules():
+        sparse = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        if sparse and layer.weight.requires_grad:
+            raise ConfigurationError(
+                f"parameter '{name}.weight' would have a sparse gradient, which is not averaged "
+                f"over replicas: create the {type(layer).__name__} with sparse=False"
+            )
     known = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -59,6 +59,8 @@ class JobEnvironment:
     """Where scalars for TensorBoard are written (``PIPOLLUX_TENSORBOARD_DIR``)."""
     trace_dir: Path | None = None
     """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
+    check_replicas: int = 0
+    """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
     @property
     def under_torchrun(self) -> bool:
@@ -105,6 +107,7 @@ class JobEnvironment:
             progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
             tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
             trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
+            check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.params import Checkpoint
@@ -16,15 +16,19 @@ from pipollux_perfmodel.params import Checkpoint
 from .arguments import batch_size_of, check_arguments
 from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
 from .batchnorm import commit_statistics, defer_statistics, drop_statistics
+from .bucket import BUCKET_BYTES
+from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from .checkpoint import load_state
-from .context import JobContext, context
+from .context import context
 from .engine import PipelineEngine, microbatch_sizes
 from .errors import ConfigurationError
 from .modelstate import ModelState
-from .nest import Nest, map_tensors, tensors_of
+from .nest import Nest, map_tensors
 from .noise_meter import MEASURED_EVERY, NoiseMeter
 from .optim import AdaptiveOptimizer
 from .plain import PlainFace
+from .plan import BackwardPlan
+from .replica_check import ReplicaCheck, check_interval
 from .scaling import ScalingRule, default_rule
 from .stagetimer import Recording, StageTimer, stage_times
 from .synchronizer import GradientSynchronizer, SyncResult
@@ -72,6 +76,15 @@ class HybridParallel(PlainFace):
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
             square root for Adam and its kin.
         lr_scheduler: A scheduler over ``optimizer`` whose state belongs into checkpoints.
+        gradient_dtype: What gradients travel as between replicas: None for float32 (float64
+            gradients: float64), ``torch.bfloat16`` for half of the bytes and three digits.
+        bucket_bytes: Gradients travel in buckets of about so many bytes, as with
+            DistributedDataParallel.
+        broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
+            each iteration.
+        check_replicas: Compare all parameters and buffers of the replicas after every optimizer
+            step (True) or every so many; for debugging, as it reads every byte.
+            ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
     Raises:
         ConfigurationError: An argument is wrong; the message names it and what is allowed.
@@ -91,13 +104,18 @@ class HybridParallel(PlainFace):
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        broadcast_buffers: bool = True,
+        check_replicas: bool | int = False,
     ) -> None:
         ctx = context()
         check_arguments(module, optimizer, checkpoint)
         super().__init__(module)
         self._context = ctx
         self._deferred = defer_statistics(module)
-        _broadcast(ctx, module)
+        if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
         self.num_microbatches = num_microbatches
@@ -129,7 +147,14 @@ class HybridParallel(PlainFace):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timer.gradient_arrived,
             on_finished=self._backward_finished,
+            group=ctx.control.group,
+            buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
+            gradient_dtype=gradient_dtype,
+            bucket_bytes=bucket_bytes,
         )
+        interval = check_interval(check_replicas, ctx.env.check_replicas)
+        self._check = ReplicaCheck(module, ctx.control, interval)
+        self._norm = torch.tensor(math.nan)
         self._optimizer = AdaptiveOptimizer(
             optimizer,
             is_complete=lambda: self._complete,
@@ -186,19 +211,16 @@ class HybridParallel(PlainFace):
         batch = inputs[0] if len(inputs) == 1 else inputs
         sizes = microbatch_sizes(batch_size_of(batch), self.num_microbatches)
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
-        learns = self.training and torch.is_grad_enabled()
-        if learns:
-            self._prepare(sizes)
+        self._timer.cancel()  # a forward that is followed by another one is not timed
+        plan = self._plan(sizes) if torch.is_grad_enabled() else None
         output = self._engine.run(batch, sizes, training=self.training)
-        if not torch.is_grad_enabled():
+        if plan is not None:
+            self._synchronizer.watch(output, plan)
+            if plan.num_samples == 0:
+                drop_statistics(self._deferred)  # of a batch that only keeps step with its peers
+        else:
             # No backward will end this iteration; the replicas agree again at the next that has.
             commit_statistics(self._deferred, lambda _: None)
-        elif self._context.micro_step is not None and not self._context.micro_step.num_samples:
-            drop_statistics(self._deferred)  # of a batch that only keeps step with its peers
-        if learns:
-            for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._synchronizer.start_backward)
         return output
 
     @contextmanager
@@ -213,25 +235,60 @@ class HybridParallel(PlainFace):
         finally:
             self._no_sync = False
 
-    def _prepare(self, sizes: list[int]) -> None:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``.
+
+        Call it between ``backward()`` and ``optimizer.step()``, in every pass of the loop body. On
+        accumulation steps it leaves the gradients alone, as they are kept and not complete: what is
+        clipped is the gradient of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does
+        with the plain model.
+
+        Args:
+            max_norm: Largest norm that is let through.
+            norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: Whether a norm that is no finite number is an error.
+            foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping, over all stages, a tensor without dimensions; on accumulation
+            steps that of the last complete iteration, NaN before the first.
+
+        Raises:
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        if self._complete:
+            self._norm = nn.utils.clip_grad_norm_(
+                self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        return self._norm
+
+    def _plan(self, sizes: list[int]) -> BackwardPlan:
+        """What the backward of a forward of micro-batches of these sizes is for."""
         micro_step = self._context.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
-        num_recomputed = self._engine.checkpointed(len(sizes), training=True)
-        self._synchronizer.begin(
-            sizes,
-            num_recomputed,
-            counted=micro_step is None or micro_step.num_samples > 0,
-            synchronize=ends,
-            weighted=micro_step is not None,
-            measured=self._noise.wanted(),
-        )
-        timed = ends and self._is_timed()
+        num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
+        timed = ends and self.training and self._is_timed()
         if timed:
             self._timer.start(num_recomputed)
         self._context.metrics.note_forward(disturbed=timed or self._noise.wanted())
         if self._recording is not None and self._recording.done():
             self._report_stages(self._recording)
             self._recording = None
+        return BackwardPlan(
+            sizes=sizes,
+            num_recomputed=num_recomputed,
+            num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+            synchronize=ends,
+            weighted=micro_step is not None,
+            measured=micro_step is not None and self._noise.wanted(),
+            part=micro_step,
+        )
 
     def _is_timed(self) -> bool:
         """Whether to time the stages of this iteration; rather not while the noise is measured."""
@@ -245,7 +302,7 @@ class HybridParallel(PlainFace):
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
         if result is not None:
-            commit_statistics(self._deferred, _all_reduce_sum)
+            commit_statistics(self._deferred, all_reduce_sum)
         self._context.metrics.note_backward(result.sync_time if result else 0.0)
         if result is None:
             self._optimizer.keep_gradients()
@@ -270,27 +327,11 @@ class HybridParallel(PlainFace):
 
     def _stepped(self) -> None:
         self._noise.stepped()
+        self._synchronizer.stepped()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
+        self._check.stepped(self._context.metrics.step)
 
     def _named_parameters(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return [(names[parameter], parameter) for parameter in stage.parameters()]
-
-
-def _broadcast(ctx: JobContext, module: nn.Module) -> None:
-    """All replicas begin with rank 0's parameters and buffers."""
-    if ctx.env.num_replicas == 1:
-        return
-    # NCCL carries nothing that is not on a GPU, and layers are placed only after this.
-    nccl = dist.get_backend() == "nccl"
-    carrier = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    for tensor in (*module.parameters(), *module.buffers()):
-        carried = tensor.detach().to(carrier)
-        dist.broadcast(carried, src=0)
-        tensor.data.copy_(carried)
-
-
-def _all_reduce_sum(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors if dist.is_initialized() else []:
-        dist.all_reduce(tensor)

@@ -2,11 +2,8 @@
 
 DistributedDataParallel cannot do this: it expects each gradient once per backward, where GPipe with
 recomputation delivers one per micro-batch, and it loses gradients without a word when the number of
-micro-batches falls. So gradients are counted here. A stage's gradients are final when each of its
-parameters has been reached once for every recomputed micro-batch, plus once if the rest (all
-micro-batches that are not recomputed) share one pass; then its all-reduce starts, in the order K-1
-… 0 in which stages finish their backward. Whatever is still out at the end of the backward, because
-a layer was not used, is sent then.
+micro-batches falls. So gradients are counted here (:mod:`pipollux_hybrid.arrivals`), and sent in
+buckets (:mod:`pipollux_hybrid.bucket`), from the last stage to the first.
 
 Every gradient counts by its samples. With n_ra samples and mean gradient g_ra on replica r in
 accumulation step a, parameters end up with
@@ -15,28 +12,34 @@ accumulation step a, parameters end up with
 
 which is the gradient of the mean loss over the whole batch, also when shares differ by a sample or
 a replica has none in the last batch of an epoch.
+
+Counts, norms and flags travel apart from the gradients, as float64 over the CPU
+(:mod:`pipollux_hybrid.summary`), so that nothing waits for a GPU to learn them.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from .arrivals import Arrivals
+from .bucket import BUCKET_BYTES, check_wire
+from .buffers import BufferSynchronizer
 from .errors import SynchronizationError
+from .exposure import Exposure
+from .nest import Nest, tensors_of
 from .noise import norm_sqr
+from .plan import BackwardPlan
+from .summary import Summary
 
 __all__ = ["GradientSynchronizer", "SyncResult"]
-
-TAIL = 3
-"""Numbers that travel behind a stage's gradients: samples, Σ n²/b |c|², estimates."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +49,12 @@ class SyncResult:
     batch_size: int
     """B: samples behind the averaged gradients, over all replicas and accumulation steps."""
     num_estimates: int
-    """J: independent gradient estimates among them."""
+    """J: independent gradient estimates among them; 0 if they could not be told apart."""
     estimate_sqr: float
     """S of :mod:`pipollux_hybrid.noise`."""
     sync_time: float
-    """Seconds waited for other replicas after the last gradient was final."""
-
-
-@dataclass
-class _Stage:
-    """Gradient bookkeeping of one stage."""
-
-    index: int
-    named: list[tuple[str, nn.Parameter]]
-    hooked: set[nn.Parameter] = field(default_factory=set)
-    trainable: list[nn.Parameter] = field(default_factory=list)
-    missing: int = 0
-    arrivals: dict[nn.Parameter, int] = field(default_factory=dict)
-    sqr: Tensor | None = None
-    buffer: Tensor | None = None
-    work: dist.Work | None = None
-    launched: bool = False
+    """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
+    an earlier step: see :class:`~pipollux_hybrid.exposure.Exposure`."""
 
 
 class GradientSynchronizer:
@@ -75,9 +63,14 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
+        group: The gloo group over which counts travel; None for one replica.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
+        buffers: What keeps the buffers together, if anything does.
+        gradient_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
+            ``torch.bfloat16`` for half of the bytes.
+        bucket_bytes: Bytes of a bucket on the wire.
     """
 
     def __init__(
@@ -88,230 +81,255 @@ class GradientSynchronizer:
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
+        group: dist.ProcessGroup | None = None,
+        buffers: BufferSynchronizer | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._stages = [_Stage(index, list(named)) for index, named in enumerate(stages)]
+        check_wire(gradient_dtype, bucket_bytes, num_replicas)
+        self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
+        self._group = group
         self._preconditioner = preconditioner
         self._on_gradient = on_gradient
         self._on_finished = on_finished
+        self._buffers = buffers
+        self._arrivals = Arrivals(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
+        self._exposure = Exposure([p.device for named in stages for _, p in named])
+        self._hooked: set[nn.Parameter] = set()
         self._lock = threading.Lock()
-        self._sizes: list[int] = []
-        self._synchronize = True
-        self._weighted = True
-        self._callback_queued = True
+        # The backward under way.
+        self._task: int | None = None
+        self._plans: list[BackwardPlan] = []
+        self._synchronizes = False
+        self._measures = False
+        # The iteration under way.
         self._fresh = True
+        self._averaged = False
+        self._part: object | None = None
         self._samples = 0
         self._estimates = 0
+        self._measurable = True
         self._unit = 0
-        self._counted = True
-        self._measured = True
+        self._sqr: list[Tensor | None] = [None] * len(self._stages)
+        # What the replicas agreed on in the last one.
+        self._reference = 1.0
+        self._batch_over_part = 1.0
 
-    def begin(
-        self,
-        sizes: Sequence[int],
-        num_recomputed: int,
-        *,
-        counted: bool,
-        synchronize: bool,
-        weighted: bool,
-        measured: bool,
-    ) -> None:
-        """Prepare for the backward of a batch that is about to go forward.
+    def watch(self, output: Nest, plan: BackwardPlan) -> None:
+        """Let a plan take effect when the gradient of this output arrives.
 
         Args:
-            sizes: Samples of each micro-batch.
-            num_recomputed: How many of them are recomputed in the backward.
-            counted: Whether the samples count; a batch that does not adds nothing.
-            synchronize: Whether this backward ends an iteration.
-            weighted: Whether accumulation steps are averaged by their samples (else summed, as
-                plain PyTorch does).
-            measured: Whether norms are taken for the noise; the same throughout an iteration.
+            output: Tensor, or nest of tensors, that a forward gave.
+            plan: What is to be expected of its backward.
         """
-        passes = num_recomputed + (num_recomputed < len(sizes))
-        # Micro-batches run backward last one first; those not recomputed arrive as one.
-        rest = sum(sizes[num_recomputed:])
-        self._sizes = ([rest] if rest else []) + list(reversed(sizes[:num_recomputed]))
-        if self._fresh:
-            self._fresh = False
-            self._samples = self._estimates = self._unit = 0
-            for stage in self._stages:
-                stage.sqr = None
-        self._synchronize, self._weighted, self._counted = synchronize, weighted, counted
-        self._measured = measured and counted
-        self._callback_queued = False
-        for stage in self._stages:
-            self._prepare(stage, passes)
-        if counted:
-            self._reweigh(sum(sizes))
-            self._estimates += passes
+        tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if tensors:
+            for index, named in enumerate(self._stages):
+                for name, parameter in named:
+                    if parameter.requires_grad and parameter not in self._hooked:
+                        self._hook(index, name, parameter)
+        for tensor in tensors:
+            tensor.register_hook(partial(self._start_backward, plan))
 
-    def start_backward(self, gradient: Tensor) -> Tensor | None:
-        """Hook for the output of the pipeline: the backward begins with its gradient."""
-        if not self._callback_queued:
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self._finish)
+    def stepped(self) -> None:
+        """The optimizer stepped: what comes next belongs to another iteration."""
+        self._averaged = False
+
+    # --- the beginning of a backward -----------------------------------------------------------
+
+    def _start_backward(self, plan: BackwardPlan, gradient: Tensor) -> Tensor | None:
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if task != self._task:
+                self._enter(plan, task)
+            elif plan not in self._plans:
+                self._join(plan)
         # A batch that does not count leaves zeros everywhere, and its hooks all the same.
-        return None if self._counted else torch.zeros_like(gradient)
+        return None if plan.counted else torch.zeros_like(gradient)
 
-    def _prepare(self, stage: _Stage, passes: int) -> None:
-        stage.trainable = [p for _, p in stage.named if p.requires_grad]
-        for parameter in stage.trainable:
-            if parameter not in stage.hooked:
-                stage.hooked.add(parameter)
-                parameter.register_hook(self._norm_hook(stage, parameter))
-                parameter.register_post_accumulate_grad_hook(self._arrival_hook(stage))
-        stage.missing = passes * len(stage.trainable)
-        stage.arrivals = {}
-        stage.launched = False
-
-    def _reweigh(self, num_samples: int) -> None:
-        """Bring gradients kept so far to the unit of this accumulation step.
-
-        Kept gradients stand for Σ n g / unit. With the unit set to the coming step's n, that step's
-        mean gradient adds with the right weight by itself.
-        """
-        if self._weighted and self._unit not in (0, num_samples):
-            for stage in self._stages:
-                for parameter in stage.trainable:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self._unit / num_samples)
-        self._unit = num_samples
-        self._samples = self._samples + num_samples if self._weighted else num_samples
-
-    def _norm_hook(self, stage: _Stage, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        """Adds n²/b |c|² for the contribution c of one pass over b of n samples."""
-
-        def hook(gradient: Tensor) -> None:
-            if not self._measured or gradient.is_sparse:
-                return
-            arrival = stage.arrivals.get(parameter, 0)
-            stage.arrivals[parameter] = arrival + 1
-            if arrival >= len(self._sizes):
-                return
-            sqr = norm_sqr(gradient, self._preconditioner(parameter))
-            sqr = sqr * (self._unit**2 / self._sizes[arrival])
-            stage.sqr = sqr if stage.sqr is None else stage.sqr + sqr
-
-        return hook
-
-    def _arrival_hook(self, stage: _Stage) -> Callable[[Tensor], None]:
-        def hook(_parameter: Tensor) -> None:
-            self._on_gradient(stage.index)
-            with self._lock:
-                if stage.launched:
-                    raise SynchronizationError(
-                        f"stage {stage.index} received a gradient after its gradients were sent to "
-                        "the other replicas: there was more than one forward before this backward. "
-                        "Run all but the last forward and backward under `with model.no_sync():`"
-                    )
-                stage.missing -= 1
-                if stage.missing == 0 and self._synchronize and self._num_replicas > 1:
-                    self._launch_ready()
-
-        return hook
-
-    def _launch_ready(self) -> None:
-        """Send the stages that are complete; the order is the same on all replicas."""
-        for stage in reversed(self._stages):
-            if stage.launched:
-                continue
-            if stage.missing > 0:
-                return
-            self._launch(stage)
-
-    def _launch(self, stage: _Stage) -> None:
-        stage.launched = True
-        gradients = [self._dense_gradient(stage, parameter) for parameter in stage.trainable]
-        if not gradients:
-            return
-        dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-        device = gradients[0].device
-        weight = float(self._unit) if self._samples > 0 else 0.0
-        present = [float(p.grad is not None) for p in stage.trainable]
-        sqr = stage.sqr if stage.sqr is not None else torch.zeros((), device=device)
-        tail = torch.tensor([self._samples, 0.0, self._estimates, *present], dtype=dtype)
-        tail = tail.to(device)
-        tail[1] = sqr.to(device)
-        flat = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
-        stage.buffer = torch.cat([flat.mul_(weight), tail])
-        stage.work = dist.all_reduce(stage.buffer, async_op=True)
-
-    def _dense_gradient(self, stage: _Stage, parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            return torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            name = next(name for name, p in stage.named if p is parameter)
+    def _enter(self, plan: BackwardPlan, task: int) -> None:
+        if self._task is not None and self._synchronizes and self._num_replicas > 1:
             raise SynchronizationError(
-                f"parameter {name!r} of stage {stage.index} has a sparse gradient, which is not "
+                "the backward before this one failed after it had begun to average gradients, so "
+                "this replica and the others may be at different gradients: let the job end, and "
+                "start it again from its last checkpoint"
+            )
+        Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
+        self._task, self._plans = task, [plan]
+        self._synchronizes = plan.synchronize
+        if self._fresh:
+            self._begin_iteration(plan)
+        if plan.part is None or plan.part is not self._part:
+            self._account(plan)
+        else:
+            self._measurable = False  # two backwards of the same samples: halves of an estimate
+        self._part = plan.part
+        self._measures = plan.measured and plan.counted
+        stages = [[p for _, p in named if p.requires_grad] for named in self._stages]
+        self._arrivals.begin(stages, plan, self._weight())
+
+    def _rewind(self) -> Callable[[], None]:
+        """What takes back the beginning of a backward that turns out to be none."""
+        before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
+        sqr, averaged = list(self._sqr), self._averaged
+
+        def rewind() -> None:
+            if before[0] and averaged and self._part is before[1] is not None:
+                self._scale_gradients(1.0 / self._batch_over_part)
+            self._fresh, self._part, self._samples, self._estimates, self._measurable = before
+            self._sqr = sqr
+
+        return rewind
+
+    def _begin_iteration(self, plan: BackwardPlan) -> None:
+        self._fresh = False
+        if self._averaged and plan.part is not None and plan.part is self._part:
+            # A second backward of the part that ended the iteration. What is there is the average
+            # already; in the unit of this part's gradients it stands for B / Σ_r n_r as much.
+            self._scale_gradients(self._batch_over_part)
+            return
+        self._samples = self._estimates = self._unit = 0
+        self._averaged, self._part, self._measurable = False, None, True
+        self._sqr = [None] * len(self._stages)
+
+    def _account(self, plan: BackwardPlan) -> None:
+        if not plan.counted:
+            return
+        # Kept gradients stand for Σ n g / unit. With the unit set to the coming step's n, that
+        # step's mean gradient adds with the right weight by itself.
+        if plan.weighted and self._unit not in (0, plan.num_samples):
+            self._scale_gradients(self._unit / plan.num_samples)
+        self._unit = plan.num_samples
+        self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
+        self._estimates += plan.passes
+
+    def _join(self, plan: BackwardPlan) -> None:
+        self._plans.append(plan)
+        self._measurable = False
+        self._synchronizes = self._synchronizes or plan.synchronize
+        self._arrivals.join(plan, self._weight())
+
+    def _weight(self) -> float | None:
+        """What gradients are multiplied by when they are sent; None if they are not."""
+        if not self._synchronizes or self._num_replicas == 1:
+            return None
+        # 1 wherever replicas have the same share of the batch, whatever its size.
+        return self._unit / self._reference if self._samples > 0 else 0.0
+
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = [
+            p.grad
+            for named in self._stages
+            for _, p in named
+            if p.requires_grad and p.grad is not None
+        ]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def _hook(self, stage: int, name: str, parameter: nn.Parameter) -> None:
+        self._hooked.add(parameter)
+        parameter.register_hook(partial(self._measure, stage, name, parameter))
+        parameter.register_post_accumulate_grad_hook(partial(self._arrive, stage))
+
+    def _measure(self, stage: int, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add n²/b |c|² for the contribution c of one pass over b of n samples."""
+        if gradient.is_sparse:
+            raise SynchronizationError(
+                f"parameter {name!r} of stage {stage} has a sparse gradient, which is not "
                 "averaged: create its embedding with sparse=False"
             )
-        return parameter.grad
+        if not self._measures or not self._measurable or self._task is None:
+            return
+        arrival, sizes = self._arrivals.count(parameter), self._plans[0].samples_by_pass
+        if arrival >= len(sizes):
+            return
+        sqr = norm_sqr(gradient, self._preconditioner(parameter))
+        sqr = sqr * (self._unit**2 / sizes[arrival])
+        before = self._sqr[stage]
+        self._sqr[stage] = sqr if before is None else before + sqr
 
-    def _finish(self) -> None:
+    def _arrive(self, stage: int, parameter: nn.Parameter) -> None:
+        self._on_gradient(stage)
+        with self._lock:
+            if self._task is not None:
+                self._arrivals.add(parameter)
+
+    # --- the end of a backward -----------------------------------------------------------------
+
+    def _finish(self, rewind: Callable[[], None]) -> None:
         """End of the backward: send what is left, wait, write the averages back."""
-        if not self._synchronize:
+        if not self._arrivals.any:
+            # torch.autograd.grad came by: it asked for gradients of something else.
+            rewind()
+            self._task = None
+            return
+        self._measurable = self._measurable and not self._arrivals.surplus
+        if not self._synchronizes:
+            self._task = None
             self._on_finished(None)
             return
-        self._fresh = True
-        if self._num_replicas == 1:
-            result = self._finish_alone()
-        else:
-            with self._lock:
-                for stage in reversed(self._stages):
-                    if not stage.launched:
-                        self._launch(stage)
-            result = self._finish_together()
+        result = self._finish_alone() if self._num_replicas == 1 else self._finish_together()
+        self._fresh = self._averaged = True
+        self._task, self._plans = None, []
         self._on_finished(result)
 
     def _finish_alone(self) -> SyncResult:
-        if self._weighted and self._unit != self._samples:
-            for stage in self._stages:
-                for parameter in stage.trainable:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self._unit / self._samples)
-        sqr = sum(float(stage.sqr) for stage in self._stages if stage.sqr is not None)
-        return SyncResult(self._samples, self._estimates, sqr / max(self._samples, 1), 0.0)
+        self._batch_over_part = self._samples / max(self._unit, 1)
+        if self._samples > 0:
+            self._scale_gradients(self._unit / self._samples)
+        estimates = self._estimates if self._measurable else 0
+        return SyncResult(self._samples, estimates, self._sqr_sum() / max(self._samples, 1), 0.0)
 
     def _finish_together(self) -> SyncResult:
-        started = time.perf_counter()
-        samples = estimates = sqr = 0.0
-        for stage in reversed(self._stages):
-            if stage.buffer is None or stage.work is None:
-                continue
-            _wait(stage)
-            count = sum(p.numel() for p in stage.trainable)
-            samples, stage_sqr, estimates, *present = stage.buffer[count:].tolist()
-            sqr += stage_sqr
-            averages = stage.buffer[:count].div_(samples)
-            _write_back(stage.trainable, averages, present)
-            stage.buffer = stage.work = None
+        arrivals = self._arrivals
+        self._exposure.start()
+        with self._lock:
+            arrivals.launch_rest()
+        total = self._summary().sum_over_replicas(self._group, self._num_replicas)
+        if total.samples <= 0.0:
+            raise SynchronizationError(
+                "no replica has samples that count in this iteration: its gradients are the mean "
+                "over nothing"
+            )
+        arrivals.relaunch([late > 0.0 for late in total.late])
+        factor = self._reference / total.samples
+        offset = 0
+        for bucket in arrivals.buckets:
+            present = total.present[offset : offset + len(bucket.parameters)]
+            offset += len(bucket.parameters)
+            bucket.wait()
+            bucket.write_back(factor, [count > 0.0 for count in present])
+        if self._buffers is not None:
+            self._buffers.synchronize(total.buffers)
+        if total.part_samples > 0.0:
+            self._reference = total.part_samples / self._num_replicas
+            self._batch_over_part = total.samples / total.part_samples
         return SyncResult(
-            round(samples),
-            round(estimates),
-            sqr / max(samples, 1.0),
-            time.perf_counter() - started,
+            round(total.samples),
+            0 if total.unmeasurable else round(total.estimates),
+            total.sqr / total.samples,
+            self._exposure.stop(),
         )
 
+    def _summary(self) -> Summary:
+        counts = self._samples > 0
+        return Summary(
+            samples=self._samples,
+            part_samples=self._unit if self._plans[0].counted else 0,
+            estimates=self._estimates,
+            sqr=self._sqr_sum(),
+            unmeasurable=not self._measurable,
+            buffers=self._buffers.report() if self._buffers else [],
+            late=[bucket.late for bucket in self._arrivals.buckets],
+            present=[
+                counts and parameter.grad is not None
+                for bucket in self._arrivals.buckets
+                for parameter in bucket.parameters
+            ],
+        )
 
-def _wait(stage: _Stage) -> None:
-    assert stage.work is not None  # noqa: S101  # the caller looked
-    try:
-        stage.work.wait()
-    except RuntimeError as error:
-        raise SynchronizationError(
-            f"replica {dist.get_rank()} lost its peers while averaging the gradients of stage "
-            f"{stage.index}: another replica has ended or hangs; its log says why. ({error})"
-        ) from error
-
-
-def _write_back(parameters: list[nn.Parameter], averages: Tensor, present: list[Any]) -> None:
-    offset = 0
-    for parameter, replicas in zip(parameters, present, strict=True):
-        average = averages[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
-        if not replicas:
-            continue  # no replica used it: it has no gradient, as in the plain model
-        if parameter.grad is None:
-            parameter.grad = average.to(parameter.dtype)
-        else:
-            parameter.grad.copy_(average)
+    def _sqr_sum(self) -> float:
+        return sum(float(sqr) for sqr in self._sqr if sqr is not None)

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import HybridParallel, SynchronizationError, init_process_group, replica_rank
+from pipollux_hybrid import (
+    ConfigurationError,
+    HybridParallel,
+    SynchronizationError,
+    init_process_group,
+    replica_rank,
+)
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -150,29 +156,20 @@ def test_no_sync_adds_up_as_in_data_parallel_torch() -> None:
         assert_close(ours, gradients(plain), 1e-12)
 
 
-def two_forwards() -> str:
-    model, _ = wrap(make_model("mlp"), num_stages=2)
-    inputs, targets = share_of(replica_rank())
-    losses = [F.cross_entropy(model(inputs), targets) for _ in range(2)]
-    losses[0].backward()
-    try:
-        losses[1].backward()
-    except SynchronizationError as error:
-        return str(error)
-    return "nothing was said"
+class SparseProduct(nn.Module):
+    """A lookup whose gradient is sparse though no layer says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.table, sparse=True)
 
 
-def test_two_forwards_before_a_backward_are_refused() -> None:
-    for message in run_replicas(two_forwards, 2):
-        assert "more than one forward before this backward" in message
-        assert "no_sync" in message
-
-
-def sparse() -> str:
-    module = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Flatten(), nn.Linear(24, 3))
-    init_process_group("gloo")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = HybridParallel(module, optimizer, checkpoint="never")
+def sparse(checkpoint: str) -> str:
+    module = nn.Sequential(SparseProduct(), nn.Flatten(), nn.Linear(24, 3))
+    model, _ = wrap(module, checkpoint=checkpoint)
     try:
         model(torch.zeros(4, 6, dtype=torch.long)).sum().backward()
     except SynchronizationError as error:
@@ -180,10 +177,23 @@ def sparse() -> str:
     return "nothing was said"
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    for message in run_replicas(sparse, 2):
-        assert "'0.weight'" in message
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_sparse_gradients_are_refused_by_name(num_replicas: int) -> None:
+    for message in run_replicas(sparse, num_replicas, "never"):
+        assert "'0.table'" in message
         assert "sparse=False" in message
+
+
+def sparse_layer() -> None:
+    module = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+    with pytest.raises(ConfigurationError, match=r"'0\.weight'.*sparse=False"):
+        wrap(module)
+    module[0].weight.requires_grad_(False)
+    wrap(module)
+
+
+def test_sparse_embeddings_are_refused_before_the_first_step() -> None:
+    run_replicas(sparse_layer, 1)
 
 
 def diverging_start() -> dict[str, Tensor]:
@@ -213,4 +223,4 @@ def lose_a_peer() -> str:
 
 def test_a_lost_peer_is_named() -> None:
     message, _ = run_replicas(lose_a_peer, 2)
-    assert "replica 0 lost its peers while averaging the gradients of stage" in message
+    assert "replica 0 of 2 lost its peers while averaging gradients" in message

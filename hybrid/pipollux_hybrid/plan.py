@@ -1,0 +1,61 @@
+"""What the backward of one forward will look like, written down when the forward runs.
+
+A script may run several forwards before a backward, evaluate in between, or never call a backward
+at all. So a forward changes nothing: it leaves a plan with its output, and the plan takes effect
+when that output's gradient arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["BackwardPlan"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardPlan:
+    """How the gradients of one forward come back, and what they count.
+
+    Micro-batches that are recomputed in the backward deliver a gradient each, the last one first.
+    All others share one pass, which comes before them.
+    """
+
+    sizes: Sequence[int]
+    """Rows of each micro-batch."""
+    num_recomputed: int
+    """How many of them, from the first on, are recomputed in the backward."""
+    num_samples: int
+    """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
+    synchronize: bool
+    """Whether this backward ends an iteration."""
+    weighted: bool
+    """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
+    measured: bool
+    """Whether norms are taken for the noise; the same throughout an iteration."""
+    part: object | None = None
+    """The part of an iteration it belongs to; a second backward of a part adds no samples."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the samples count; a batch that does not adds nothing."""
+        return self.num_samples > 0
+
+    @property
+    def shares_a_pass(self) -> bool:
+        """Whether there are micro-batches that are not recomputed."""
+        return self.num_recomputed < len(self.sizes)
+
+    @property
+    def passes(self) -> int:
+        """How often each parameter receives a gradient."""
+        return self.num_recomputed + self.shares_a_pass
+
+    @cached_property
+    def samples_by_pass(self) -> list[float]:
+        """Samples behind each gradient, in the order of arrival."""
+        rest = sum(self.sizes[self.num_recomputed :])
+        rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_recomputed]))
+        # A script may make several rows of a sample, or one of several.
+        return [count * self.num_samples / sum(self.sizes) for count in rows]
