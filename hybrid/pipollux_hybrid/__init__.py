@@ -5,6 +5,7 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
+from .amp import GradScaler
 from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
@@ -18,7 +19,15 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
-from .scaling import AdamScale, AdaScale, LinearScale, ScalingRule, SquareRootScale
+from .scaling import (
+    AdamScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    ScalingRule,
+    ScalingState,
+    SquareRootScale,
+)
 
 __all__ = [
     "AdaScale",
@@ -26,10 +35,13 @@ __all__ = [
     "AdaptiveDataLoader",
     "CheckpointError",
     "ConfigurationError",
+    "GradScaler",
     "HybridParallel",
+    "LEGWScale",
     "LinearScale",
     "PipolluxError",
     "ScalingRule",
+    "ScalingState",
     "SquareRootScale",
     "State",
     "SynchronizationError",
