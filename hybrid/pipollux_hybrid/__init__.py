@@ -5,6 +5,7 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
+from .amp import GradScaler
 from .buffers import CombinesBuffers, all_reduce_sum
 from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
@@ -20,7 +21,15 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
-from .scaling import AdamScale, AdaScale, LinearScale, ScalingRule, SquareRootScale
+from .scaling import (
+    AdamScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    ScalingRule,
+    ScalingState,
+    SquareRootScale,
+)
 from .skip import Namespace, pop, skippable, stash
 
 __all__ = [
@@ -30,11 +39,14 @@ __all__ = [
     "CheckpointError",
     "CombinesBuffers",
     "ConfigurationError",
+    "GradScaler",
     "HybridParallel",
+    "LEGWScale",
     "LinearScale",
     "Namespace",
     "PipolluxError",
     "ScalingRule",
+    "ScalingState",
     "SquareRootScale",
     "State",
     "SynchronizationError",

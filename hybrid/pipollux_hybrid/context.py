@@ -22,13 +22,15 @@ from .env import JobEnvironment
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipollux_perfmodel.params import Checkpoint
 
     from .checkpoint import State
     from .metrics import Metrics
     from .reporter import Reporter
 
-__all__ = ["JobContext", "MicroStep", "context", "reset"]
+__all__ = ["JobContext", "MicroStep", "context", "current", "reset"]
 
 PEER_TIMEOUT = 1800.0
 """Seconds that a replica waits for a silent peer before it gives up, torch's own default for gloo:
@@ -61,6 +63,8 @@ class JobContext:
     """Micro-batches M of the model in training."""
     checkpoint_mode: Checkpoint = "never"
     """Which of them are recomputed."""
+    loss_scale: Tensor | None = None
+    """What a GradScaler multiplied the loss of the coming backward by."""
     looked_for_checkpoint: bool = False
     """Whether the replicas agreed already on the checkpoint to restore from."""
     restored_from: Path | None = None
@@ -122,6 +126,11 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
                 "call pipollux_hybrid.init_process_group() at the beginning of the script"
             )
         _context = JobContext(env=env, control=ControlPlane(env.num_replicas, timeout))
+    return _context
+
+
+def current() -> JobContext | None:
+    """The context of this process if there is one; does not make it."""
     return _context
 
 

@@ -25,6 +25,7 @@ move.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from pipollux_perfmodel import GradParams
 
-__all__ = ["GradientNoiseScale", "RunningAverage", "norm_sqr"]
+__all__ = ["GradientNoiseScale", "RunningAverage", "norm_sqr", "sum_norms_sqr"]
 
 SMOOTHING = 0.999
 """Weight of the past for one batch of the initial size, as AdaptDL has it."""
@@ -52,6 +53,15 @@ def norm_sqr(gradient: Tensor, weights: Tensor | None) -> Tensor:
         gradient = gradient.float()
     flat = gradient.detach().reshape(-1)
     return torch.dot(flat, flat if weights is None else flat * weights.reshape(-1))
+
+
+def sum_norms_sqr(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> float:
+    """The squared norm of several gradients with their weights, read from each device once."""
+    sums: dict[torch.device, Tensor] = {}
+    for gradient, weights in gradients:
+        sqr = norm_sqr(gradient, weights).double()
+        sums[gradient.device] = sums[gradient.device] + sqr if gradient.device in sums else sqr
+    return sum(float(sqr) for sqr in sums.values())
 
 
 @dataclass
@@ -86,6 +96,8 @@ class GradientNoiseScale:
     init_batch_size: int
     differenced: bool = False
     """Whether the averages come from successive steps."""
+    preconditioned: bool = False
+    """Whether norms are taken in Adam's geometry."""
     _sqr: RunningAverage = field(default_factory=RunningAverage)
     _var: RunningAverage = field(default_factory=RunningAverage)
 
@@ -97,6 +109,8 @@ class GradientNoiseScale:
         num_estimates: int,
         batch_size: int,
         differenced: bool = False,
+        num_steps: int = 1,
+        preconditioned: bool = False,
     ) -> None:
         """Add what one optimizer step showed.
 
@@ -106,15 +120,19 @@ class GradientNoiseScale:
             num_estimates: J, at least 2.
             batch_size: B, in samples.
             differenced: Whether the estimates are successive steps; real ones replace these.
+            num_steps: Steps that this one stands for, where not every one is measured: the past
+                fades as fast as if it were.
+            preconditioned: Whether norms are taken in Adam's geometry; norms in two geometries
+                have no common average, so that the later ones replace the earlier.
         """
         if num_estimates < 2 or not (math.isfinite(total_sqr) and math.isfinite(estimate_sqr)):
             return
-        if self.differenced and not differenced:
+        if (self.differenced and not differenced) or self.preconditioned != preconditioned:
             self._sqr, self._var = RunningAverage(), RunningAverage()
-        self.differenced = differenced
+        self.differenced, self.preconditioned = differenced, preconditioned
         sqr = (num_estimates * total_sqr - estimate_sqr) / (num_estimates - 1)
         trace = (estimate_sqr - total_sqr) * batch_size / (num_estimates - 1)
-        keep = SMOOTHING ** (batch_size / self.init_batch_size)
+        keep = SMOOTHING ** (max(num_steps, 1) * batch_size / self.init_batch_size)
         self._sqr.update(sqr, keep)
         self._var.update(trace / self.init_batch_size, keep)
 
@@ -140,6 +158,7 @@ class GradientNoiseScale:
         return {
             "init_batch_size": self.init_batch_size,
             "differenced": self.differenced,
+            "preconditioned": self.preconditioned,
             "sqr": [self._sqr.total, self._sqr.weight],
             "var": [self._var.total, self._var.weight],
         }
@@ -150,6 +169,7 @@ class GradientNoiseScale:
         return cls(
             init_batch_size=int(content["init_batch_size"]),
             differenced=bool(content["differenced"]),
+            preconditioned=bool(content.get("preconditioned", False)),
             _sqr=RunningAverage(*map(float, content["sqr"])),
             _var=RunningAverage(*map(float, content["var"])),
         )

@@ -29,7 +29,7 @@ from .optim import AdaptiveOptimizer
 from .plain import PlainFace
 from .plan import BackwardPlan
 from .replica_check import ReplicaCheck, check_interval
-from .scaling import ScalingRule, default_rule
+from .scaling import ScalingRule, ScalingState, default_rule
 from .stagetimer import Recording, StageTimer, stage_times
 from .synchronizer import GradientSynchronizer, SyncResult
 
@@ -74,8 +74,9 @@ class HybridParallel(PlainFace):
             nine tenths of a GPU's memory, and as much as there is on a CPU. A cut that does not
             fit is refused. Needs a ``sample``.
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
-            square root for Adam and its kin.
-        lr_scheduler: A scheduler over ``optimizer`` whose state belongs into checkpoints.
+            square root for Adam and others that divide by a root mean square.
+        lr_scheduler: A scheduler over ``optimizer``, whose state then belongs into checkpoints and
+            whose ``step`` does nothing on accumulation steps, as the optimizer's.
         gradient_dtype: What gradients travel as between replicas: None for float32 (float64
             gradients: float64), ``torch.bfloat16`` for half of the bytes and three digits.
         bucket_bytes: Gradients travel in buckets of about so many bytes, as with
@@ -161,6 +162,8 @@ class HybridParallel(PlainFace):
             factor=self._rate_factor,
             on_step=self._stepped,
         )
+        if lr_scheduler is not None:
+            self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         ctx.metrics.num_stages = len(balance)
         load_state(ModelState(module, optimizer, lr_scheduler))
@@ -179,6 +182,15 @@ class HybridParallel(PlainFace):
     def layer_profile(self) -> LayerProfile | None:
         """What the layers were measured to cost on ``sample``, by rank 0; None without one."""
         return self._layer_profile
+
+    @property
+    def gain(self) -> float:
+        """Steps of the initial batch size that a step of the present one is worth: AdaScale's gain.
+
+        1 until the gradient's noise was measured.
+        """
+        noise = self._context.metrics.noise
+        return noise.gain(self._context.scale) if noise is not None else 1.0
 
     @property
     def output_device(self) -> torch.device:
@@ -311,8 +323,9 @@ class HybridParallel(PlainFace):
         if self._timer.running:
             self._recording = self._timer.stop()
             self._context.metrics.note_timed()
+        loss_scale, self._context.loss_scale = self._context.loss_scale, None
         if self._noise.wanted():
-            self._noise.measure(result)
+            self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
 
     def _report_stages(self, recording: Recording) -> None:
         events = recording.events()
@@ -320,10 +333,22 @@ class HybridParallel(PlainFace):
         self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
 
     def _rate_factor(self) -> float:
-        scale, noise = self._context.scale, self._context.metrics.noise
-        if scale == 1.0 or noise is None:
-            return 1.0
-        return self._rule.factor(scale, noise.gain(scale))
+        metrics, scale = self._context.metrics, self._context.scale
+        return self._rule.factor(
+            ScalingState(
+                scale=scale,
+                gain=self.gain,
+                progress=metrics.progress,
+                step=metrics.step,
+                init_batch_size=self._init_batch_size(),
+            )
+        )
+
+    def _init_batch_size(self) -> int:
+        limits = self._context.metrics.limits
+        if limits is not None:
+            return limits.init_batch_size
+        return max(self._result.batch_size, 1) if self._result is not None else 1
 
     def _stepped(self) -> None:
         self._noise.stepped()

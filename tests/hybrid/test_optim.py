@@ -8,7 +8,7 @@ from torch import nn
 
 from pipollux_hybrid import AdamScale, AdaScale, ConfigurationError, LinearScale, SquareRootScale
 from pipollux_hybrid.optim import AdaptiveOptimizer
-from pipollux_hybrid.scaling import ScalingRule, default_rule
+from pipollux_hybrid.scaling import ScalingRule, ScalingState, default_rule
 
 
 class Loop:
@@ -74,8 +74,8 @@ def test_closures_are_refused() -> None:
     [(AdaScale(), 3.0), (AdamScale(), 3.0**0.5), (LinearScale(), 4.0), (SquareRootScale(), 2.0)],
 )
 def test_rules(rule: ScalingRule, expected: float) -> None:
-    assert rule.factor(4.0, 3.0) == pytest.approx(expected)
-    assert rule.factor(1.0, 1.0) == 1.0
+    assert rule.factor(ScalingState(scale=4.0, gain=3.0)) == pytest.approx(expected)
+    assert rule.factor(ScalingState(scale=1.0, gain=1.0)) == 1.0
 
 
 def test_default_rule_follows_the_optimizer() -> None:
