@@ -18,6 +18,7 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
+from .scalars import TensorBoard
 from .scaling import AdamScale, AdaScale, LinearScale, ScalingRule, SquareRootScale
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SquareRootScale",
     "State",
     "SynchronizationError",
+    "TensorBoard",
     "current_epoch",
     "destroy_process_group",
     "init_process_group",

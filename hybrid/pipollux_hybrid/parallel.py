@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -96,6 +97,8 @@ class HybridParallel(nn.Module):
         self._engine: PipelineEngine
         self.balance = list(balance)
         ctx.devices = tuple(chosen)
+        if ctx.env.rank == 0:
+            ctx.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self.num_microbatches = num_microbatches
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
@@ -104,6 +107,7 @@ class HybridParallel(nn.Module):
         self._result: SyncResult | None = None
         self._countdown = FIRST_TIMED
         self._recording: Recording | None = None
+        self._timed_step = 0
         self._timer = StageTimer(self._engine.stages, chosen)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
@@ -184,6 +188,17 @@ class HybridParallel(nn.Module):
         finally:
             self._no_sync = False
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the time line of the next optimizer step to a file that Perfetto opens.
+
+        One row per stage, of this replica; the file is there when the step is over, on GPUs a step
+        later. ``PIPOLLUX_TRACE_DIR`` has one written every half minute.
+
+        Args:
+            path: The file, by convention ``….json``.
+        """
+        self._context.tracer.request(path)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's state, keyed by its own layer names whatever the balance."""
         return self.module.state_dict(*args, **kwargs)
@@ -210,13 +225,13 @@ class HybridParallel(nn.Module):
         if timed:
             self._timer.start(num_recomputed)
         self._context.metrics.note_forward(disturbed=timed or self._noise.wanted())
-        if self._recording is not None and self._recording.done():
-            self._report_stages(self._recording)
-            self._recording = None
+        self._read_timers()
 
     def _is_timed(self) -> bool:
         """Whether to time the stages of this iteration; rather not while the noise is measured."""
         self._countdown -= 1
+        if self._context.tracer.wanted and self._recording is None:
+            return True
         measuring = self._noise.wanted() and self._countdown > -MEASURED_EVERY
         if self._countdown > 0 or measuring or self._recording is not None:
             return False
@@ -232,12 +247,17 @@ class HybridParallel(nn.Module):
         self._result = result
         if self._timer.running:
             self._recording = self._timer.stop()
+            self._timed_step = self._context.metrics.step + 1
             self._context.metrics.note_timed()
         if self._noise.wanted():
             self._noise.measure(result)
 
-    def _report_stages(self, recording: Recording) -> None:
-        events = recording.events()
+    def _read_timers(self) -> None:
+        """Hand on the step that was timed last, once its devices are done with it."""
+        if self._recording is None or not self._recording.done():
+            return
+        events, self._recording = self._recording.events(), None
+        self._context.tracer.take(self._timed_step, events, self.devices)
         count = max(event.microbatch for event in events) + 1
         self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
 
@@ -249,6 +269,8 @@ class HybridParallel(nn.Module):
 
     def _stepped(self) -> None:
         self._noise.stepped()
+        self._context.metrics.rate_factor = self._rate_factor()
+        self._read_timers()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
 

@@ -169,7 +169,7 @@ def test_profile_tells_accumulation_steps_from_optimizer_steps() -> None:
 
 
 def test_steps_that_measure_do_not_bend_the_profile() -> None:
-    """Nine in ten steps measured something and took longer; but where all do, they are the truth."""
+    """Nine in ten steps measured something and took longer; where all do, they are the truth."""
     profile = StepProfile()
     for step in range(WARMUP + 40):
         disturbed = step % 10 != 0
