@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from .points import Point
 
@@ -62,7 +63,7 @@ class ProgressDisplay:
                 TextColumn("{task.fields[epoch]}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)),
                 console=self._console,
                 # Output that does not go to the terminal is none of the bar's business.
                 redirect_stdout=sys.stdout.isatty(),

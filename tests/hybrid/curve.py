@@ -28,7 +28,7 @@ def main() -> None:
     ).double()
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(100, 6, generator=generator, dtype=torch.float64)
-    data = TensorDataset(inputs, torch.randint(3, (100,), generator=generator))
+    data = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.7)
     loader = pipollux.AdaptiveDataLoader(data, batch_size=9, shuffle=True)

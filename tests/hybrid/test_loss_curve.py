@@ -21,8 +21,8 @@ Run = tuple[int, int, int, str, int]
 RUNS: list[Run] = [
     (2, 1, 2, "except_last", 5),
     (1, 3, 4, "never", 13),
-    (4, 2, 3, "always", 14),
-    (3, 1, 8, "except_last", 26),
+    (4, 2, 3, "always", 20),
+    (3, 1, 8, "except_last", 27),
     (2, 3, 1, "always", 39),
     (3, 2, 2, "never", 0),
 ]
