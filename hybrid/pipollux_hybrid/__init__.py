@@ -21,6 +21,7 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
+from .scalars import TensorBoard
 from .scaling import (
     AdamScale,
     AdaScale,
@@ -50,6 +51,7 @@ __all__ = [
     "SquareRootScale",
     "State",
     "SynchronizationError",
+    "TensorBoard",
     "all_reduce_sum",
     "current_epoch",
     "destroy_process_group",

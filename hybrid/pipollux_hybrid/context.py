@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .checkpoint import State
     from .metrics import Metrics
     from .reporter import Reporter
+    from .trace import Tracer
 
 __all__ = ["JobContext", "MicroStep", "context", "current", "reset"]
 
@@ -77,6 +78,7 @@ class JobContext:
     """Called when the context ends, last one first."""
     _metrics: Metrics | None = None
     _reporter: Reporter | None = None
+    _tracer: Tracer | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -95,7 +97,20 @@ class JobContext:
 
             self._reporter = Reporter(self)
             self.closers.append(self._reporter.close)
+            if self.env.tensorboard_dir is not None and self.env.rank == 0:
+                from .scalars import TensorBoard  # with the others
+
+                TensorBoard(self.env.tensorboard_dir, self._reporter)
         return self._reporter
+
+    @property
+    def tracer(self) -> Tracer:
+        """Writes time lines of steps."""
+        if self._tracer is None:
+            from .trace import Tracer  # with the others
+
+            self._tracer = Tracer(self.env)
+        return self._tracer
 
     def close(self) -> None:
         """End what runs in the background."""

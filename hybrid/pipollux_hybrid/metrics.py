@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from pipollux_perfmodel import (
@@ -28,6 +28,7 @@ from .control import ControlMessage
 from .epoch import EpochState
 from .limits import BatchSizeLimits
 from .noise import GradientNoiseScale
+from .points import Point
 from .profile import Configuration, StepProfile
 from .sampler import BatchShape, Part
 
@@ -35,25 +36,6 @@ __all__ = ["Metrics", "Point"]
 
 RETUNE_GAIN = 1.05
 """A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One optimizer step, as it is reported."""
-
-    time: float
-    step: int
-    epoch: int
-    samples: int
-    loss: float | None
-    batch_size: int
-    atomic_bsz: int
-    accum_steps: int
-    num_replicas: int
-    step_time: float
-    predicted_step_time: float | None
-    goodput: float | None
-    efficiency: float | None
 
 
 class MetricsState(State):
@@ -112,6 +94,8 @@ class Metrics:
         self.shape_chosen = False
         """Whether this run has chosen the batch size it starts with."""
         self.num_stages = 1
+        self.rate_factor = 1.0
+        """What the learning rate of the last step was multiplied by."""
         self.epoch_size = 0
         """Samples of the loader in use, over all replicas."""
         self._shape: BatchShape | None = None
@@ -204,7 +188,7 @@ class Metrics:
                 disturbed=self._disturbed,
             )
         if part.is_optimizer_step:
-            self._point = self._make_point(part, epochs.epoch)
+            self._point = self._make_point(part, epochs)
             self._step_time = 0.0
 
     def add_timeline(
@@ -351,7 +335,7 @@ class Metrics:
         )
         return best if then > RETUNE_GAIN * now else (0, 0)
 
-    def _make_point(self, part: Part, epoch: int) -> Point:
+    def _make_point(self, part: Part, epochs: EpochState) -> Point:
         shape, env = self._shape, self._context.env
         assert shape is not None  # noqa: S101  # commit_step looked
         predicted = goodput = efficiency = None
@@ -372,7 +356,7 @@ class Metrics:
         return Point(
             time=time.time(),
             step=self.step,
-            epoch=epoch,
+            epoch=epochs.epoch,
             samples=self.samples,
             loss=None,
             batch_size=shape.batch_size,
@@ -383,4 +367,16 @@ class Metrics:
             predicted_step_time=predicted,
             goodput=goodput,
             efficiency=efficiency,
+            num_microbatches=self._context.num_microbatches,
+            epoch_samples=min(part.next_index, self.epoch_size),
+            epoch_size=self.epoch_size,
+            num_epochs=epochs.num_epochs,
+            noise_scale=self._noise_scale(),
+            rate_factor=self.rate_factor,
         )
+
+    def _noise_scale(self) -> float | None:
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.noise is None or grad_params is None or grad_params.sqr <= 0.0:
+            return None
+        return float(self.noise.init_batch_size * grad_params.var / grad_params.sqr)

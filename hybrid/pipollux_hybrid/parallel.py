@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -134,6 +135,8 @@ class HybridParallel(PlainFace):
         self._engine: PipelineEngine
         self.balance = list(balance)
         ctx.devices = tuple(chosen)
+        if ctx.env.rank == 0:
+            ctx.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
@@ -141,6 +144,7 @@ class HybridParallel(PlainFace):
         self._result: SyncResult | None = None
         self._countdown = FIRST_TIMED
         self._recording: Recording | None = None
+        self._timed_step = 0
         self._timer = StageTimer(self._engine.stages, chosen)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
@@ -247,6 +251,17 @@ class HybridParallel(PlainFace):
         finally:
             self._no_sync = False
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the time line of the next optimizer step to a file that Perfetto opens.
+
+        One row per stage, of this replica; the file is there when the step is over, on GPUs a step
+        later. ``PIPOLLUX_TRACE_DIR`` has one written every half minute.
+
+        Args:
+            path: The file, by convention ``….json``.
+        """
+        self._context.tracer.request(path)
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -289,9 +304,7 @@ class HybridParallel(PlainFace):
         if timed:
             self._timer.start(num_recomputed)
         self._context.metrics.note_forward(disturbed=timed or self._noise.wanted())
-        if self._recording is not None and self._recording.done():
-            self._report_stages(self._recording)
-            self._recording = None
+        self._read_timers()
         return BackwardPlan(
             sizes=sizes,
             num_recomputed=num_recomputed,
@@ -305,6 +318,8 @@ class HybridParallel(PlainFace):
     def _is_timed(self) -> bool:
         """Whether to time the stages of this iteration; rather not while the noise is measured."""
         self._countdown -= 1
+        if self._context.tracer.wanted and self._recording is None:
+            return True
         measuring = self._noise.wanted() and self._countdown > -MEASURED_EVERY
         if self._countdown > 0 or measuring or self._recording is not None:
             return False
@@ -322,13 +337,18 @@ class HybridParallel(PlainFace):
         self._result = result
         if self._timer.running:
             self._recording = self._timer.stop()
+            self._timed_step = self._context.metrics.step + 1
             self._context.metrics.note_timed()
         loss_scale, self._context.loss_scale = self._context.loss_scale, None
         if self._noise.wanted():
             self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
 
-    def _report_stages(self, recording: Recording) -> None:
-        events = recording.events()
+    def _read_timers(self) -> None:
+        """Hand on the step that was timed last, once its devices are done with it."""
+        if self._recording is None or not self._recording.done():
+            return
+        events, self._recording = self._recording.events(), None
+        self._context.tracer.take(self._timed_step, events, self.devices)
         count = max(event.microbatch for event in events) + 1
         self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
 
@@ -353,6 +373,8 @@ class HybridParallel(PlainFace):
     def _stepped(self) -> None:
         self._noise.stepped()
         self._synchronizer.stepped()
+        self._context.metrics.rate_factor = self._rate_factor()
+        self._read_timers()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
         self._check.stepped(self._context.metrics.step)

@@ -1,18 +1,17 @@
-"""Telling the scheduler how the job does, without ever standing in the way of training.
+"""Telling others how the job does, without ever standing in the way of training.
 
 On rank 0 a thread fits the performance model every hints interval (30 s by default), sends hints
-and, about once a second, the latest points of progress. Requests have a timeout; when the scheduler
-is away the thread backs off, keeps a bounded number of points, and training goes on.
+and, about once a second, the latest points of progress; it also hands points to the progress bar
+and to TensorBoard. Requests have a timeout; when the scheduler is away the thread backs off, keeps
+a bounded number of points and the latest hints, and training goes on.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -21,18 +20,21 @@ from pipollux_perfmodel import StageEvent
 
 from .context import JobContext
 from .epoch import epoch_state
-from .metrics import Point
+from .points import Point, PointListener
+from .progress import ProgressDisplay
 
 __all__ = ["Reporter"]
 
 LOG = logging.getLogger(__name__)
 POINTS_PER_SECOND = 4.0
 """Points are thinned to this rate."""
+MAX_POINTS = 1000
+"""Points kept while the scheduler is away; the oldest go first."""
 REPORT_INTERVAL = 1.0
 REQUEST_TIMEOUT = 5.0
 MAX_BACKOFF = 60.0
-SAY_INTERVAL = 5.0
-"""Seconds between two lines of progress where there is no scheduler to show it."""
+REFUSED = (401, 403)
+"""Answers that no repetition changes: the token is not, or no longer, this job's."""
 FIRST_HINTS = 0.2
 """The first fit comes after this share of the interval, so that a new job is soon judged by its own
 numbers rather than by guesses."""
@@ -47,19 +49,29 @@ class Reporter:
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
-        self._points: deque[dict[str, Any]] = deque(maxlen=1000)
+        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._unshown: deque[Point] = deque(maxlen=MAX_POINTS)
         self._timeline: dict[str, Any] | None = None
+        self._hints: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._last_point = 0.0
         self._held: Point | None = None
-        self._next_line = 0.0
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
         env = ctx.env
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
         self._url = f"{env.supervisor_url}/jobs/{env.job_id}" if env.supervisor_url else None
+        # A scheduler shows progress itself.
+        self._listeners: list[PointListener] = (
+            [ProgressDisplay()] if env.progress and self._url is None else []
+        )
+
+    def listen(self, listener: PointListener) -> None:
+        """Hand points to one more listener."""
+        with self._lock:
+            self._listeners.append(listener)
 
     def add_point(self, point: Point) -> None:
         """Report an optimizer step; of steps in quick succession the latest is kept."""
@@ -67,8 +79,7 @@ class Reporter:
             if point.time - self._last_point < 1.0 / POINTS_PER_SECOND:
                 self._held = point
                 return
-            self._last_point, self._held = point.time, None
-            self._points.append(_camel_case(asdict(point)))
+            self._queue(point)
         self._ensure_running()
 
     def add_timeline(
@@ -93,6 +104,13 @@ class Reporter:
             LOG.warning("the reporting thread did not end within %.0f s", 3 * REQUEST_TIMEOUT)
         self._thread = None
 
+    def _queue(self, point: Point) -> None:
+        """Keep a point for those it is for; the caller has the lock."""
+        self._last_point, self._held = point.time, None
+        self._unshown.append(point)
+        if self._url is not None:
+            self._points.append(point)
+
     def _ensure_running(self) -> None:
         if self._thread is None and self._context.env.rank == 0 and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="pipollux-reporter", daemon=True)
@@ -108,19 +126,44 @@ class Reporter:
                 self._stop.wait(REPORT_INTERVAL)
             with self._lock:
                 if self._held is not None:
-                    self._points.append(_camel_case(asdict(self._held)))
-                    self._held = None
+                    self._queue(self._held)
+            self._show()
+            for listener in self._listeners:
+                self._call(listener, listener.close)
             self._retry_at = 0.0
-            self._fit_and_send_hints(client)
+            self._fit()
+            self._send_hints(client)
             self._send_report(client)
 
     def _turn(self, client: httpx.Client) -> None:
+        self._show()
         if time.monotonic() >= self._next_hints:
             self._next_hints = time.monotonic() + self._context.env.hints_interval
-            self._fit_and_send_hints(client)
+            self._fit()
+        self._send_hints(client)
         self._send_report(client)
 
-    def _fit_and_send_hints(self, client: httpx.Client) -> None:
+    def _show(self) -> None:
+        with self._lock:
+            points, listeners = list(self._unshown), list(self._listeners)
+            self._unshown.clear()
+        for listener in listeners:
+            for point in points:
+                if not self._call(listener, listener.take, point):
+                    break
+
+    def _call(self, listener: PointListener, method: Any, *arguments: Any) -> bool:
+        """Call a listener; one that fails is let go of, as it must not end the reports."""
+        try:
+            method(*arguments)
+        except Exception:  # a full disk, a closed terminal: whatever it is, training goes on
+            LOG.exception("%s failed and is switched off", type(listener).__name__)
+            with self._lock:
+                self._listeners = [x for x in self._listeners if x is not listener]
+            return False
+        return True
+
+    def _fit(self) -> None:
         try:
             self._context.metrics.fit()
             hints = self._context.metrics.hints()
@@ -129,66 +172,74 @@ class Reporter:
             LOG.exception("the performance model could not be fitted")
             return
         if hints is not None:
-            body = hints.model_dump(mode="json", by_alias=True)
-            self._send(client, "PUT", "hints", body, generation=self._context.env.generation)
+            self._hints = hints.model_dump(mode="json", by_alias=True)
+
+    def _send_hints(self, client: httpx.Client) -> None:
+        """Send the latest hints, if the scheduler does not have them yet."""
+        if self._hints is None or time.monotonic() < self._retry_at:
+            return
+        generation = self._context.env.generation
+        if self._send(client, "PUT", "hints", self._hints, generation=generation):
+            self._hints = None
 
     def _send_report(self, client: httpx.Client) -> None:
         with self._lock:
             points, timeline = list(self._points), self._timeline
         if not points or time.monotonic() < self._retry_at:
             return
-        if self._url is None:
-            self._say(points[-1])
         body = {
             "generation": self._context.env.generation,
             "numEpochs": epoch_state(self._context).num_epochs,
-            "points": points,
+            "points": [point.wire() for point in points],
             "timeline": timeline,
         }
         if self._send(client, "POST", "reports", body):
             with self._lock:
-                for _ in points:
+                # Meanwhile the oldest may have made room for new ones.
+                while self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
                 if self._timeline is timeline:
                     self._timeline = None
 
-    def _say(self, point: dict[str, Any]) -> None:
-        """Without a scheduler, progress goes to the terminal."""
-        if time.monotonic() < self._next_line and not self._stop.is_set():
-            return
-        self._next_line = time.monotonic() + SAY_INTERVAL
-        loss = "" if point["loss"] is None else f" loss {point['loss']:.4f}"
-        rate = point["batchSize"] / point["stepTime"]
-        goodput = "" if point["goodput"] is None else f" goodput {point['goodput']:.0f}"
-        print(
-            f"pipollux: epoch {point['epoch']} step {point['step']}{loss} "
-            f"batch size {point['batchSize']} throughput {rate:.0f}{goodput} samples/s",
-            file=sys.stderr,
-            flush=True,
-        )
-
     def _send(
         self, client: httpx.Client, method: str, what: str, body: dict[str, Any], **query: int
     ) -> bool:
+        """Whether the scheduler took it, or never will."""
         if self._url is None:
             return True
         try:
             response = client.request(method, f"{self._url}/{what}", json=body, params=query)
             response.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in REFUSED:
+                self._give_up(error.response.status_code)
+                return True
+            self._back_off(what, error)
+            return False
         except httpx.HTTPError as error:
-            self._retry_at = time.monotonic() + self._backoff
-            self._backoff = min(2 * self._backoff, MAX_BACKOFF)
-            LOG.warning("%s to %s failed: %s; training goes on", what, self._url, error)
+            self._back_off(what, error)
             return False
         self._backoff = REPORT_INTERVAL
         return True
 
+    def _give_up(self, status: int) -> None:
+        LOG.warning(
+            "%s refuses this job's token (status %d): nothing more is reported, training goes on; "
+            "PIPOLLUX_TOKEN must be the token that the scheduler gave to this job",
+            self._url,
+            status,
+        )
+        with self._lock:
+            self._url = None
+            self._points.clear()
 
-def _camel_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """Field names as the REST interface has them."""
-    return {_camel(name): value for name, value in fields.items()}
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)
+    def _back_off(self, what: str, error: httpx.HTTPError) -> None:
+        self._retry_at = time.monotonic() + self._backoff
+        LOG.warning(
+            "%s to %s failed: %s; training goes on, the next attempt is in %.0f s",
+            what,
+            self._url,
+            error,
+            self._backoff,
+        )
+        self._backoff = min(2 * self._backoff, MAX_BACKOFF)

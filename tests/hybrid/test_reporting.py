@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,7 +21,10 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     report,
 )
+from pipollux_hybrid import context as contexts
 from pipollux_hybrid.context import context
+from pipollux_hybrid.points import Point
+from pipollux_hybrid.reporter import MAX_POINTS, Reporter
 from pipollux_perfmodel import SchedHints
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import free_port, run_replicas
@@ -141,6 +144,136 @@ def test_training_goes_on_without_a_scheduler() -> None:
     steps, losses = run_replicas(train, 1, 1.5, environment=environment(nobody))[0]
     assert steps > 10
     assert losses
+
+
+class Supervisor:
+    """A scheduler that can be away, over real HTTP on one port."""
+
+    def __init__(self, status: int = 204) -> None:
+        self.status = status
+        self.port = free_port()
+        self.heard: list[tuple[str, Any]] = []
+        self._server: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        supervisor = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def take(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                supervisor.heard.append((self.command, body))
+                self.send_response(supervisor.status)
+                self.end_headers()
+
+            do_PUT = do_POST = take  # noqa: N815  # the base class's names
+
+            def log_message(self, *args: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._thread.join(10)
+            self._server.server_close()
+            self._server = None
+
+    def steps(self) -> list[int]:
+        return [
+            p["step"] for method, body in self.heard if method == "POST" for p in body["points"]
+        ]
+
+
+@pytest.fixture
+def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Reporter]]:
+    """A reporter in this process, ten times as quick as usual, and its scheduler, away as yet."""
+    supervisor = Supervisor()
+    for name, value in environment(f"http://127.0.0.1:{supervisor.port}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pipollux_hybrid.reporter.REPORT_INTERVAL", 0.05)
+    monkeypatch.setattr("pipollux_hybrid.reporter.MAX_BACKOFF", 0.2)
+    contexts.reset()
+    metrics = context().metrics
+    monkeypatch.setattr(metrics, "hints", lambda: SchedHints(init_batch_size=16))
+    yield supervisor, context().reporter
+    contexts.reset()
+    supervisor.stop()
+
+
+def tell(reporter: Reporter, step: int) -> None:
+    fields: dict[str, Any] = dict.fromkeys(("epoch", "samples", "accum_steps"), 0)
+    fields |= dict.fromkeys(("predicted_step_time", "goodput", "efficiency", "loss"), None)
+    fields |= dict.fromkeys(("batch_size", "atomic_bsz", "num_replicas"), 1)
+    reporter.add_point(Point(time=float(step), step=step, step_time=0.1, **fields))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_scheduler_that_dies_and_comes_back(
+    reporting: tuple[Supervisor, Reporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost that there is room for, nothing comes twice, hints come again."""
+    supervisor, reporter = reporting
+    for step in (1, 2):
+        tell(reporter, step)
+    until(lambda: "the next attempt is in" in caplog.text)
+    supervisor.start()
+    until(lambda: supervisor.steps() == [1, 2])
+    until(lambda: any(method == "PUT" for method, _ in supervisor.heard))
+    supervisor.stop()
+    warnings = len(caplog.records)
+    for step in range(3, 3 + MAX_POINTS + 5):
+        tell(reporter, step)
+    until(lambda: len(caplog.records) > warnings)
+    supervisor.heard.clear()
+    supervisor.start()
+    until(lambda: supervisor.steps())
+    assert supervisor.steps() == list(range(8, 3 + MAX_POINTS + 5)), "the latest, the oldest went"
+    reporter.close()
+    assert ("PUT", 16) in [(m, body.get("initBatchSize")) for m, body in supervisor.heard]
+
+
+def test_a_scheduler_that_fails_is_asked_again(reporting: tuple[Supervisor, Reporter]) -> None:
+    supervisor, reporter = reporting
+    supervisor.status = 500
+    supervisor.start()
+    tell(reporter, 1)
+    until(lambda: len(supervisor.steps()) > 1)
+    supervisor.status = 204
+    supervisor.heard.clear()
+    until(lambda: supervisor.steps())
+    tell(reporter, 2)
+    until(lambda: 2 in supervisor.steps())
+    assert supervisor.steps().count(2) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_refused_is_said_once(
+    reporting: tuple[Supervisor, Reporter], caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    supervisor, reporter = reporting
+    supervisor.status = status
+    supervisor.start()
+    for step in range(1, 20):
+        tell(reporter, step)
+    until(lambda: supervisor.heard)
+    until(lambda: caplog.records)
+    tell(reporter, 20)
+    reporter.close()
+    assert len(supervisor.heard) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"status {status}" in said[0]
+    assert "PIPOLLUX_TOKEN" in said[0]
 
 
 def batch_sizes(seconds: float) -> list[int]:

@@ -1,0 +1,83 @@
+"""The loss curve of a job does not tell that it was stopped and cut anew, over and over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.hybrid.replicas import free_port
+
+SCRIPT = Path(__file__).with_name("curve.py")
+LIMIT = 90
+NUM_STEPS = 4 * 12
+
+# Stages, replicas, micro-batches, checkpoint mode, and the step at which a replica is told to stop.
+Run = tuple[int, int, int, str, int]
+RUNS: list[Run] = [
+    (2, 1, 2, "except_last", 5),
+    (1, 3, 4, "never", 13),
+    (4, 2, 3, "always", 20),
+    (3, 1, 8, "except_last", 27),
+    (2, 3, 1, "always", 39),
+    (3, 2, 2, "never", 0),
+]
+
+
+def run(directory: Path, repository: Path, generation: int, shape: Run) -> int:
+    """One generation of the job; its exit status."""
+    stages, replicas, microbatches, mode, stop_at = shape
+    env = {
+        **os.environ,
+        "RESULTS": str(directory),
+        "PIPOLLUX_CHECKPOINT_DIR": str(directory / "checkpoints"),
+        "PIPOLLUX_GENERATION": str(generation),
+        "PIPOLLUX_NUM_STAGES": str(stages),
+        "PIPOLLUX_PROGRESS": "0",
+        "PYTHONPATH": os.pathsep.join([str(repository), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "MICROBATCHES": str(microbatches),
+        "MODE": mode,
+        "STOP_AT": str(stop_at),
+    }
+    command = [sys.executable, str(SCRIPT)]
+    if replicas > 1:
+        command[1:1] = [
+            *("-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1"),
+            *(f"--nproc-per-node={replicas}", f"--master-port={free_port()}"),
+        ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    if stop_at == 0:
+        assert done.returncode == 0, done.stderr
+    return done.returncode
+
+
+def curve(directory: Path) -> dict[int, float]:
+    """The mean loss of each step over all replicas; each sample once."""
+    sums: dict[int, float] = defaultdict(float)
+    counts: dict[int, int] = defaultdict(int)
+    for path in directory.glob("losses-*.txt"):
+        for line in path.read_text().splitlines():
+            step, samples, loss = line.split()
+            sums[int(step)] += int(samples) * float(loss)
+            counts[int(step)] += int(samples)
+    assert sum(counts.values()) == 4 * 100, "every sample once an epoch"
+    return {step: sums[step] / counts[step] for step in sorted(sums)}
+
+
+def test_five_restarts_with_other_stages_and_replicas(tmp_path: Path, repository: Path) -> None:
+    steady, changing = tmp_path / "steady", tmp_path / "changing"
+    for directory in (steady, changing):
+        directory.mkdir()
+    run(steady, repository, 1, (1, 1, 1, "never", 0))
+    for generation, shape in enumerate(RUNS, start=1):
+        status = run(changing, repository, generation, shape)
+        assert (status != 0) == (shape[-1] > 0)
+    expected, found = curve(steady), curve(changing)
+    assert list(found) == list(range(1, NUM_STEPS + 1))
+    assert expected[1] > 1.2 * expected[NUM_STEPS], "there is something to be wrong about"
+    assert found == pytest.approx(expected, rel=1e-9)
