@@ -5,6 +5,8 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
+from .accumulator import Accumulator
+from .bptt import AdaptiveBPTTIterator
 from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
 from .epoch import current_epoch, remaining_epochs_until
@@ -17,14 +19,18 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
+from .sampler import ElasticSampler
 from .scaling import AdamScale, AdaScale, LinearScale, ScalingRule, SquareRootScale
 
 __all__ = [
+    "Accumulator",
     "AdaScale",
     "AdamScale",
+    "AdaptiveBPTTIterator",
     "AdaptiveDataLoader",
     "CheckpointError",
     "ConfigurationError",
+    "ElasticSampler",
     "HybridParallel",
     "LinearScale",
     "PipolluxError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ from .checkpoint import load_state
 from .context import JobContext, context
 from .engine import PipelineEngine, Tensors, microbatch_sizes
 from .errors import ConfigurationError
+from .microbatches import initial_microbatches
 from .modelstate import ModelState
 from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
@@ -53,7 +55,9 @@ class HybridParallel(nn.Module):
         balance: Number of layers of each stage, instead of ``num_stages``; by default stages are
             cut so that the slowest is as fast as can be.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
-            between steps through the attribute of the same name.
+            between steps through the attribute of the same name. None: one for one stage, 4·K for
+            more (or as many as there are samples), and from there it follows the goodput, where
+            ``autoscale_batch_size`` lets it.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
@@ -74,7 +78,7 @@ class HybridParallel(nn.Module):
         *,
         num_stages: int | None = None,
         balance: Sequence[int] | None = None,
-        num_microbatches: int = 1,
+        num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
         sample: Tensors | None = None,
@@ -93,6 +97,7 @@ class HybridParallel(nn.Module):
         self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(balance)
+        ctx.metrics.num_stages = len(balance)
         self.num_microbatches = num_microbatches
         self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
@@ -115,7 +120,6 @@ class HybridParallel(nn.Module):
             on_step=self._stepped,
         )
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
-        ctx.metrics.num_stages = len(balance)
         load_state(ModelState(module, optimizer, lr_scheduler))
 
     @property
@@ -135,16 +139,23 @@ class HybridParallel(nn.Module):
 
     @property
     def num_microbatches(self) -> int:
-        """Number M of micro-batches that a batch is cut into."""
+        """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
         return self._context.num_microbatches
 
     @num_microbatches.setter
-    def num_microbatches(self, value: int) -> None:
+    def num_microbatches(self, value: int | None) -> None:
+        ctx = self._context
+        ctx.microbatches_follow = value is None
+        if value is None:
+            # A batch of fewer samples is cut into as many micro-batches as it has samples.
+            ctx.num_microbatches = initial_microbatches(self.num_stages, sys.maxsize)
+            return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(
-                f"num_microbatches={value!r}: a whole number of at least 1 is needed"
+                f"num_microbatches={value!r}: a whole number of at least 1, or None to have it "
+                "chosen, is needed"
             )
-        self._context.num_microbatches = value
+        ctx.num_microbatches = value
 
     def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensors:
         """Run a batch through the pipeline.
