@@ -5,7 +5,9 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
+from .accumulator import Accumulator
 from .amp import GradScaler
+from .bptt import AdaptiveBPTTIterator
 from .buffers import CombinesBuffers, all_reduce_sum
 from .checkpoint import State, load_state, save_all_states
 from .data import AdaptiveDataLoader
@@ -21,6 +23,7 @@ from .process_group import (
     replica_rank,
 )
 from .report import report
+from .sampler import ElasticSampler
 from .scalars import TensorBoard
 from .scaling import (
     AdamScale,
@@ -34,12 +37,15 @@ from .scaling import (
 from .skip import Namespace, pop, skippable, stash
 
 __all__ = [
+    "Accumulator",
     "AdaScale",
     "AdamScale",
+    "AdaptiveBPTTIterator",
     "AdaptiveDataLoader",
     "CheckpointError",
     "CombinesBuffers",
     "ConfigurationError",
+    "ElasticSampler",
     "GradScaler",
     "HybridParallel",
     "LEGWScale",

@@ -58,10 +58,16 @@ class JobContext:
     """Everything that a checkpoint holds, by name."""
     micro_step: MicroStep | None = None
     """What the loop body works on just now; None outside of an AdaptiveDataLoader."""
+    loop: object | None = None
+    """The loader that is looped over just now."""
     scale: float = 1.0
     """Batch size over initial batch size, which the learning rate follows."""
     num_microbatches: int = 1
     """Micro-batches M of the model in training."""
+    microbatches_follow: bool = False
+    """Whether M follows the goodput; else the script decides on it."""
+    proposed_microbatches: int = 0
+    """M that the goodput model proposed last; 0 before it did."""
     checkpoint_mode: Checkpoint = "never"
     """Which of them are recomputed."""
     loss_scale: Tensor | None = None

@@ -6,12 +6,18 @@ summed over the replicas: whether it was asked to stop, its share of the loss, a
 alone) whether to save and which configuration to use next. The exchange runs in the background of
 the step and is read at the following boundary, so that training never waits for it.
 
+Replicas that are not at the same place of their training loops would wait for each other for ever,
+or, worse, take each other's gradients for their own. So each message also carries a checksum of
+where its replica is, and the sum of its square: all checksums x of R replicas are equal where
+R·Σx² = (Σx)², and otherwise all replicas learn of it at the same step.
+
 The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
 synchronisation.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +27,9 @@ import torch.distributed as dist
 from .errors import SynchronizationError
 
 __all__ = ["ControlMessage", "ControlPlane"]
+
+_MARK = 0xFFFFF
+"""Bits of a checksum of places: few enough for sums of squares to be exact in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +44,22 @@ class ControlMessage:
     """Atomic batch size that rank 0 proposes; 0 for no change."""
     accum_steps: int = 0
     """Accumulation steps that go with it."""
+    num_microbatches: int = 0
+    """Micro-batches that go with it; 0 where the script decides on them."""
     loss_sum: float = 0.0
     """Sum over samples of the loss of the step before."""
     loss_samples: int = 0
     """Number of samples in that sum."""
 
     def vector(self) -> torch.Tensor:
-        """The message as float64 numbers, shape [6]; sums of it are sums of messages."""
+        """The message as float64 numbers, shape [7]; sums of it are sums of messages."""
         return torch.tensor(
             [
                 float(self.stop),
                 float(self.save),
                 float(self.atomic_bsz),
                 float(self.accum_steps),
+                float(self.num_microbatches),
                 self.loss_sum,
                 float(self.loss_samples),
             ],
@@ -56,13 +68,14 @@ class ControlMessage:
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """The message that a (summed) vector of shape [6] stands for."""
-        stop, save, atomic_bsz, accum_steps, loss_sum, loss_samples = vector.tolist()
+        """The message that a (summed) vector of shape [7] stands for."""
+        stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = vector.tolist()
         return cls(
             stop=stop > 0,
             save=save > 0,
             atomic_bsz=round(atomic_bsz),
             accum_steps=round(accum_steps),
+            num_microbatches=round(microbatches),
             loss_sum=loss_sum,
             loss_samples=round(loss_samples),
         )
@@ -86,11 +99,17 @@ class ControlPlane:
         )
         self._vector: torch.Tensor | None = None
         self._work: dist.Work | None = None
+        self._place = ""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The gloo group of all replicas; None for one replica."""
         return self._group
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a message was launched and not collected yet."""
+        return self._vector is not None
 
     def close(self) -> None:
         """Let go of the group, so that it ends with the process group and not with the interpreter.
@@ -99,21 +118,40 @@ class ControlPlane:
         """
         self._vector = self._work = self._group = None
 
-    def launch(self, message: ControlMessage) -> None:
-        """Send this replica's message; :meth:`collect` reads the answer a step later."""
-        self._vector = message.vector()
+    def launch(self, message: ControlMessage, place: str = "") -> None:
+        """Send this replica's message; :meth:`collect` reads the answer a step later.
+
+        Args:
+            message: What this replica contributes.
+            place: Where in its training loop this replica is, which must be where all are.
+        """
+        self._place = place
+        mark = float(zlib.crc32(place.encode()) & _MARK)
+        marks = torch.tensor([mark, mark * mark], dtype=torch.float64)
+        self._vector = torch.cat((message.vector(), marks))
         if self._group is not None:
             self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
     def collect(self) -> ControlMessage | None:
-        """What the replicas agreed on in the exchange launched last, None if none is under way."""
+        """What the replicas agreed on in the exchange launched last, None if none is under way.
+
+        Raises:
+            SynchronizationError: A replica is gone, or elsewhere in its training loop.
+        """
         if self._vector is None:
             return None
         if self._work is not None:
             self._wait(self._work)
-        message = ControlMessage.read(self._vector)
-        self._vector = self._work = None
-        return message
+        vector, self._vector, self._work = self._vector, None, None
+        mark, mark_sqr = map(int, vector[-2:].tolist())
+        if self._num_replicas * mark_sqr != mark * mark:
+            raise SynchronizationError(
+                f"replica {dist.get_rank()} of {self._num_replicas} is at "
+                f"{self._place or 'a point outside of loops'}, and another replica is not: every "
+                "replica must be given the same data sets (same samples, same order, not sharded "
+                "by hand) and take the same loops"
+            )
+        return ControlMessage.read(vector[:-2])
 
     def exchange(self, message: ControlMessage) -> ControlMessage:
         """Send and read at once, for the moments when training waits anyway."""
@@ -134,6 +172,16 @@ class ControlPlane:
         everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
         dist.all_gather(everyone, tensor, group=self._group)
         return everyone
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Some bytes from every replica, as many as each likes, in the order of ranks."""
+        if self._group is None:
+            return [content]
+        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        everyone = self.gather(padded)
+        return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def _wait(self, work: dist.Work) -> None:
         try:

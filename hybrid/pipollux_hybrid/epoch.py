@@ -1,4 +1,10 @@
-"""Epochs that continue where the last run of the job stopped."""
+"""Epochs that continue where the last run of the job stopped.
+
+A script that is started again runs its epoch under way from the top. What it did in loops over data
+loaders is not done again: loops that were complete are passed over, and the one that was under way
+goes on. Code between the loops does run again. What is made there (loaders, accumulators) is
+known by the *phase* it is made in, the script's beginning or an epoch, and its number therein.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from typing import BinaryIO
 
 from .checkpoint import State, load_state, save_all_states
 from .context import JobContext, context
+from .errors import ConfigurationError
 
 __all__ = ["current_epoch", "remaining_epochs_until"]
 
@@ -27,6 +34,15 @@ class EpochState(State):
         """Loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
         """Of those, how many were completed before the restart and are yet to be passed over."""
+        self.entered = False
+        """Whether the script is in a loop over epochs just now."""
+        self.began = False
+        """Whether it ever was, in this run."""
+
+    @property
+    def phase(self) -> str:
+        """The part of the script that runs now: its beginning, or an epoch."""
+        return f"epoch{self.epoch}" if self.began else "start"
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write epoch and completed loops as JSON."""
@@ -74,22 +90,42 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
     once more has nothing left to do.
 
     Args:
-        num_epochs: Epochs of the whole training, restarts included.
+        num_epochs: Epochs of the whole training, restarts included. A later call with a larger
+            number goes on from there.
+
+    Yields:
+        The epoch, counted from 0. An epoch that is left with ``break`` counts as done.
+
+    Raises:
+        ConfigurationError: The number is negative, or a loop over epochs is under way already.
     """
-    if num_epochs < 0:
-        raise ValueError(f"num_epochs={num_epochs}: a whole number of at least 0 is needed")
+    if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+        raise ConfigurationError(
+            f"num_epochs={num_epochs!r}: a whole number of at least 0 is needed"
+        )
     ctx = context()
     state = epoch_state(ctx)
+    if state.entered:
+        raise ConfigurationError(
+            f"remaining_epochs_until({num_epochs}) began inside another loop over epochs (epoch "
+            f"{state.epoch} is under way): end that one first"
+        )
     state.num_epochs = num_epochs
     trained = state.epoch < num_epochs
+    state.began = True
     while state.epoch < num_epochs:
-        yield state.epoch
-        state.advance()
+        state.entered = True
+        try:
+            yield state.epoch
+        finally:
+            state.entered = False
+            state.advance()
     if trained:
         ctx.metrics.flush()
         save_all_states()
 
 
-def current_epoch() -> int:
-    """The epoch under way, counted from 0."""
-    return epoch_state(context()).epoch
+def current_epoch() -> int | None:
+    """The epoch under way, counted from 0; None outside of :func:`remaining_epochs_until`."""
+    state = epoch_state(context())
+    return state.epoch if state.entered else None

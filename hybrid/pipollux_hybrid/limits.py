@@ -29,6 +29,10 @@ class BatchSizeLimits:
         Raises:
             ConfigurationError: Names the bound, its value and what is allowed.
         """
+        if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int):
+            raise ConfigurationError(
+                f"max_batch_size={self.max_batch_size!r}: a whole number is needed"
+            )
         if self.max_batch_size < self.init_batch_size:
             raise ConfigurationError(
                 f"max_batch_size={self.max_batch_size}: must be at least "

@@ -27,6 +27,7 @@ from .context import JobContext
 from .control import ControlMessage
 from .epoch import EpochState
 from .limits import BatchSizeLimits
+from .microbatches import candidate_microbatches
 from .noise import GradientNoiseScale
 from .points import Point
 from .profile import Configuration, StepProfile
@@ -109,7 +110,8 @@ class Metrics:
         self._losses: list[tuple[Any, int]] = []
         self._point: Point | None = None
         self._launched: Point | None = None
-        self._proposal = (0, 0)
+        self._training_shape: BatchShape | None = None
+        self._proposal = (0, 0, 0)
         self._last_save = time.monotonic()
         load_state(MetricsState(self))
 
@@ -178,6 +180,7 @@ class Metrics:
         if self._sync_time is None:
             self._step_time = 0.0  # no backward: a loop that evaluates
             return
+        self._training_shape = self._shape
         if part.is_full:
             configuration = self.configuration(self._shape.atomic_bsz)
             self.profile.add_step(
@@ -250,10 +253,10 @@ class Metrics:
         self._last_save = now
         return self._context.env.checkpoint_dir is not None
 
-    def take_proposal(self) -> tuple[int, int]:
-        """The batch shape that the last fit prefers, once; (0, 0) for no change."""
+    def take_proposal(self) -> tuple[int, int, int]:
+        """What :meth:`best_shape` was at the last fit, once; zeros for no change."""
         with self._lock:
-            proposal, self._proposal = self._proposal, (0, 0)
+            proposal, self._proposal = self._proposal, (0, 0, 0)
         return proposal
 
     # --- the thread that fits ------------------------------------------------------------------
@@ -289,20 +292,31 @@ class Metrics:
             return None
         return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
 
-    def best_shape(self) -> tuple[int, int] | None:
-        """Atomic batch size and accumulation steps of the highest goodput, None if not known."""
+    def best_shape(self) -> tuple[int, int, int] | None:
+        """Atomic batch size, accumulation steps and micro-batches of the highest goodput.
+
+        None if the goodput is not known yet; 0 micro-batches where the script decides on them.
+        """
         goodput_fn, limits, env = self.goodput_function(), self.limits, self._context.env
         if goodput_fn is None or limits is None:
             return None
-        goodput, atomic_bsz, accum_steps = goodput_fn.optimize(
+        follow = self._context.microbatches_follow
+        _, largest = limits.local_bsz_bounds or (1, limits.max_batch_size)
+        largest = min(largest, limits.max_batch_size // env.num_replicas)
+        best = goodput_fn.optimize(
             env.num_nodes,
             env.num_replicas,
             max_batch_size=limits.max_batch_size,
             atomic_bsz_range=limits.local_bsz_bounds,
             accumulation=limits.gradient_accumulation,
-            num_microbatches=self._context.num_microbatches,
+            num_microbatches=candidate_microbatches(self.num_stages, largest)
+            if follow
+            else self._context.num_microbatches,
         )
-        return (int(atomic_bsz), int(accum_steps)) if goodput > 0.0 else None
+        if best.goodput <= 0.0:
+            return None
+        num_microbatches = int(best.num_microbatches) if follow else 0
+        return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def hints(self) -> SchedHints | None:
         """What the scheduler is to know; None before the first fit."""
@@ -312,7 +326,7 @@ class Metrics:
         return SchedHints(
             init_batch_size=self.noise.init_batch_size,
             local_bsz_bounds=limits.local_bsz_bounds if limits else None,
-            global_batch_size=self._shape.batch_size if self._shape else None,
+            global_batch_size=self._training_shape.batch_size if self._training_shape else None,
             max_batch_size=limits.max_batch_size if limits else None,
             max_profiled_replicas=self.profile.max_replicas,
             gradient_accumulation=limits.gradient_accumulation if limits else False,
@@ -322,18 +336,23 @@ class Metrics:
             num_microbatches=self._context.num_microbatches,
         )
 
-    def _better_shape(self) -> tuple[int, int]:
-        shape, best, goodput_fn = self._shape, self.best_shape(), self.goodput_function()
+    def _better_shape(self) -> tuple[int, int, int]:
+        shape, goodput_fn = self._training_shape, self.goodput_function()
+        best, ctx = self.best_shape(), self._context
         if shape is None or best is None or goodput_fn is None:
-            return (0, 0)
-        env, num_microbatches = self._context.env, self._context.num_microbatches
+            return (0, 0, 0)
         if shape.batch_size < goodput_fn.init_batch_size:
             return best
+        atomic_bsz, accum_steps, num_microbatches = best
+        present = ctx.num_microbatches
         now, then = (
-            goodput_fn.evaluate(env.num_nodes, env.num_replicas, *candidate, num_microbatches)
-            for candidate in ((shape.atomic_bsz, shape.accum_steps), best)
+            goodput_fn.evaluate(ctx.env.num_nodes, ctx.env.num_replicas, *candidate)
+            for candidate in (
+                (shape.atomic_bsz, shape.accum_steps, present),
+                (atomic_bsz, accum_steps, num_microbatches or present),
+            )
         )
-        return best if then > RETUNE_GAIN * now else (0, 0)
+        return best if then > RETUNE_GAIN * now else (0, 0, 0)
 
     def _make_point(self, part: Part, epochs: EpochState) -> Point:
         shape, env = self._shape, self._context.env

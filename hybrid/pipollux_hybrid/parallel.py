@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -23,6 +24,7 @@ from .checkpoint import load_state
 from .context import context
 from .engine import PipelineEngine, microbatch_sizes
 from .errors import ConfigurationError
+from .microbatches import initial_microbatches
 from .modelstate import ModelState
 from .nest import Nest, map_tensors
 from .noise_meter import MEASURED_EVERY, NoiseMeter
@@ -66,7 +68,9 @@ class HybridParallel(PlainFace):
             ``"memory"``, so that the largest stage needs as little as can be; ``"parameters"`` (the
             default without). Tied layers stay together.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
-            between steps through the attribute of the same name.
+            between steps through the attribute of the same name. None: one for one stage, 4·K for
+            more (or as many as there are samples), and from there it follows the goodput, where
+            ``autoscale_batch_size`` lets it.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
@@ -99,7 +103,7 @@ class HybridParallel(PlainFace):
         *,
         num_stages: int | None = None,
         balance: Sequence[int] | str | None = None,
-        num_microbatches: int = 1,
+        num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
         sample: Nest | None = None,
@@ -120,12 +124,13 @@ class HybridParallel(PlainFace):
             broadcast_tensors([*module.parameters(), *module.buffers()])
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
+        ctx.metrics.num_stages = wanted
         self.num_microbatches = num_microbatches
         request = CutRequest(
             num_stages=wanted,
             balance=balance,
             sample=sample,
-            num_microbatches=num_microbatches,
+            num_microbatches=self.num_microbatches,
             checkpoint=cast(Checkpoint, checkpoint),
             memory_limit=memory_limit,
         )
@@ -169,7 +174,6 @@ class HybridParallel(PlainFace):
         if lr_scheduler is not None:
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
-        ctx.metrics.num_stages = len(balance)
         load_state(ModelState(module, optimizer, lr_scheduler))
 
     @property
@@ -203,16 +207,23 @@ class HybridParallel(PlainFace):
 
     @property
     def num_microbatches(self) -> int:
-        """Number M of micro-batches that a batch is cut into."""
+        """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
         return self._context.num_microbatches
 
     @num_microbatches.setter
-    def num_microbatches(self, value: int) -> None:
+    def num_microbatches(self, value: int | None) -> None:
+        ctx = self._context
+        ctx.microbatches_follow = value is None
+        if value is None:
+            # A batch of fewer samples is cut into as many micro-batches as it has samples.
+            ctx.num_microbatches = initial_microbatches(ctx.metrics.num_stages, sys.maxsize)
+            return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(
-                f"num_microbatches={value!r}: a whole number of at least 1 is needed"
+                f"num_microbatches={value!r}: a whole number of at least 1, or None to have it "
+                "chosen, is needed"
             )
-        self._context.num_microbatches = value
+        ctx.num_microbatches = value
 
     def forward(self, *inputs: Nest) -> Nest:
         """Run a batch through the pipeline.

@@ -8,10 +8,12 @@ any batch size can go on from it, with every sample taken exactly once in an epo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from .errors import ConfigurationError
 
 __all__ = ["BatchShape", "ElasticSampler", "Part"]
 
@@ -29,9 +31,14 @@ class BatchShape:
     accum_steps: int
 
     @property
+    def num_steps(self) -> int:
+        """Forwards and backwards of a full iteration: accumulation steps and the optimizer step."""
+        return self.accum_steps + 1
+
+    @property
     def num_parts(self) -> int:
         """Parts of a full iteration."""
-        return self.num_replicas * (self.accum_steps + 1)
+        return self.num_replicas * self.num_steps
 
     @property
     def atomic_bsz(self) -> int:
@@ -43,8 +50,8 @@ class BatchShape:
 class Part:
     """What one replica does in one accumulation step of one iteration."""
 
-    indices: list[int]
-    """Indices into the data set; never empty."""
+    indices: Sequence[int]
+    """Indices into the data set, or positions in a stream of samples; never empty."""
     num_samples: int
     """How many of them count: all, or none when the batch only keeps step with its peers."""
     is_optimizer_step: bool
@@ -52,7 +59,9 @@ class Part:
     is_full: bool
     """Whether the iteration takes a whole batch, as all do but the last of an epoch."""
     next_index: int
-    """Position in the permutation after this iteration."""
+    """Position in the epoch after this iteration."""
+    is_last: bool
+    """Whether the epoch ends with this iteration."""
 
 
 class ElasticSampler:
@@ -72,7 +81,7 @@ class ElasticSampler:
 
     def __init__(self, num_samples: int, *, shuffle: bool, seed: int) -> None:
         if num_samples < 1:
-            raise ValueError("the data set is empty: there is nothing to train on")
+            raise ConfigurationError("the data set is empty: there is nothing to train on")
         self.num_samples = num_samples
         self.shuffle = shuffle
         self.seed = seed
@@ -94,24 +103,55 @@ class ElasticSampler:
         order = self.order(epoch)
         while index < self.num_samples:
             count = min(shape.batch_size, self.num_samples - index)
-            # A short last iteration keeps the parts as large as the others are, so it has fewer.
-            accum_steps = min(
-                -(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps
-            )
-            sizes = split_evenly(count, shape.num_replicas * (accum_steps + 1))
-            starts = [index + sum(sizes[:i]) for i in range(len(sizes))]
-            for step in range(accum_steps + 1):
-                # Part (step, rank): the replicas' shares of one accumulation step lie side by side.
-                i = step * shape.num_replicas + rank
-                indices = order[starts[i] : starts[i] + sizes[i]].tolist()
-                yield Part(
-                    indices=indices or [int(order[index])],
-                    num_samples=sizes[i],
-                    is_optimizer_step=step == accum_steps,
-                    is_full=count == shape.batch_size,
-                    next_index=index + count,
-                )
+            is_last = index + count == self.num_samples
+            for positions, part in parts_of_iteration(index, count, shape, rank, is_last=is_last):
+                indices = order[positions.start : positions.stop].tolist()
+                yield replace(part, indices=indices)
             index += count
+
+
+def parts_of_iteration(
+    index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
+) -> Iterator[tuple[range, Part]]:
+    """What replica ``rank`` does in one iteration over ``count`` samples from ``index`` on.
+
+    Args:
+        index: Position of the iteration in the epoch.
+        count: Samples of the iteration; fewer than a batch at the end of an epoch.
+        shape: How a whole batch is cut.
+        rank: The replica.
+        is_last: Whether the epoch ends with the iteration.
+
+    Yields:
+        Positions in the epoch, and the part, with positions for indices.
+    """
+    # A short last iteration keeps the parts as large as the others are, so it has fewer.
+    accum_steps = min(-(-count // (shape.num_replicas * shape.atomic_bsz)) - 1, shape.accum_steps)
+    small, larger = divmod(count, shape.num_replicas * (accum_steps + 1))
+    for step in range(accum_steps + 1):
+        # Part (step, rank): the replicas' shares of one accumulation step lie side by side.
+        i = step * shape.num_replicas + rank
+        start, size = index + i * small + min(i, larger), small + (i < larger)
+        # A replica without a share keeps step with the others on the iteration's first sample.
+        positions = range(start, start + size) if size else range(index, index + 1)
+        yield (
+            positions,
+            Part(
+                indices=positions,
+                num_samples=size,
+                is_optimizer_step=step == accum_steps,
+                is_full=count == shape.batch_size,
+                next_index=index + count,
+                is_last=is_last,
+            ),
+        )
+
+
+def num_parts(num_samples: int, shape: BatchShape) -> int:
+    """Parts of one replica in a whole epoch."""
+    full, rest = divmod(num_samples, shape.batch_size)
+    of_rest = min(-(-rest // (shape.num_replicas * shape.atomic_bsz)), shape.accum_steps + 1)
+    return full * (shape.accum_steps + 1) + of_rest
 
 
 def split_evenly(count: int, num_parts: int) -> list[int]:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from pipollux_hybrid import (
+    Accumulator,
+    AdaptiveBPTTIterator,
     AdaptiveDataLoader,
     ConfigurationError,
     HybridParallel,
@@ -94,6 +96,11 @@ def test_evaluation_gives_the_plain_models_outputs() -> None:
         torch.testing.assert_close(model(inputs), plain(inputs))
 
 
+class Lengthless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -106,8 +113,65 @@ def test_loader() -> None:
             AdaptiveDataLoader(data, batch_size=batch_size)
     with pytest.raises(ConfigurationError, match=r"takes no sampler"):
         AdaptiveDataLoader(data, sampler=[1, 2])
-    with pytest.raises(ConfigurationError, match=r"Stream has no length"):
-        AdaptiveDataLoader(Stream())
+    with pytest.raises(ConfigurationError, match=r"Lengthless has no length"):
+        AdaptiveDataLoader(Lengthless())
+    with pytest.raises(ConfigurationError, match=r"in_order=False"):
+        AdaptiveDataLoader(data, num_workers=1, in_order=False)
+    loader = AdaptiveDataLoader(data, batch_size=4)
+    for name in ("batch_size", "drop_last", "sampler"):
+        with pytest.raises(ConfigurationError, match=rf"{name} of an AdaptiveDataLoader cannot"):
+            setattr(loader, name, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle": True}, r"shuffle=True with an iterable data set"),
+        ({"num_workers": 2}, r"num_workers=2 with an iterable data set: .* use 0 or 1"),
+        ({"num_workers": 1, "persistent_workers": True}, r"persistent_workers=True with an iter"),
+    ],
+)
+def test_stream_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AdaptiveDataLoader(Stream(), **options)
+
+
+def test_loader_of_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match=r"has no len"):
+        len(AdaptiveDataLoader(Stream()))
+
+
+def test_only_one_loader_autoscales() -> None:
+    data = make_data("mlp", 10)
+    AdaptiveDataLoader(data).autoscale_batch_size(4)
+    with pytest.raises(ConfigurationError, match=r"called on two loaders"):
+        AdaptiveDataLoader(data).autoscale_batch_size(4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bptt_len", "message"),
+    [
+        (torch.zeros(4, 2, dtype=torch.int64), 2, r"tokens of shape \(4, 2\)"),
+        (torch.zeros(4), 2, r"tokens of shape \(4,\) and type torch.float32"),
+        (torch.zeros(1, dtype=torch.int64), 2, r"at least two integers"),
+        (torch.zeros(4, dtype=torch.int64), 0, r"bptt_len=0: a whole number"),
+    ],
+)
+def test_bptt_arguments(tokens: torch.Tensor, bptt_len: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AdaptiveBPTTIterator(tokens, 2, bptt_len)
+
+
+def test_loops_do_not_nest() -> None:
+    loader, other = (AdaptiveDataLoader(make_data("mlp", 10), batch_size=4) for _ in range(2))
+    for _ in loader:
+        for what in (lambda: list(other), lambda: list(loader), Accumulator):
+            with pytest.raises(ConfigurationError, match=r"inside the body of a loop"):
+                what()
+    assert len(list(other)) == 3, "and afterwards nothing is in the way"
+    for _ in remaining_epochs_until(2):
+        with pytest.raises(ConfigurationError, match=r"inside another loop over epochs"):
+            next(remaining_epochs_until(3))
 
 
 @pytest.mark.parametrize(
