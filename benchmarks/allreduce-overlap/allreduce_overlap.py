@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -213,7 +214,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         worker(args.checkpoint, args.turns)
-    elif args.rate:
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was made is removed
+    if args.rate:
         if os.geteuid() != 0:
             parser.error("--rate needs root, to make network namespaces; leave it out for loopback")
         with slow_link(args.rate):

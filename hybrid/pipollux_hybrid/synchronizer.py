@@ -19,6 +19,7 @@ Counts, norms and flags travel apart from the gradients, as float64 over the CPU
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ class GradientSynchronizer:
         """What gradients are multiplied by when they are sent; None if they are not."""
         if not self._synchronizes or self._num_replicas == 1:
             return None
-        # 1 wherever replicas have the same share of the batch, whatever its size.
+        # Close to 1 if replicas have the same share of the batch, whatever its size.
         return self._unit / self._reference if self._samples > 0 else 0.0
 
     def _scale_gradients(self, factor: float) -> None:
@@ -305,7 +306,8 @@ class GradientSynchronizer:
         if self._buffers is not None:
             self._buffers.synchronize(total.buffers)
         if total.part_samples > 0.0:
-            self._reference = total.part_samples / self._num_replicas
+            # A power of two, so that what is added up has the same digits whatever it is.
+            self._reference = _power_of_two(total.part_samples / self._num_replicas)
             self._batch_over_part = total.samples / total.part_samples
         return SyncResult(
             round(total.samples),
@@ -333,3 +335,8 @@ class GradientSynchronizer:
 
     def _sqr_sum(self) -> float:
         return sum(float(sqr) for sqr in self._sqr if sqr is not None)
+
+
+def _power_of_two(value: float) -> float:
+    """The largest power of two that is not larger than a positive value."""
+    return math.ldexp(1.0, math.frexp(value)[1] - 1)
