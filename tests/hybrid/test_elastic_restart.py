@@ -31,7 +31,7 @@ def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return left
 
 
-@pytest.mark.parametrize("data", ["workers", "stream", "stream-worker", "text"])
+@pytest.mark.parametrize("data", ["workers", "stream-worker", "text"])
 def test_stopped_killed_and_restarted(job: Job, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """From two replicas to one, killed there, and on with two: all once an epoch."""
     monkeypatch.setenv("DATA", data)
