@@ -15,6 +15,7 @@ from .errors import ConfigurationError
 from .loop import ElasticLoop
 from .sampler import ElasticSampler, Part, num_parts
 from .stream import PartCollate, SampleStream
+from .workers import WorkerStart
 
 __all__ = ["AdaptiveDataLoader"]
 
@@ -95,6 +96,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         self._stream = SampleStream(cast("IterableDataset[Any]", dataset)) if streams else None
         generator = ElasticSampler(1, shuffle=False, seed=seed).generator(0)
         options = {"generator": generator, **options}
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         if self._stream is not None:
             options["collate_fn"] = PartCollate(options.get("collate_fn") or default_collate)
             self._batches: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **options)

@@ -40,7 +40,9 @@ class Job:
             "RESULTS": str(self.results),
             "PIPOLLUX_CHECKPOINT_DIR": str(self.checkpoints),
             "PIPOLLUX_GENERATION": str(self.generation),
-            "PYTHONPATH": str(self._repository),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(self._repository), os.environ.get("PYTHONPATH")))
+            ),
             "OMP_NUM_THREADS": "1",
             **environment,
         }
