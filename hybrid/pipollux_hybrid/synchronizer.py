@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from .errors import SynchronizationError
-from .noise import norm_sqr
+from .noise import NormSum
 
 __all__ = ["GradientSynchronizer", "SyncResult"]
 
@@ -63,7 +63,7 @@ class _Stage:
     trainable: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     arrivals: dict[nn.Parameter, int] = field(default_factory=dict)
-    sqr: Tensor | None = None
+    sqr: NormSum = field(default_factory=NormSum)
     buffer: Tensor | None = None
     work: dist.Work | None = None
     launched: bool = False
@@ -135,7 +135,7 @@ class GradientSynchronizer:
             self._fresh = False
             self._samples = self._estimates = self._unit = 0
             for stage in self._stages:
-                stage.sqr = None
+                stage.sqr.clear()
         self._synchronize, self._weighted, self._counted = synchronize, weighted, counted
         self._measured = measured and counted
         self._callback_queued = False
@@ -188,9 +188,8 @@ class GradientSynchronizer:
             stage.arrivals[parameter] = arrival + 1
             if arrival >= len(self._sizes):
                 return
-            sqr = norm_sqr(gradient, self._preconditioner(parameter))
-            sqr = sqr * (self._unit**2 / self._sizes[arrival])
-            stage.sqr = sqr if stage.sqr is None else stage.sqr + sqr
+            factor = self._unit**2 / self._sizes[arrival]
+            stage.sqr.add(gradient, self._preconditioner(parameter), factor)
 
         return hook
 
@@ -228,7 +227,8 @@ class GradientSynchronizer:
         device = gradients[0].device
         weight = float(self._unit) if self._samples > 0 else 0.0
         present = [float(p.grad is not None) for p in stage.trainable]
-        sqr = stage.sqr if stage.sqr is not None else torch.zeros((), device=device)
+        total = stage.sqr.total()
+        sqr = total if total is not None else torch.zeros((), device=device)
         tail = torch.tensor([self._samples, 0.0, self._estimates, *present], dtype=dtype)
         tail = tail.to(device)
         tail[1] = sqr.to(device)
@@ -269,7 +269,8 @@ class GradientSynchronizer:
                 for parameter in stage.trainable:
                     if parameter.grad is not None:
                         parameter.grad.mul_(self._unit / self._samples)
-        sqr = sum(float(stage.sqr) for stage in self._stages if stage.sqr is not None)
+        totals = (stage.sqr.total() for stage in self._stages)
+        sqr = sum(float(total) for total in totals if total is not None)
         return SyncResult(self._samples, self._estimates, sqr / max(self._samples, 1), 0.0)
 
     def _finish_together(self) -> SyncResult:
