@@ -34,10 +34,13 @@ from torch import Tensor
 
 from pipollux_perfmodel import GradParams
 
-__all__ = ["GradientNoiseScale", "RunningAverage", "norm_sqr", "sum_norms_sqr"]
+__all__ = ["GradientNoiseScale", "NormSum", "RunningAverage", "norm_sqr", "sum_norms_sqr"]
 
 SMOOTHING = 0.999
 """Weight of the past for one batch of the initial size, as AdaptDL has it."""
+
+CACHED = 1 << 16
+"""Elements of a gradient and its weights that fit into a core's cache together."""
 
 
 def norm_sqr(gradient: Tensor, weights: Tensor | None) -> Tensor:
@@ -52,7 +55,48 @@ def norm_sqr(gradient: Tensor, weights: Tensor | None) -> Tensor:
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
     flat = gradient.detach().reshape(-1)
-    return torch.dot(flat, flat if weights is None else flat * weights.reshape(-1))
+    if weights is None:
+        return torch.dot(flat, flat)
+    weights = weights.reshape(-1)
+    if flat.is_cuda or flat.numel() <= CACHED:
+        return torch.dot(flat, flat * weights)
+    # Products that stay in the cache: on a CPU a third faster than one pass after the other.
+    parts = zip(flat.split(CACHED), weights.split(CACHED), strict=True)
+    return torch.stack([torch.dot(part, part * weight) for part, weight in parts]).sum()
+
+
+class NormSum:
+    """Σ factor · |c|² over gradients c that arrive one by one.
+
+    Each takes one small kernel as it comes; the rest is done for many at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._factor = 1.0
+        self._total: Tensor | None = None
+
+    def add(self, gradient: Tensor, weights: Tensor | None, factor: float) -> None:
+        """Add a gradient; ``weights`` as in :func:`norm_sqr`."""
+        if factor != self._factor:
+            self._gather()
+            self._factor = factor
+        self._waiting.append(norm_sqr(gradient, weights))
+
+    def total(self) -> Tensor | None:
+        """The sum, float64 without dimensions, on the gradients' device; None for no gradient."""
+        self._gather()
+        return self._total
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._waiting, self._total = [], None
+
+    def _gather(self) -> None:
+        if self._waiting:
+            part = torch.stack(self._waiting).sum(dtype=torch.float64) * self._factor
+            self._total = part if self._total is None else self._total + part
+            self._waiting = []
 
 
 def sum_norms_sqr(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> float:

@@ -36,7 +36,7 @@ from .buffers import BufferSynchronizer
 from .errors import SynchronizationError
 from .exposure import Exposure
 from .nest import Nest, tensors_of
-from .noise import norm_sqr
+from .noise import NormSum
 from .plan import BackwardPlan
 from .summary import Summary
 
@@ -112,7 +112,7 @@ class GradientSynchronizer:
         self._estimates = 0
         self._measurable = True
         self._unit = 0
-        self._sqr: list[Tensor | None] = [None] * len(self._stages)
+        self._sqr = [NormSum() for _ in self._stages]
         # What the replicas agreed on in the last one.
         self._reference = 1.0
         self._batch_over_part = 1.0
@@ -192,7 +192,7 @@ class GradientSynchronizer:
             return
         self._samples = self._estimates = self._unit = 0
         self._averaged, self._part, self._measurable = False, None, True
-        self._sqr = [None] * len(self._stages)
+        self._sqr = [NormSum() for _ in self._stages]
 
     def _account(self, plan: BackwardPlan) -> None:
         if not plan.counted:
@@ -247,10 +247,8 @@ class GradientSynchronizer:
         arrival, sizes = self._arrivals.count(parameter), self._plans[0].samples_by_pass
         if arrival >= len(sizes):
             return
-        sqr = norm_sqr(gradient, self._preconditioner(parameter))
-        sqr = sqr * (self._unit**2 / sizes[arrival])
-        before = self._sqr[stage]
-        self._sqr[stage] = sqr if before is None else before + sqr
+        factor = self._unit**2 / sizes[arrival]
+        self._sqr[stage].add(gradient, self._preconditioner(parameter), factor)
 
     def _arrive(self, stage: int, parameter: nn.Parameter) -> None:
         self._on_gradient(stage)
@@ -334,7 +332,8 @@ class GradientSynchronizer:
         )
 
     def _sqr_sum(self) -> float:
-        return sum(float(sqr) for sqr in self._sqr if sqr is not None)
+        totals = [norms.total() for norms in self._sqr]
+        return sum(float(total) for total in totals if total is not None)
 
 
 def _power_of_two(value: float) -> float:
