@@ -64,6 +64,9 @@ class JobContext:
     """Batch size over initial batch size, which the learning rate follows."""
     num_microbatches: int = 1
     """Micro-batches M of the model in training."""
+    fewest_samples: int = 1
+    """Samples that each micro-batch keeps where M is chosen: more where layers normalise over it.
+    """
     microbatches_follow: bool = False
     """Whether M follows the goodput; else the script decides on it."""
     proposed_microbatches: int = 0

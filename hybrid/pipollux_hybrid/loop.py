@@ -227,9 +227,9 @@ class ElasticLoop(Generic[T]):
             wanted = ctx.proposed_microbatches
             atomic_bsz = self._shape().atomic_bsz
             ctx.num_microbatches = (
-                possible_microbatches(wanted, atomic_bsz)
+                possible_microbatches(wanted, atomic_bsz, ctx.fewest_samples)
                 if wanted
-                else initial_microbatches(ctx.metrics.num_stages, atomic_bsz)
+                else initial_microbatches(ctx.metrics.num_stages, atomic_bsz, ctx.fewest_samples)
             )
 
     def _choose_initial_shape(self) -> None:

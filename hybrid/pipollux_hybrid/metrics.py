@@ -309,7 +309,9 @@ class Metrics:
             max_batch_size=limits.max_batch_size,
             atomic_bsz_range=limits.local_bsz_bounds,
             accumulation=limits.gradient_accumulation,
-            num_microbatches=candidate_microbatches(self.num_stages, largest)
+            num_microbatches=candidate_microbatches(
+                self.num_stages, largest, self._context.fewest_samples
+            )
             if follow
             else self._context.num_microbatches,
         )

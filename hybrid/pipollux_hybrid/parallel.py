@@ -22,9 +22,9 @@ from .bucket import BUCKET_BYTES
 from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from .checkpoint import load_state
 from .context import context
-from .engine import PipelineEngine, microbatch_sizes
+from .engine import PipelineEngine
 from .errors import ConfigurationError
-from .microbatches import initial_microbatches
+from .microbatches import FEWEST_NORMALISED, cut_sizes, initial_microbatches
 from .modelstate import ModelState
 from .nest import Nest, map_tensors
 from .noise_meter import MEASURED_EVERY, NoiseMeter
@@ -120,6 +120,7 @@ class HybridParallel(PlainFace):
         super().__init__(module)
         self._context = ctx
         self._deferred = defer_statistics(module)
+        ctx.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
         if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
         wanted = choose_num_stages(ctx.env, num_stages, balance)
@@ -236,7 +237,7 @@ class HybridParallel(PlainFace):
             What the module returns, on :attr:`output_device`.
         """
         batch = inputs[0] if len(inputs) == 1 else inputs
-        sizes = microbatch_sizes(batch_size_of(batch), self.num_microbatches)
+        sizes = self._sizes(batch_size_of(batch))
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         self._timer.cancel()  # a forward that is followed by another one is not timed
         plan = self._plan(sizes) if torch.is_grad_enabled() else None
@@ -305,6 +306,14 @@ class HybridParallel(PlainFace):
                 self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
             )
         return self._norm
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        """Samples of each micro-batch."""
+        ctx = self._context
+        fewest = ctx.fewest_samples if ctx.microbatches_follow else 1
+        if any(layer.training for layer in self._deferred):
+            fewest = max(fewest, 2)  # a single value has no variance
+        return cut_sizes(batch_size, self.num_microbatches, fewest)
 
     def _plan(self, sizes: list[int]) -> BackwardPlan:
         """What the backward of a forward of micro-batches of these sizes is for."""
