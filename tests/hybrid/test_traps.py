@@ -761,3 +761,24 @@ def test_compiled_layers_keep_their_names_and_gradients(checkpoint: str) -> None
     assert_close(ours, gradients(plain), 1e-6)
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_evaluation_is_the_plain_models(checkpoint: str) -> None:
+    # Training mode under no_grad recomputed what nobody would ask for.
+    layer = CountsForwards()
+    module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), layer, nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    model = wrap(module, num_stages=2, num_microbatches=3, checkpoint=checkpoint)
+    inputs = torch.randn(9, 4)
+    model.eval()
+    plain.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(model(inputs), plain(inputs))
+    assert layer.all == 9
+    model.train()
+    with torch.no_grad():
+        assert not model(inputs).requires_grad
+    assert layer.all == 12
+    assert layer.with_gradients == 3
