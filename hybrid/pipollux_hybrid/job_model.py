@@ -1,0 +1,150 @@
+"""The model of the job in training: fitted to its measurements, asked for the best batch shape."""
+
+from __future__ import annotations
+
+import threading
+
+from pipollux_perfmodel import GoodputFunction, PerfParams, SchedHints, fit_perf_params
+
+from .context import JobContext
+from .limits import BatchSizeLimits
+from .microbatches import candidate_microbatches
+from .noise import GradientNoiseScale
+from .profile import StepProfile
+from .sampler import BatchShape
+
+__all__ = ["JobModel"]
+
+RETUNE_GAIN = 1.05
+"""A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
+
+
+class JobModel:
+    """Step times, noise and limits of one job, and what follows from them.
+
+    The training thread measures, another one fits.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._lock = threading.Lock()
+        self.profile = StepProfile()
+        self.noise: GradientNoiseScale | None = None
+        self.perf_params: PerfParams | None = None
+        self.limits: BatchSizeLimits | None = None
+        self.shape_chosen = False
+        """Whether this run has chosen the batch size it starts with."""
+        self.num_stages = 1
+        self._training_shape: BatchShape | None = None
+        self._proposal = (0, 0, 0)
+
+    def take_proposal(self) -> tuple[int, int, int]:
+        """What :meth:`best_shape` was at the last fit, once; zeros for no change."""
+        with self._lock:
+            proposal, self._proposal = self._proposal, (0, 0, 0)
+        return proposal
+
+    def fit(self) -> None:
+        """Fit the performance model to all measurements, and propose a batch shape by it."""
+        data = self.profile.fit_data(self.num_stages, self._context.checkpoint_mode)
+        if data is None:
+            return
+        params = fit_perf_params(
+            data.num_nodes,
+            data.num_replicas,
+            data.atomic_bsz,
+            data.accum_step_time,
+            data.optim_step_time,
+            num_microbatches=data.num_microbatches,
+            forward_shares=data.forward_shares,
+            backward_shares=data.backward_shares,
+            compute_time=data.compute_time,
+            checkpoint=data.checkpoint,
+        )
+        self.perf_params = params
+        proposal = self._better_shape()
+        with self._lock:
+            self._proposal = proposal
+
+    def goodput_function(self) -> GoodputFunction | None:
+        """The goodput of this job, None until step times and noise were measured."""
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.perf_params is None or grad_params is None or self.noise is None:
+            return None
+        if self.perf_params.num_stages != self.num_stages:
+            return None
+        return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
+
+    def best_shape(self) -> tuple[int, int, int] | None:
+        """Atomic batch size, accumulation steps and micro-batches of the highest goodput.
+
+        None if the goodput is not known yet; 0 micro-batches where the script decides on them.
+        """
+        goodput_fn, limits, env = self.goodput_function(), self.limits, self._context.env
+        if goodput_fn is None or limits is None:
+            return None
+        follow = self._context.microbatches_follow
+        _, largest = limits.local_bsz_bounds or (1, limits.max_batch_size)
+        largest = min(largest, limits.max_batch_size // env.num_replicas)
+        best = goodput_fn.optimize(
+            env.num_nodes,
+            env.num_replicas,
+            max_batch_size=limits.max_batch_size,
+            atomic_bsz_range=limits.local_bsz_bounds,
+            accumulation=limits.gradient_accumulation,
+            num_microbatches=candidate_microbatches(
+                self.num_stages, largest, self._context.fewest_samples
+            )
+            if follow
+            else self._context.num_microbatches,
+        )
+        if best.goodput <= 0.0:
+            return None
+        num_microbatches = int(best.num_microbatches) if follow else 0
+        return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
+
+    def hints(self) -> SchedHints | None:
+        """What the scheduler is to know; None before the first fit."""
+        if self.perf_params is None or self.noise is None:
+            return None
+        limits = self.limits
+        return SchedHints(
+            init_batch_size=self.noise.init_batch_size,
+            local_bsz_bounds=limits.local_bsz_bounds if limits else None,
+            global_batch_size=self._training_shape.batch_size if self._training_shape else None,
+            max_batch_size=limits.max_batch_size if limits else None,
+            max_profiled_replicas=self.profile.max_replicas,
+            gradient_accumulation=limits.gradient_accumulation if limits else False,
+            grad_params=self.noise.grad_params,
+            perf_params=self.perf_params,
+            num_stages=self.num_stages,
+            num_microbatches=self._context.num_microbatches,
+        )
+
+    def _better_shape(self) -> tuple[int, int, int]:
+        shape, goodput_fn = self._training_shape, self.goodput_function()
+        best, ctx = self.best_shape(), self._context
+        if shape is None or best is None or goodput_fn is None:
+            return (0, 0, 0)
+        if shape.batch_size < goodput_fn.init_batch_size:
+            return best
+        atomic_bsz, accum_steps, num_microbatches = best
+        present = ctx.num_microbatches
+        now, then = (
+            goodput_fn.evaluate(ctx.env.num_nodes, ctx.env.num_replicas, *candidate)
+            for candidate in (
+                (shape.atomic_bsz, shape.accum_steps, present),
+                (atomic_bsz, accum_steps, num_microbatches or present),
+            )
+        )
+        return best if then > RETUNE_GAIN * now else (0, 0, 0)
+
+    def noise_scale(self) -> float | None:
+        """Samples of a batch whose gradient is as noisy as it is large; None if not known yet."""
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.noise is None or grad_params is None or grad_params.sqr <= 0.0:
+            return None
+        return float(self.noise.init_batch_size * grad_params.var / grad_params.sqr)
