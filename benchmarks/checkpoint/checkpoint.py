@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,16 +79,22 @@ def plain_save(content: object, path: Path) -> None:
 
 
 def one_round(gib: float, root: Path, times: dict[str, list[float]]) -> int:
+    os.environ["PIPOLLUX_CHECKPOINT_DIR"] = str(root / "checkpoints")
+    size = save(gib, root, times)
     contexts.reset()
-    os.environ.pop("PIPOLLUX_CHECKPOINT_DIR", None)
+    gc.collect()
+    restore(gib, root, root / "plain.pt", times)
+    (root / "plain.pt").unlink()
+    shutil.rmtree(root / "checkpoints")
+    return size
+
+
+def save(gib: float, root: Path, times: dict[str, list[float]]) -> int:
     module, optimizer = job(gib)
     fill(module, optimizer)
-    os.environ["PIPOLLUX_CHECKPOINT_DIR"] = str(root / "checkpoints")
-    contexts.context().env.__dict__["checkpoint_dir"] = root / "checkpoints"
-    contexts.context().looked_for_checkpoint = True
     content = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
     plain = root / "plain.pt"
-    times["torch.save and fsync"].append(seconds(partial(plain_save, content, plain)))
+    times["torch.save and fsync"].append(seconds(lambda: plain_save(content, plain)))
     size = plain.stat().st_size
     times["the same bytes, written and flushed"].append(
         seconds(lambda: write_bytes(root / "bytes", size))
@@ -99,11 +105,6 @@ def one_round(gib: float, root: Path, times: dict[str, list[float]]) -> int:
         pause = seconds(lambda: pipollux.save_all_states(background=True))
         times[f"background save: pause, {name}"].append(pause)
         times[f"background save: whole, {name}"].append(pause + seconds(saving.wait))
-    del module, optimizer, content
-    contexts.reset()
-    gc.collect()
-    restore(gib, root, plain, times)
-    plain.unlink()
     return size
 
 
@@ -119,7 +120,6 @@ def restore(gib: float, root: Path, plain: Path, times: dict[str, list[float]]) 
             forget(newest)
         module = layers(gib)
         optimizer = torch.optim.Adam(module.parameters())
-        os.environ["PIPOLLUX_CHECKPOINT_DIR"] = str(root / "checkpoints")
         contexts.reset()
         wrapped = seconds(lambda m=module, o=optimizer: pipollux.HybridParallel(m, o, num_stages=2))
         times[f"restore with checksum, from {cache}"].append(wrapped)
@@ -134,15 +134,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     times: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+    with tempfile.TemporaryDirectory(prefix=".checkpoint-benchmark-", dir=Path.cwd()) as directory:
         for _ in range(args.rounds):
             size = one_round(args.gib, Path(directory), times)
     print(f"{args.gib:g} GiB of parameters, {size / 2**30:.2f} GiB in all with Adam's moments")
     for name, values in times.items():
+        middle = statistics.median(values)
         print(
-            f"{name:36} {statistics.median(values):6.2f} s "
-            f"({min(values):.2f} to {max(values):.2f})   "
-            f"{size / 2**30 / statistics.median(values):5.2f} GiB/s"
+            f"{name:36} {middle:6.2f} s ({min(values):.2f} to {max(values):.2f})   "
+            f"{size / 2**30 / middle:5.2f} GiB/s"
         )
 
 

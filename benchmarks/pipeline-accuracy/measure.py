@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import engine, noise_meter, parallel
+from pipollux_hybrid import engine, noise_meter, parallel, step_timing
 from pipollux_hybrid.context import context
 
 TOKENS, WIDTH, CLASSES = 12, 128, 32
@@ -133,7 +133,7 @@ class Replica:
 
     def __init__(self, num_stages: int, grid: Sequence[tuple[int, int]], checkpoint: str) -> None:
         pipollux.init_process_group(timeout=300)
-        parallel.TIMED_EVERY = TIMED_EVERY
+        step_timing.TIMED_EVERY = TIMED_EVERY
         module = layers()
         self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self._model = pipollux.HybridParallel(

@@ -44,7 +44,7 @@ class Arrivals:
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._counts: dict[nn.Parameter, int] = {}
-        self._recomputed = 0
+        self._separate = 0
         self._shared = False
         self._unused: set[nn.Parameter] = set()
         self._surprising: set[nn.Parameter] = set()
@@ -57,7 +57,7 @@ class Arrivals:
     @property
     def passes(self) -> int:
         """How often each parameter is expected to receive a gradient."""
-        return self._recomputed + self._shared
+        return self._separate + self._shared
 
     @property
     def any(self) -> bool:
@@ -90,7 +90,7 @@ class Arrivals:
         ):
             self._lay_out(stages, parameters)
         self._counts = {}
-        self._recomputed, self._shared = plan.num_recomputed, plan.shares_a_pass
+        self._separate, self._shared = plan.num_separate, plan.shares_a_pass
         self._weight, self._next = weight, 0
         for bucket in self.buckets:
             bucket.reset()
@@ -98,7 +98,7 @@ class Arrivals:
 
     def join(self, plan: BackwardPlan, weight: float | None) -> None:
         """The same backward reaches another output: the passes of both are to be waited for."""
-        self._recomputed += plan.num_recomputed
+        self._separate += plan.num_separate
         # What is not recomputed meets in one graph, and arrives as one sum.
         self._shared = self._shared or plan.shares_a_pass
         self._weight = weight if self._weight is None else self._weight

@@ -23,6 +23,7 @@ from .nest import Nest, cut, join
 from .outer import OuterContexts
 from .pipeline import PipelineRun
 from .recompute import make_phonies
+from .separate import separate
 from .skip import layout_of
 from .stage import Stage
 
@@ -67,13 +68,17 @@ class PipelineEngine:
             return 0
         return num_microbatches - (self.checkpoint == "except_last")
 
-    def run(self, inputs: Nest, sizes: Sequence[int], *, training: bool) -> Nest:
+    def run(
+        self, inputs: Nest, sizes: Sequence[int], *, training: bool, separately: bool = False
+    ) -> Nest:
         """Forward of one batch.
 
         Args:
             inputs: Nest of tensors of shape [batch, …], on the first device.
             sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
             training: Whether activations may be recomputed; only with gradients they are.
+            separately: Whether a parameter receives a gradient for each micro-batch also where
+                nothing is recomputed. Costs some of what stages do side by side.
 
         Returns:
             The nest that the last layer gives, of the whole batch, on the last device.
@@ -86,8 +91,10 @@ class PipelineEngine:
             self._streams(len(sizes)),
             self._layout,
             OuterContexts.capture(device.type for device in self.devices),
+            separate=separately,
         )
-        return join(run.forward(), sizes)
+        outputs = run.forward()
+        return join(separate(outputs) if separately else outputs, sizes)
 
     def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
         """A stream for the copies of each micro-batch to each stage; kept, as they cost memory."""

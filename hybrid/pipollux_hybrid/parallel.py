@@ -26,22 +26,17 @@ from .engine import PipelineEngine
 from .errors import ConfigurationError
 from .microbatches import FEWEST_NORMALISED, cut_sizes, initial_microbatches
 from .modelstate import ModelState
-from .nest import Nest, map_tensors
-from .noise_meter import MEASURED_EVERY, NoiseMeter
+from .nest import Nest, map_tensors, tensors_of
+from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
 from .plain import PlainFace
 from .plan import BackwardPlan
 from .replica_check import ReplicaCheck, check_interval
 from .scaling import ScalingRule, ScalingState, default_rule
-from .stagetimer import Recording, StageTimer, stage_times
+from .step_timing import StepTiming
 from .synchronizer import GradientSynchronizer, SyncResult
 
 __all__ = ["HybridParallel"]
-
-TIMED_EVERY = 10
-"""Every so many iterations the stages of one backward are timed."""
-FIRST_TIMED = 3
-"""The first iterations warm up."""
 
 
 class HybridParallel(PlainFace):
@@ -148,15 +143,12 @@ class HybridParallel(PlainFace):
         self._complete = True
         self._no_sync = False
         self._result: SyncResult | None = None
-        self._countdown = FIRST_TIMED
-        self._recording: Recording | None = None
-        self._timed_step = 0
-        self._timer = StageTimer(self._engine.stages, chosen)
+        self._timing = StepTiming(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
             [self._named_parameters(stage) for stage in self._engine.stages],
             num_replicas=ctx.env.num_replicas,
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
-            on_gradient=self._timer.gradient_arrived,
+            on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
             group=ctx.control.group,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
@@ -239,9 +231,15 @@ class HybridParallel(PlainFace):
         batch = inputs[0] if len(inputs) == 1 else inputs
         sizes = self._sizes(batch_size_of(batch))
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
-        self._timer.cancel()  # a forward that is followed by another one is not timed
-        plan = self._plan(sizes) if torch.is_grad_enabled() else None
-        output = self._engine.run(batch, sizes, training=self.training)
+        self._timing.cancel()
+        plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
+        recomputed = self._engine.checkpointed(len(sizes), training=self.training)
+        output = self._engine.run(
+            batch,
+            sizes,
+            training=self.training,
+            separately=plan is not None and plan.num_separate > recomputed,
+        )
         if plan is not None:
             self._synchronizer.watch(output, plan)
             if plan.num_samples == 0:
@@ -315,36 +313,30 @@ class HybridParallel(PlainFace):
             fewest = max(fewest, 2)  # a single value has no variance
         return cut_sizes(batch_size, self.num_microbatches, fewest)
 
-    def _plan(self, sizes: list[int]) -> BackwardPlan:
+    def _plan(self, sizes: list[int], batch: Nest) -> BackwardPlan:
         """What the backward of a forward of micro-batches of these sizes is for."""
         micro_step = self._context.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
         num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
-        timed = ends and self.training and self._is_timed()
-        if timed:
-            self._timer.start(num_recomputed)
-        self._context.metrics.note_forward(disturbed=timed or self._noise.wanted())
-        self._read_timers()
+        wanted = self._noise.wanted()
+        timed = ends and self.training
+        timed = timed and self._timing.begin(num_recomputed, measures_noise=wanted)
+        self._context.metrics.note_forward(disturbed=timed or wanted)
+        self._timing.read()
+        measured = micro_step is not None and wanted
+        # The noise is told from the gradients of micro-batches, recomputed or not; but what the
+        # script wants of its input it may want by torch.autograd.grad, which needs one graph.
+        whole = any(tensor.requires_grad for tensor in tensors_of(batch))
+        separate = measured and not num_recomputed and not whole
         return BackwardPlan(
             sizes=sizes,
-            num_recomputed=num_recomputed,
+            num_separate=len(sizes) if separate else num_recomputed,
             num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
             synchronize=ends,
             weighted=micro_step is not None,
-            measured=micro_step is not None and self._noise.wanted(),
+            measured=measured,
             part=micro_step,
         )
-
-    def _is_timed(self) -> bool:
-        """Whether to time the stages of this iteration; rather not while the noise is measured."""
-        self._countdown -= 1
-        if self._context.tracer.wanted and self._recording is None:
-            return True
-        measuring = self._noise.wanted() and self._countdown > -MEASURED_EVERY
-        if self._countdown > 0 or measuring or self._recording is not None:
-            return False
-        self._countdown = TIMED_EVERY
-        return True
 
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
@@ -355,22 +347,10 @@ class HybridParallel(PlainFace):
             self._optimizer.keep_gradients()
             return
         self._result = result
-        if self._timer.running:
-            self._recording = self._timer.stop()
-            self._timed_step = self._context.metrics.step + 1
-            self._context.metrics.note_timed()
+        self._timing.end()
         loss_scale, self._context.loss_scale = self._context.loss_scale, None
         if self._noise.wanted():
             self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
-
-    def _read_timers(self) -> None:
-        """Hand on the step that was timed last, once its devices are done with it."""
-        if self._recording is None or not self._recording.done():
-            return
-        events, self._recording = self._recording.events(), None
-        self._context.tracer.take(self._timed_step, events, self.devices)
-        count = max(event.microbatch for event in events) + 1
-        self._context.metrics.add_timeline(events, *stage_times(events, self.num_stages, count))
 
     def _rate_factor(self) -> float:
         metrics, scale = self._context.metrics, self._context.scale
@@ -394,7 +374,7 @@ class HybridParallel(PlainFace):
         self._noise.stepped()
         self._synchronizer.stepped()
         self._context.metrics.rate_factor = self._rate_factor()
-        self._read_timers()
+        self._timing.read()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
         self._check.stepped(self._context.metrics.step)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchgpipe.checkpoint import is_recomputing
 from torchgpipe.microbatch import Batch
-from torchgpipe.pipeline import Pipeline, clock_cycles, wait
+from torchgpipe.pipeline import Pipeline, clock_cycles, copy, wait
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
@@ -145,6 +145,7 @@ class PipelineRun(Pipeline):
         copy_streams: Per stage and micro-batch, the stream that copies run in.
         layout: Where stashed tensors go.
         outer: What surrounds the forward in the script.
+        separate: Whether the backward of each micro-batch is to have nothing to do with the others.
     """
 
     def __init__(
@@ -155,6 +156,8 @@ class PipelineRun(Pipeline):
         copy_streams: list[list[AbstractStream]],
         layout: SkipLayout,
         outer: OuterContexts,
+        *,
+        separate: bool = False,
     ) -> None:
         devices = [stage.device for stage in stages]
         what = "the input of the model"
@@ -167,6 +170,7 @@ class PipelineRun(Pipeline):
         self._stages = list(stages)
         self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
         self._outer = outer
+        self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
     def forward(self) -> list[Nest]:
@@ -177,13 +181,27 @@ class PipelineRun(Pipeline):
         """
         with spawn_workers(self.devices) as queues:
             for tick in clock_cycles(len(self.batches), len(self.partitions)):
-                self.fence(tick, self._trackers)
+                if self._separate:
+                    self._carry(tick)
+                else:
+                    self.fence(tick, self._trackers)
                 self._compute(tick, *queues)
         device = self.devices[-1]
         return [
             boundary.restore(tuple(batch), device)
             for boundary, batch in zip(self._boundaries, self.batches, strict=True)
         ]
+
+    def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
+        """What torchgpipe's fence does, but for the order that it gives to backwards."""
+        for i, j in tick:
+            streams = [self.copy_streams[k][i] for k in range(j + 1)]
+            for source, namespace, name in self.skip_layout.copy_policy(j):
+                self._trackers[i].copy(
+                    self.batches[i], streams[source], streams[j], namespace, name
+                )
+            if j > 0:
+                copy(self.batches[i], streams[j - 1], streams[j])
 
     def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
         """Have every stage of a tick work, then take over what they did."""

@@ -18,14 +18,14 @@ __all__ = ["BackwardPlan"]
 class BackwardPlan:
     """How the gradients of one forward come back, and what they count.
 
-    Micro-batches that are recomputed in the backward deliver a gradient each, the last one first.
-    All others share one pass, which comes before them.
+    Micro-batches that are recomputed in the backward deliver a gradient each, the last one first,
+    and so do those that are kept apart. All others share one pass, which comes before them.
     """
 
     sizes: Sequence[int]
     """Rows of each micro-batch."""
-    num_recomputed: int
-    """How many of them, from the first on, are recomputed in the backward."""
+    num_separate: int
+    """How many of them, from the first on, deliver a gradient each."""
     num_samples: int
     """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
     synchronize: bool
@@ -44,18 +44,18 @@ class BackwardPlan:
 
     @property
     def shares_a_pass(self) -> bool:
-        """Whether there are micro-batches that are not recomputed."""
-        return self.num_recomputed < len(self.sizes)
+        """Whether there are micro-batches that deliver one gradient for all."""
+        return self.num_separate < len(self.sizes)
 
     @property
     def passes(self) -> int:
         """How often each parameter receives a gradient."""
-        return self.num_recomputed + self.shares_a_pass
+        return self.num_separate + self.shares_a_pass
 
     @cached_property
     def samples_by_pass(self) -> list[float]:
         """Samples behind each gradient, in the order of arrival."""
-        rest = sum(self.sizes[self.num_recomputed :])
-        rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_recomputed]))
+        rest = sum(self.sizes[self.num_separate :])
+        rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_separate]))
         # A script may make several rows of a sample, or one of several.
         return [count * self.num_samples / sum(self.sizes) for count in rows]

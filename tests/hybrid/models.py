@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+from pipollux_hybrid import Namespace, pop, skippable, stash
 
 
 class Residual(nn.Module):
@@ -54,7 +56,53 @@ def convolutional() -> nn.Sequential:
     )
 
 
-MODELS = {"mlp": mlp, "transformer": transformer, "convolutional": convolutional}
+@skippable(stash=["skip"])
+class Widen(nn.Module):
+    """A convolution that keeps its input for later, [batch, 4, 2, 3] to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x)
+        return self.conv(x)
+
+
+@skippable(pop=["skip"])
+class Narrow(nn.Module):
+    """Takes that input in again, beside what came of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skipped = yield pop("skip")
+        return self.conv(torch.cat([x, skipped], dim=1))
+
+
+def unet() -> nn.Sequential:
+    """Inputs [batch, 6], outputs [batch, 3]; two skip connections, one within the other."""
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        Widen().isolate(outer),
+        nn.BatchNorm2d(4),
+        Widen().isolate(inner),
+        nn.Tanh(),
+        Narrow().isolate(inner),
+        nn.BatchNorm2d(4),
+        Narrow().isolate(outer),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
+
+
+MODELS = {"mlp": mlp, "transformer": transformer, "convolutional": convolutional, "unet": unet}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -71,6 +119,13 @@ def make_data(name: str, size: int, dtype: torch.dtype = torch.float64) -> Tenso
     else:
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype)
     return TensorDataset(inputs, torch.randint(3, (size,), generator=generator))
+
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Have batch normalisation use its running statistics, which do not depend on the batch."""
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

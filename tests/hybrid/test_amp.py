@@ -212,3 +212,36 @@ def test_without_a_pipeline_it_is_torchs() -> None:
     scaler.update()
     assert parameter.item() == 0.5
     assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_autocast_around_the_loop_body(checkpoint: str) -> None:
+    """As scripts have it: the forward under autocast, the scaled backward outside of it."""
+    reset()
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    module.append(nn.Linear(16, 3))
+    plain = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    model = HybridParallel(
+        module, optimizer, num_stages=2, num_microbatches=3, checkpoint=checkpoint
+    )
+    scaler = GradScaler("cpu")
+    seen: list[torch.dtype] = []
+    module[2].register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
+    inputs, targets = make_data("mlp", 12, torch.float32)[list(range(12))]
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(inputs).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        plain_optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        plain_optimizer.step()
+    assert set(seen) == {torch.float16}
+    # Ten bits of mantissa, four steps.
+    assert_close(dict(module.state_dict()), dict(plain.state_dict()), 5e-3)
+    reset()

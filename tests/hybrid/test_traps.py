@@ -619,6 +619,28 @@ def test_stashed_tensors_that_nothing_differentiates(
     check_like_plain(module, torch.randn(7, 4), 7, [1, 1, 1, 1], checkpoint)
 
 
+class TiedHead(nn.Module):
+    """Scores by the embedding's own weights."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layers_that_share_a_parameter(checkpoint: str) -> None:
+    # Gradients of one copy were lost where stages had devices of their own.
+    embedding = nn.Embedding(9, 4)
+    module = nn.Sequential(nn.Identity(), embedding, nn.Tanh(), TiedHead(embedding), nn.Tanh())
+    check_like_plain(module, torch.randint(9, (7,)), 7, [1, 3, 1], checkpoint)
+    with pytest.raises(ConfigurationError, match=r"'1.weight'.*'3.weight'|'3.*'.*'1.*'"):
+        wrap(module, balance=[3, 2])
+    assert wrap(module, num_stages=2).balance in ([1, 4], [4, 1])
+
+
 def test_a_stash_without_a_pop_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no module declared 'long' as poppable"):
         wrap(nn.Sequential(Stashes(), nn.Tanh()))
@@ -739,3 +761,24 @@ def test_compiled_layers_keep_their_names_and_gradients(checkpoint: str) -> None
     assert_close(ours, gradients(plain), 1e-6)
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_evaluation_is_the_plain_models(checkpoint: str) -> None:
+    # Training mode under no_grad recomputed what nobody would ask for.
+    layer = CountsForwards()
+    module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), layer, nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    model = wrap(module, num_stages=2, num_microbatches=3, checkpoint=checkpoint)
+    inputs = torch.randn(9, 4)
+    model.eval()
+    plain.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(model(inputs), plain(inputs))
+    assert layer.all == 9
+    model.train()
+    with torch.no_grad():
+        assert not model(inputs).requires_grad
+    assert layer.all == 12
+    assert layer.with_gradients == 3
