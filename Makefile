@@ -6,13 +6,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint format docs clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
 	@echo "make test    lint, types, layers, and every test"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
+	@echo "make docs    the API reference, in site/"
 	@echo "make clean   remove .venv and what the demo left"
 
 setup: $(STAMP)
@@ -43,5 +44,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP)
+	$(BIN)/python docs/api.py site
+
 clean:
-	rm -rf $(VENV) demo-report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) site demo-report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

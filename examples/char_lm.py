@@ -5,7 +5,9 @@ it by itself, on several pipeline replicas, or under the scheduler; the script i
 
     python examples/char_lm.py
     torchrun --nproc-per-node 2 examples/char_lm.py
-    pipollux submit examples/demo.yaml
+    pipollux submit examples/demo-jobs.yaml
+
+With `PIPOLLUX_TENSORBOARD_DIR=runs` in front, TensorBoard shows loss, goodput and batch size.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import pipollux_hybrid as pipollux
 
@@ -90,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--stages", type=int, default=2, help="GPipe stages of a replica")
-    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, help="left out: chosen by goodput")
     parser.add_argument("--batch-size", type=int, default=32, help="initial, over all replicas")
     parser.add_argument("--max-batch-size", type=int, default=256)
     parser.add_argument("--characters", type=int, default=300_000, help="of text to train on")
@@ -112,30 +114,52 @@ def main() -> None:
         nn.Linear(args.width, VOCABULARY),
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
 
-    dataset = Windows(standard_library(args.characters), args.length)
-    loader = pipollux.AdaptiveDataLoader(dataset, batch_size=args.batch_size, shuffle=True)
+    windows = Windows(standard_library(args.characters), args.length)
+    num_train = len(windows) - len(windows) // 20
+    train_set = Subset(windows, range(num_train))
+    held_out = Subset(windows, range(num_train, len(windows)))
+    loader = pipollux.AdaptiveDataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     loader.autoscale_batch_size(
         args.max_batch_size, local_bsz_bounds=(8, 64), gradient_accumulation=True
     )
+    held_out_loader = pipollux.AdaptiveDataLoader(held_out, batch_size=args.batch_size)
+    sums = pipollux.Accumulator()
     model = pipollux.HybridParallel(
         module,
         optimizer,
         num_stages=args.stages,
         num_microbatches=args.microbatches,
         sample=torch.zeros(8, args.length, dtype=torch.long),
+        lr_scheduler=warm_up,
     )
 
+    def loss_of(codes: Tensor, targets: Tensor) -> Tensor:
+        logits = model(codes)
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+
     for epoch in pipollux.remaining_epochs_until(args.epochs):
+        model.train()
         for codes, targets in loader:
             optimizer.zero_grad()
-            logits = model(codes)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+            loss = loss_of(codes, targets)
             loss.backward()
+            model.clip_grad_norm_(1.0)
             optimizer.step()
+            warm_up.step()
             pipollux.report(loss=loss)
+
+        model.eval()
+        with torch.no_grad():
+            for codes, targets in held_out_loader:
+                sums["loss"] += loss_of(codes, targets) * len(codes)
+                sums["windows"] += len(codes)
+        with sums.synchronized():
+            mean = float(sums["loss"] / sums["windows"])
+            sums.clear()
         if pipollux.replica_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
+            print(f"epoch {epoch}: loss {mean:.3f} on held-out text", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def keep(name: str, obj: S) -> S:
 
     Example::
 
-        scaler = pipollux.keep("scaler", torch.amp.GradScaler("cuda"))
+        scaler = pipollux.keep("scaler", pipollux.GradScaler("cuda"))
         average = pipollux.keep("ema", AveragedModel(module))
 
     Args:

@@ -54,7 +54,7 @@ class HybridParallel(PlainFace):
         model = HybridParallel(model, optimizer, num_stages=2, num_microbatches=4)
 
     Args:
-        module: The layers. Each takes and gives a tensor or a tuple of tensors, shape [batch, …].
+        module: The layers. Each takes and gives a nest of tensors of shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
         num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
             it.

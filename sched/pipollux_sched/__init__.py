@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The cluster: policy, store, supervisor, backends, and the command line `pipollux`."""

@@ -1,0 +1,90 @@
+"""Two nodes on one machine: two torchrun agents that meet over loopback, as on two real nodes.
+
+    python examples/two_nodes.py examples/char_lm.py --epochs 1
+    python examples/two_nodes.py --replicas 2 examples/unet.py
+
+On real nodes each runs the command that is printed for it, with the first node's name as
+`--master-addr` and a `PIPOLLUX_CHECKPOINT_DIR` that both see. Ctrl-C or SIGTERM here stops all
+replicas at the same step, with a checkpoint, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+NODES = (0, 1)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run a script on two nodes that are one machine.")
+    parser.add_argument("--replicas", type=int, default=1, help="pipeline replicas on each node")
+    parser.add_argument("--port", type=int, default=0, help="where they meet; 0 for any free one")
+    parser.add_argument("--checkpoints", default="two-nodes-checkpoints", help="of both nodes")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser.parse_args()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def gpus_of(node: int) -> str:
+    """Half of the machine's GPUs; none of a single one, as NCCL refuses two replicas on a GPU."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    half = len(listed.stdout.splitlines()) // 2
+    return ",".join(str(gpu) for gpu in range(node * half, (node + 1) * half))
+
+
+def start(node: int, port: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """The torchrun agent of a node, in a session of its own: Ctrl-C reaches it through us."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
+    meeting = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    script = [f"--nproc-per-node={args.replicas}", args.script, *args.arguments]
+    command = [sys.executable, *launcher, *meeting, *script]
+    print(f"node {node}: {shlex.join(command)}", file=sys.stderr, flush=True)
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PIPOLLUX_CHECKPOINT_DIR": os.path.abspath(args.checkpoints),
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": gpus_of(node),
+    }
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def main() -> None:
+    args = parse_arguments()
+    asked_to_stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked_to_stop.append(number))
+    port = args.port or free_port()
+    agents = [start(node, port, args) for node in NODES]
+
+    stopping = False
+    while any(agent.poll() is None for agent in agents):
+        # When one fails the other has nobody to train with; an agent passes SIGTERM on, and waits.
+        if (asked_to_stop or any(agent.returncode for agent in agents)) and not stopping:
+            stopping = True
+            for agent in agents:
+                agent.terminate()
+        time.sleep(0.1)
+    if asked_to_stop:
+        sys.exit(128 + asked_to_stop[0])  # as shells have it
+    sys.exit(max(abs(agent.returncode) for agent in agents))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The API reference is built from docstrings, without a warning, and shows every public name."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipollux_hybrid
+
+BUILD = (
+    "import sys, pathlib\n"
+    "sys.path.insert(0, 'docs')\n"
+    "import api\n"
+    "api.build(pathlib.Path(sys.argv[1]), ['pipollux_hybrid'])\n"
+)
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of `pipollux_hybrid`."""
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", BUILD, str(folder)],
+        cwd=repository,
+        check=True,
+        timeout=120,
+    )
+    return (folder / "pipollux_hybrid.html").read_text()
+
+
+def without_sources(page: str) -> str:
+    return re.sub(r'<div class="pdoc-code codehilite">.*?</div>', "", page, flags=re.DOTALL)
+
+
+def section(page: str, name: str) -> str:
+    """What the page says about a name, without tags."""
+    begin = page.index(f'<section id="{name}">')
+    end = page.find('<section id="', begin + 1)
+    text = without_sources(page[begin:] if end < 0 else page[begin:end])
+    return html.unescape(re.sub(r"<[^>]+>", "", text))
+
+
+def words(text: str) -> str:
+    """Words alone: without marks, roles, and the modules in front of names."""
+    text = re.sub(r":[a-z]+:(?=`)|\b(?:\w+\.)+(?=\w)", "", text)
+    return " ".join(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("name", pipollux_hybrid.__all__)
+def test_a_public_name_is_there_with_its_docstring(page: str, name: str) -> None:
+    thing = getattr(pipollux_hybrid, name)
+    shown = words(section(page, name))
+    if thing.__module__.startswith("pipollux_hybrid"):
+        assert words(thing.__doc__.split("\n\n")[0]) in shown
+    else:  # torchgpipe's, whose docstrings are written for another tool
+        assert words(thing.__doc__)[:20] in shown
+
+
+def test_sections_are_rendered(page: str) -> None:
+    wrapper = " ".join(section(page, "HybridParallel").split())
+    for heading in ("Example:", "Arguments:", "Raises:"):
+        assert heading in wrapper
+    assert "num_microbatches: Number M of micro-batches" in wrapper
+    assert not re.findall(r":(?:class|func|meth|mod|attr):`", without_sources(page))

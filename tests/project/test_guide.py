@@ -1,0 +1,50 @@
+"""The guide tells of every option and every variable that there is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pipollux_hybrid as pipollux
+from pipollux_hybrid import env
+
+
+def table_after(repository: Path, heading: str) -> str:
+    """The first table after some words of the guide."""
+    text = (repository / "docs" / "training.md").read_text()
+    rows = text[text.index(heading) :].split("\n")
+    begin = next(n for n, row in enumerate(rows) if row.startswith("|"))
+    end = next(n for n, row in enumerate(rows) if n > begin and not row.startswith("|"))
+    return "\n".join(rows[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("heading", "function", "left_out"),
+    [
+        ("`HybridParallel(module, optimizer", pipollux.HybridParallel, {"module", "optimizer"}),
+        ("`AdaptiveDataLoader(dataset", pipollux.AdaptiveDataLoader, {"dataset", "options"}),
+        (
+            "`loader.autoscale_batch_size(",
+            pipollux.AdaptiveDataLoader.autoscale_batch_size,
+            {"self"},
+        ),
+        ("`init_process_group(…)`", pipollux.init_process_group, set()),
+    ],
+)
+def test_every_argument_has_a_row(
+    repository: Path, heading: str, function: Callable[..., object], left_out: set[str]
+) -> None:
+    table = table_after(repository, heading)
+    for name in inspect.signature(function).parameters.keys() - left_out:
+        assert re.search(rf"^\| [^|]*`{name}`", table, re.MULTILINE), f"no row for {name}"
+
+
+def test_every_variable_has_a_row(repository: Path) -> None:
+    table = table_after(repository, "## Environment")
+    read = set(re.findall(r"PIPOLLUX_[A-Z_]+[A-Z]", inspect.getsource(env)))
+    assert len(read) > 10
+    assert read == set(re.findall(r"`(PIPOLLUX_[A-Z_]+)`", table))
