@@ -66,7 +66,11 @@ class PlainFace(nn.Module):
         Raises:
             ConfigurationError: A device was asked for.
         """
-        if torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+        try:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        except RuntimeError:  # a device by its number, on a machine that has none
+            _refuse_to_move()
+        if device is not None:
             _refuse_to_move()
         return super().to(*args, **kwargs)
 

@@ -736,7 +736,8 @@ def test_modules_that_would_not_be_run_as_they_are() -> None:
 def test_a_wrapped_model_is_not_moved() -> None:
     # Layers would leave their stages' devices one and all.
     model = wrap(make_model("mlp"), num_stages=2)
-    for move in (model.cpu, model.cuda, lambda: model.to("cpu"), lambda: model.to(device="cpu")):
+    to = model.to
+    for move in (model.cpu, model.cuda, lambda: to("cpu"), lambda: to(device="cpu"), lambda: to(0)):
         with pytest.raises(ConfigurationError, match=r"each stage has a device of its own"):
             move()
     assert next(model.to(torch.float32).parameters()).dtype == torch.float32
