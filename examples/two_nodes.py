@@ -73,17 +73,16 @@ def main() -> None:
     port = args.port or free_port()
     agents = [start(node, port, args) for node in NODES]
 
-    stopping = False
+    failure = 0
     while any(agent.poll() is None for agent in agents):
+        failed = next((agent.returncode for agent in agents if agent.returncode), 0)
         # When one fails the other has nobody to train with; an agent passes SIGTERM on, and waits.
-        if (asked_to_stop or any(agent.returncode for agent in agents)) and not stopping:
-            stopping = True
+        if (asked_to_stop or failed) and not failure:
+            failure = 128 + asked_to_stop[0] if asked_to_stop else failed  # as shells have it
             for agent in agents:
                 agent.terminate()
         time.sleep(0.1)
-    if asked_to_stop:
-        sys.exit(128 + asked_to_stop[0])  # as shells have it
-    sys.exit(max(abs(agent.returncode) for agent in agents))
+    sys.exit(failure or max(agent.returncode for agent in agents))
 
 
 if __name__ == "__main__":

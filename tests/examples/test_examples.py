@@ -35,18 +35,22 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(repository: Path, arguments: list[str], **variables: str) -> str:
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=repository,
         env=environment(**variables),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    return done.stdout
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # so that agents and replicas end, too, and their output can be read
+            pytest.fail(f"did not end within {LIMIT:.0f} s: {job.communicate(timeout=LIMIT)}")
+    assert job.returncode == 0, errors
+    assert "Warning" not in errors
+    return output
 
 
 def by_epoch(output: str) -> list[float]:
