@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 TORCH = time.time()
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import data
+from pipollux_hybrid import boundary
 
 IMPORTED = time.time()
 
@@ -37,15 +37,15 @@ def main() -> None:
     mark("built")
     model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
     mark("restored")
-    saves = data.save_all_states
+    saves = boundary.save_all_states
 
-    def save() -> Path | None:
+    def save(**options: bool) -> Path | None:
         mark("agreed")
-        path = saves()
+        path = saves(**options)
         mark("saved")
         return path
 
-    data.save_all_states = save  # the time is taken, nothing else
+    boundary.save_all_states = save  # the time is taken, nothing else
     for _ in pipollux.remaining_epochs_until(1):
         for (inputs,) in loader:
             optimizer.zero_grad()

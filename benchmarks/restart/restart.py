@@ -59,9 +59,13 @@ def marks(directory: Path, generation: int, replicas: int) -> dict[str, float]:
     return found
 
 
-def wait_for_steps(directory: Path, generation: int, replicas: int) -> dict[str, float]:
+def wait_for_steps(
+    process: subprocess.Popen[bytes], directory: Path, generation: int, replicas: int
+) -> dict[str, float]:
     deadline = time.monotonic() + LIMIT
     while not (found := marks(directory, generation, replicas)):
+        if process.poll() is not None:
+            raise SystemExit(f"generation {generation} ended with status {process.returncode}")
         if time.monotonic() > deadline:
             raise SystemExit(f"generation {generation} made no step within {LIMIT:.0f} s")
         time.sleep(0.005)
@@ -80,13 +84,13 @@ def one_restart(args: argparse.Namespace, parts: dict[str, list[float]]) -> None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         process = start(directory, 1, args)
-        wait_for_steps(directory, 1, args.replicas)
+        wait_for_steps(process, directory, 1, args.replicas)
         time.sleep(2.0)  # in the middle of steps, beyond what warms up
         asked = stop(process)
         ended = time.time()
         before = marks(directory, 1, args.replicas)
         process = start(directory, 2, args)
-        after = wait_for_steps(directory, 2, args.replicas)
+        after = wait_for_steps(process, directory, 2, args.replicas)
         stop(process)
         left = float((directory / "1-end").read_text())
     edges = {

@@ -221,6 +221,9 @@ class Accumulator(MutableMapping[Key, Any]):
             )
         if self._context.loop is None and self._was_done():
             return
+        micro_step = self._context.micro_step
+        if micro_step is not None and micro_step.num_samples == 0:
+            return  # a batch that only keeps step with its peers: another replica has its samples
         pending = self._state.pending
         pending[key] = add(key, pending.get(key, 0), amount)
 

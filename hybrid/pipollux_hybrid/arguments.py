@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .context import JobContext
 from .engine import CHECKPOINT_MODES
 from .errors import ConfigurationError
+from .modelstate import STATE_NAME
 from .nest import Nest, tensors_of
 
-__all__ = ["batch_size_of", "check_arguments"]
+__all__ = ["batch_size_of", "check_arguments", "check_single"]
 
 
 def batch_size_of(batch: Nest) -> int:
@@ -38,6 +40,20 @@ def batch_size_of(batch: Nest) -> int:
     if size == 0:
         raise ConfigurationError("the model got an empty batch: at least one sample is needed")
     return size
+
+
+def check_single(ctx: JobContext) -> None:
+    """Refuse a second model in the process.
+
+    Raises:
+        ConfigurationError: There is one already.
+    """
+    if STATE_NAME in ctx.states:
+        raise ConfigurationError(
+            "there is a HybridParallel in this process already: a job has one pipeline, one "
+            "optimizer and one batch size; in a notebook call destroy_process_group() before "
+            "wrapping anew"
+        )
 
 
 def check_arguments(

@@ -19,6 +19,7 @@ from .safeload import check_loadable
 
 __all__ = ["ModelState", "plain_name"]
 
+STATE_NAME = "model.pt"
 COMPILED = "_orig_mod"
 """What ``torch.compile`` puts into the names of a layer's parameters."""
 REMEDY = "build the model the checkpoint was made with, or start with an empty directory"
@@ -39,7 +40,7 @@ class ModelState(State):
         optimizer: torch.optim.Optimizer,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
     ) -> None:
-        super().__init__("model.pt")
+        super().__init__(STATE_NAME)
         self._module = module
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler

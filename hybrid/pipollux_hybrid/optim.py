@@ -74,6 +74,11 @@ class AdaptiveOptimizer:
         _adaptive[optimizer] = self
 
     @property
+    def may_zero(self) -> bool:
+        """Whether gradients may be forgotten: not while accumulation steps are gathering them."""
+        return self._may_zero
+
+    @property
     def is_complete(self) -> bool:
         """Whether the gradients of an iteration are complete, so that the optimizer may step."""
         return self._is_complete()

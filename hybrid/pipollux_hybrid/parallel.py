@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.params import Checkpoint
 
-from .arguments import batch_size_of, check_arguments
+from .arguments import batch_size_of, check_arguments, check_single
 from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
 from .batchnorm import commit_statistics, defer_statistics, drop_statistics
 from .bucket import BUCKET_BYTES
@@ -112,6 +112,7 @@ class HybridParallel(PlainFace):
     ) -> None:
         ctx = context()
         check_arguments(module, optimizer, checkpoint)
+        check_single(ctx)
         super().__init__(module)
         self._context = ctx
         self._deferred = defer_statistics(module)
@@ -168,6 +169,11 @@ class HybridParallel(PlainFace):
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         load_state(ModelState(module, optimizer, lr_scheduler))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, but for those that accumulation steps have gathered so far."""
+        if self._optimizer.may_zero:
+            super().zero_grad(set_to_none)
 
     @property
     def num_stages(self) -> int:

@@ -27,9 +27,10 @@ from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
 from torchgpipe.phony import get_phony
 
+from .errors import SynchronizationError
 from .outer import OuterContexts
 
-__all__ = ["Recomputation", "make_phonies"]
+__all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -71,14 +72,16 @@ class Recomputation:
         """The forward proper, remembering the random numbers that it began with."""
         save_rng_states(inputs[0].device, self._rng_states)
         with torch.no_grad(), enable_checkpointing():
-            return self._function(inputs)
+            # What a layer hands out may be its own buffer, which is not to get into a graph.
+            return tuple(output.detach() for output in self._function(inputs))
 
     def run_again(self, inputs: Tensors) -> None:
         """The same forward, this time with a graph."""
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         with (
             self._outer.entered(),
-            restore_rng_states(inputs[0].device, self._rng_states),
+            # A copy, as it takes the state out, and a graph that is retained comes here again.
+            restore_rng_states(inputs[0].device, self._rng_states.copy()),
             torch.enable_grad(),
             enable_recomputing(),
         ):
@@ -91,6 +94,19 @@ class Recomputation:
         assert self._recomputed is not None  # noqa: S101  # run_again has just set it
         recomputed, self._recomputed = self._recomputed, None
         return recomputed
+
+
+def check_whole_backward() -> None:
+    """Refuse a backward for some tensors only, where gradients of parameters are a side effect.
+
+    Raises:
+        SynchronizationError: The engine runs for torch.autograd.grad, or backward(inputs=…).
+    """
+    if not torch.autograd._is_checkpoint_valid():
+        raise SynchronizationError(
+            "torch.autograd.grad and backward(inputs=…) over a pipeline that recomputes would add "
+            "to the gradients of parameters, too: use checkpoint='never', or backward()"
+        )
 
 
 class Checkpoint(torch.autograd.Function):
@@ -108,6 +124,7 @@ class Checkpoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs; those of parameters are accumulated on the way."""
+        check_whole_backward()
         outputs, leaves = ctx.recomputation.take(lambda: ctx.saved_tensors)
         reached = [
             (output, gradient)

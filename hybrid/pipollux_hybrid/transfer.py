@@ -34,11 +34,14 @@ class Parcel:
         """The content on a device, for use in its present stream."""
         if not isinstance(self.content, Tensor):
             return self.content
+        # Another tensor over the same memory: a layer may hand it on as its output, which would
+        # then become part of one graph, and be found there by the next that opens the parcel.
+        content = self.content.detach()
         if self.ready is not None:
             # A copy between devices runs in the source's present stream of this thread.
             source = torch.cuda.current_stream(self.content.device)
             source.wait_event(self.ready)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(self.ready)
-            self.content.record_stream(source)
-        return self.content.to(device, non_blocking=device.type == "cuda")
+            content.record_stream(source)
+        return content.to(device, non_blocking=device.type == "cuda")

@@ -122,6 +122,24 @@ def test_sums_over_replicas() -> None:
     assert run_replicas(over_replicas, 3) == [expected] * 3
 
 
+def count_samples() -> tuple[int, float]:
+    init_process_group("gloo")
+    accum = Accumulator()
+    data = TensorDataset(torch.arange(1.0, 6.0))
+    for _ in remaining_epochs_until(1):
+        for (values,) in AdaptiveDataLoader(data, batch_size=4):
+            accum["count"] += len(values)
+            accum["sum"] += values.sum()
+    with accum.synchronized():
+        return accum["count"], float(accum["sum"])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_batch_that_only_keeps_step_is_not_counted(num_replicas: int) -> None:
+    """The last batch has one sample, which one replica takes; the others work for nothing."""
+    assert run_replicas(count_samples, num_replicas) == [(5, 15.0)] * num_replicas
+
+
 def differ_in_the_block() -> str:
     init_process_group("gloo")
     accum = Accumulator(n=1)

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import (
+    AdaptiveDataLoader,
     ConfigurationError,
     HybridParallel,
     Namespace,
+    SynchronizationError,
     init_process_group,
     pop,
     skippable,
@@ -783,3 +785,111 @@ def test_evaluation_is_the_plain_models(checkpoint: str) -> None:
         assert not model(inputs).requires_grad
     assert layer.all == 12
     assert layer.with_gradients == 3
+
+
+class Masked(nn.Module):
+    """(x, float mask) to (linear x, the very same mask)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = value
+        return self.linear(x * mask), mask
+
+
+class OwnBuffer(nn.Module):
+    """Gives a buffer of its own along with its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("ones", torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.ones
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 2]])
+def test_a_float_input_handed_on_unchanged(balance: list[int], checkpoint: str) -> None:
+    # The caller's tensor became part of the graph, and the recomputation ran into itself.
+    module = nn.Sequential(Masked(), Masked(), Masked(), Picks(0))
+    mask = torch.rand(8, 4)
+    check_like_plain(module, (torch.randn(8, 4), mask), 8, balance, checkpoint, 4)
+    assert mask.is_leaf
+    assert not mask.requires_grad
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_buffer_handed_out_stays_a_buffer(checkpoint: str) -> None:
+    layer = OwnBuffer()
+    module = nn.Sequential(layer, Masked(), Picks(0))
+    for _ in range(2):
+        check_like_plain(module, torch.randn(4, 4), 4, [1, 2], checkpoint, 2)
+        module.zero_grad()
+        assert layer.ones.is_leaf
+        assert not layer.ones.requires_grad
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_gradients_of_inputs_alone_are_refused_under_recomputation(checkpoint: str) -> None:
+    # Parameters' gradients changed as a side effect, without a word.
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    inputs = torch.randn(4, 4, requires_grad=True)
+    output = forward(engine(module, [1, 1], checkpoint), inputs, 4, 2)
+    with pytest.raises(SynchronizationError, match=r"use checkpoint='never'"):
+        torch.autograd.grad(output.sum(), inputs)
+    assert not gradients(module)
+
+
+def test_gradients_of_inputs_alone_without_recomputation() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    inputs = torch.randn(4, 4, requires_grad=True)
+    output = forward(engine(module, [1, 1], "never"), inputs, 4, 2)
+    (gradient,) = torch.autograd.grad(output.sum(), inputs)
+    (expected,) = torch.autograd.grad(module(inputs).sum(), inputs)
+    torch.testing.assert_close(gradient, expected)
+    assert not gradients(module)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_second_backward_over_a_retained_graph(checkpoint: str) -> None:
+    # IndexError: pop from an empty deque.
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = copy.deepcopy(module)
+    inputs = torch.randn(4, 4)
+    for model in (plain, engine(module, [2, 1], checkpoint)):
+        output = model(inputs) if model is plain else forward(model, inputs, 4, 2)
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+    assert_close(gradients(module), gradients(plain), 1e-5)
+
+
+def test_a_second_model_in_a_process_is_refused() -> None:
+    # "a state named 'model.pt' exists already".
+    wrap(make_model("mlp"))
+    with pytest.raises(ConfigurationError, match=r"a job has one pipeline"):
+        wrap(make_model("mlp"))
+
+
+def test_zero_grad_of_the_model_keeps_what_was_gathered() -> None:
+    # It threw away the gradients of accumulation steps.
+    module, plain = make_model("mlp"), make_model("mlp")
+    data = make_data("mlp", 16)
+    loader = AdaptiveDataLoader(data, batch_size=8)
+    loader.autoscale_batch_size(8, (1, 2), gradient_accumulation=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(module, optimizer, num_microbatches=2)
+    for inputs, targets in loader:
+        model.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 8):
+        inputs, targets = data[list(range(start, start + 8))]
+        plain_optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        plain_optimizer.step()
+    assert_close(dict(module.state_dict()), dict(plain.state_dict()), 1e-12)
