@@ -15,7 +15,8 @@ for, so a short batch leaks into the next one, and knows of no accumulation step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ __all__ = [
     "commit_statistics",
     "defer_statistics",
     "deferred_layers",
-    "drop_statistics",
+    "uncounted",
 ]
 
 
@@ -41,6 +42,8 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
 
     _sums: Tensor | None = None
     """n, n·mean and n·(var + mean²) so far, float64, shape [1 + 2·channels]."""
+    _counts = True
+    """Whether the samples of the forwards to come count."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the base class's name for it
         """Normalise a micro-batch, shape [micro-batch, channels, …].
@@ -51,7 +54,7 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         check: Any = self._check_input_dim  # torch does not annotate it
         check(input)
-        if not is_recomputing():
+        if self._counts and not is_recomputing():
             self._track(input.detach())
         return nn.functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps
@@ -168,7 +171,13 @@ def commit_statistics(
         layer.commit(total)
 
 
-def drop_statistics(layers: Iterable[_Deferred]) -> None:
-    """Forget what was tracked, as if the forwards since the last commit had not been."""
+@contextmanager
+def uncounted(layers: Sequence[_Deferred]) -> Iterator[None]:
+    """Within, forwards are of samples that do not count: those of another replica."""
     for layer in layers:
-        layer.take_sums()
+        layer._counts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._counts = True

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -17,7 +17,7 @@ from pipollux_perfmodel.params import Checkpoint
 
 from .arguments import batch_size_of, check_arguments, check_single
 from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
-from .batchnorm import commit_statistics, defer_statistics, drop_statistics
+from .batchnorm import commit_statistics, defer_statistics, uncounted
 from .bucket import BUCKET_BYTES
 from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from .checkpoint import load_state
@@ -121,14 +121,15 @@ class HybridParallel(PlainFace):
             broadcast_tensors([*module.parameters(), *module.buffers()])
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
-        ctx.metrics.num_stages = wanted
+        ctx.metrics.num_stages, ctx.devices = wanted, tuple(chosen)
+        ctx.checkpoint_mode = cast(Checkpoint, checkpoint)
         self.num_microbatches = num_microbatches
         request = CutRequest(
             num_stages=wanted,
             balance=balance,
             sample=sample,
             num_microbatches=self.num_microbatches,
-            checkpoint=cast(Checkpoint, checkpoint),
+            checkpoint=ctx.checkpoint_mode,
             memory_limit=memory_limit,
         )
         balance, self._layer_profile = choose_balance(ctx, module, optimizer, chosen[0], request)
@@ -136,10 +137,8 @@ class HybridParallel(PlainFace):
         self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(balance)
-        ctx.devices = tuple(chosen)
         if ctx.env.rank == 0:
             ctx.reporter  # noqa: B018  # made here, so that what it lacks is said before training
-        self._context.checkpoint_mode = cast(Checkpoint, checkpoint)
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
         self._no_sync = False
@@ -240,16 +239,17 @@ class HybridParallel(PlainFace):
         self._timing.cancel()
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
         recomputed = self._engine.checkpointed(len(sizes), training=self.training)
-        output = self._engine.run(
-            batch,
-            sizes,
-            training=self.training,
-            separately=plan is not None and plan.num_separate > recomputed,
-        )
+        # A batch that only keeps step with its peers is another replica's to count.
+        counts = plan is None or plan.num_samples > 0
+        with nullcontext() if counts else uncounted(self._deferred):
+            output = self._engine.run(
+                batch,
+                sizes,
+                training=self.training,
+                separately=plan is not None and plan.num_separate > recomputed,
+            )
         if plan is not None:
             self._synchronizer.watch(output, plan)
-            if plan.num_samples == 0:
-                drop_statistics(self._deferred)  # of a batch that only keeps step with its peers
         else:
             # No backward will end this iteration; the replicas agree again at the next that has.
             commit_statistics(self._deferred, lambda _: None)

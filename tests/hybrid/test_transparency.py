@@ -229,3 +229,29 @@ def test_running_statistics_are_those_of_the_whole_batch(
     for buffers in run_replicas(statistics, num_replicas, accum_steps):
         for name, buffer in layer.named_buffers():
             torch.testing.assert_close(buffers[f"0.{name}"], buffer, rtol=1e-12, atol=1e-12)
+
+
+def statistics_of_single_samples() -> dict[str, Tensor]:
+    init_process_group("gloo")
+    module = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten())
+    module.append(nn.Linear(6, 3)).double()
+    optimizer = optimizer_for(module, adam=False)
+    loader = AdaptiveDataLoader(make_data("mlp", 7), batch_size=4)
+    loader.autoscale_batch_size(4, (1, 1), gradient_accumulation=True)
+    model = HybridParallel(module, optimizer, num_microbatches=1)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return dict(module.named_buffers())
+
+
+def test_running_statistics_where_a_replica_runs_out_of_samples() -> None:
+    """The last batch has 3 samples for 2 replicas of 2 accumulation steps: one has a filler."""
+    layer = nn.BatchNorm2d(1).double()
+    inputs = make_data("mlp", 7).tensors[0].view(7, 1, 2, 3)
+    for batch in inputs.split(4):
+        layer(batch)
+    for buffers in run_replicas(statistics_of_single_samples, 2):
+        for name, buffer in layer.named_buffers():
+            torch.testing.assert_close(buffers[f"1.{name}"], buffer, rtol=1e-12, atol=1e-12)
