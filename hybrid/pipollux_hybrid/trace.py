@@ -7,6 +7,8 @@ object: complete events (``"ph": "X"``), times in microseconds.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from .env import JobEnvironment
 
 __all__ = ["Tracer", "bubble", "trace_events"]
 
+LOG = logging.getLogger(__name__)
 TRACE_INTERVAL = 30.0
 """Seconds between two traces in ``PIPOLLUX_TRACE_DIR``."""
 KEPT = 20
@@ -63,16 +66,28 @@ class Tracer:
     def take(
         self, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
     ) -> None:
-        """A step was timed."""
+        """A step was timed. A file that cannot be written costs a warning, not the training."""
+        rank, directory = self._env.rank, self._env.trace_dir
         if self._path is not None:
             path, self._path = self._path, None
-            write_trace(path, step, self._env.rank, events, devices)
-        if self._env.trace_dir is not None and time.monotonic() >= self._next:
+            self._write(path, step, events, devices)
+        if directory is not None and time.monotonic() >= self._next:
             self._next = time.monotonic() + TRACE_INTERVAL
-            name = f"replica-{self._env.rank}-step-{step:08d}.json"
-            write_trace(self._env.trace_dir / name, step, self._env.rank, events, devices)
-            for old in sorted(self._env.trace_dir.glob(f"replica-{self._env.rank}-step-*"))[:-KEPT]:
+            name = f"replica-{rank}-step-{step:08d}.json"
+            if not self._write(directory / name, step, events, devices):
+                self._next = math.inf
+            for old in sorted(directory.glob(f"replica-{rank}-step-*"))[:-KEPT]:
                 old.unlink(missing_ok=True)
+
+    def _write(
+        self, path: Path, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
+    ) -> bool:
+        try:
+            write_trace(path, step, self._env.rank, events, devices)
+        except OSError as error:
+            LOG.warning("the time line of step %d cannot be written: %s", step, error)
+            return False
+        return True
 
 
 def write_trace(

@@ -300,6 +300,23 @@ def test_the_bubble_is_gpipes() -> None:
     assert bubble_of(rows_of({"traceEvents": entries})) == pytest.approx(expected)
 
 
+def test_a_trace_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    contexts.reset()
+    (tmp_path / "file").touch()
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = HybridParallel(module, optimizer, num_microbatches=2)
+    model.trace(tmp_path / "file" / "step.json")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(6, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    contexts.reset()
+    assert "the time line of step 1 cannot be written" in caplog.text
+
+
 def test_a_directory_of_traces(tmp_path: Path) -> None:
     run_replicas(lasting, 2, 3, 9, environment={"PIPOLLUX_TRACE_DIR": str(tmp_path)})
     names = sorted(path.name for path in tmp_path.iterdir())
