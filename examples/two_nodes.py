@@ -11,6 +11,7 @@ replicas at the same step, with a checkpoint, and the same command goes on from 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -20,6 +21,8 @@ import sys
 import time
 
 NODES = (0, 1)
+PATIENCE = 45.0
+"""Seconds that agents have to end; they give their own processes 30."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,14 +76,18 @@ def main() -> None:
     port = args.port or free_port()
     agents = [start(node, port, args) for node in NODES]
 
-    failure = 0
+    failure, deadline = 0, math.inf
     while any(agent.poll() is None for agent in agents):
         failed = next((agent.returncode for agent in agents if agent.returncode), 0)
         # When one fails the other has nobody to train with; an agent passes SIGTERM on, and waits.
         if (asked_to_stop or failed) and not failure:
             failure = 128 + asked_to_stop[0] if asked_to_stop else failed  # as shells have it
+            deadline = time.monotonic() + PATIENCE
             for agent in agents:
                 agent.terminate()
+        if time.monotonic() > deadline:  # it waits for its peer to leave, and hears nothing
+            for agent in agents:
+                agent.kill()
         time.sleep(0.1)
     sys.exit(failure or max(agent.returncode for agent in agents))
 

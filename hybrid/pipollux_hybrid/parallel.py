@@ -150,7 +150,7 @@ class HybridParallel(PlainFace):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
-            group=ctx.control.group,
+            group=lambda: ctx.control.group,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
             gradient_dtype=gradient_dtype,
             bucket_bytes=bucket_bytes,

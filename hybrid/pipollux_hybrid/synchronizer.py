@@ -64,7 +64,8 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
-        group: The gloo group over which counts travel; None for one replica.
+        group: Gives the gloo group over which counts travel. Asked for each time and not kept: a
+            gloo group that lives until the interpreter ends aborts the process now and then.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
@@ -82,7 +83,7 @@ class GradientSynchronizer:
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
-        group: dist.ProcessGroup | None = None,
+        group: Callable[[], dist.ProcessGroup | None],
         buffers: BufferSynchronizer | None = None,
         gradient_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -287,7 +288,7 @@ class GradientSynchronizer:
         self._exposure.start()
         with self._lock:
             arrivals.launch_rest()
-        total = self._summary().sum_over_replicas(self._group, self._num_replicas)
+        total = self._summary().sum_over_replicas(self._group(), self._num_replicas)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
