@@ -136,7 +136,7 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generat
             f"cannot write checkpoint {final}: {error}. Free some space or point "
             "PIPOLLUX_CHECKPOINT_DIR elsewhere; earlier checkpoints are untouched"
         ) from error
-    except Exception:
+    except Exception:  # what is half written goes, whatever it was; then it is raised on
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return final
@@ -226,7 +226,7 @@ def _write_state(path: Path, writer: Callable[[BinaryIO], None]) -> tuple[str, i
     try:
         writer(cast("BinaryIO", fileobj))
         return fileobj.finish()
-    except Exception:
+    except Exception:  # torch hides a full disk behind errors of its own
         if fileobj.disk_error is not None:
             raise fileobj.disk_error from None
         raise

@@ -82,7 +82,7 @@ class Stage(nn.Sequential):
         for name, layer in self.named_children():
             try:
                 value = layer(value)
-            except Exception as error:
+            except Exception as error:  # named by its place and raised on
                 name_place(
                     error,
                     f"stage {self.index} ({self.device}), layer {name!r} ({type(layer).__name__})",
