@@ -3,6 +3,9 @@
 A job asks for resources per pipeline replica, and a replica's resources lie on ONE node; a policy
 therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. What more
 replicas are worth is one function, the speedup relative to one replica (Pollux, OSDI'21, §4.2).
+
+A job that may be cut in several ways, or that runs at another pace on another type of GPU, says so
+in `shapes`: one entry for every way, with what a replica then holds and what it is worth.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, TypeAlias
 
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
@@ -17,6 +21,41 @@ SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 
 DEFAULT_RESTART_SECONDS = 30.0
 """What one checkpoint-restart is taken to cost before a job's own was measured (the paper's)."""
+
+
+@dataclass(frozen=True)
+class ReplicaShape:
+    """One way to run a replica of a job: into how many stages it is cut, and on what.
+
+    Example:
+        >>> ReplicaShape(4, {"slots": 4}, lambda nodes, replicas: 2.5 * replicas).num_stages
+        4
+
+    Raises:
+        ValueError: the number of stages or a resource is out of range; the message names it.
+    """
+
+    num_stages: int
+    """K."""
+    resources: Mapping[str, int]
+    """What ONE replica of this shape holds on ONE node."""
+    speedup_fn: SpeedupCallable
+    """Speedup over the SAME base for all shapes of a job: one replica of the job's own shape."""
+    gpu_type: str | None = None
+    """The only type of GPU this holds for; None: any."""
+    max_replicas: int | None = None
+    """More replicas of this shape are never given; None: as the job's."""
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages: {self.num_stages} must be at least 1")
+        if self.max_replicas is not None and self.max_replicas < 1:
+            raise ValueError(f"max_replicas: {self.max_replicas} must be at least 1")
+        _check_resources(self.resources)
+
+    def runs_on(self, node: NodeInfo) -> bool:
+        """Tell whether a node's GPUs are of a type that this shape is for."""
+        return self.gpu_type is None or self.gpu_type == node.gpu_type
 
 
 @dataclass(frozen=True)
@@ -51,12 +90,20 @@ class JobInfo:
     """How often the job's allocation was changed so far."""
     restart_seconds: float = DEFAULT_RESTART_SECONDS
     """What one restart costs this job, in seconds without training."""
+    gpu_type: str | None = None
+    """The only type of GPU that the job's own shape is for; None: any."""
+    shapes: tuple[ReplicaShape, ...] = ()
+    """Further ways to run, beside the job's own (`resources`, `num_stages`, `speedup_fn`)."""
+    attained_service: float = 0.0
+    """Slot-seconds that the job has held so far."""
+    remaining_work: float | None = None
+    """Seconds of training that one replica of the job's own shape would still need; on an
+    allocation, this over the speedup. None: the job does not say."""
+    requested_replicas: int | None = None
+    """What policies of fixed sizes give the job, no more and no less; None: `min_replicas`."""
 
     def __post_init__(self) -> None:
-        if not self.resources or not all(amount >= 0 for amount in self.resources.values()):
-            raise ValueError(f"resources: {dict(self.resources)} must be amounts of at least 0")
-        if not any(self.resources.values()):
-            raise ValueError("resources: a replica must ask for something, as in {'slots': 1}")
+        _check_resources(self.resources)
         if self.max_replicas < 1:
             raise ValueError(f"max_replicas: {self.max_replicas} must be at least 1")
         if not 0 <= self.min_replicas <= self.max_replicas:
@@ -64,16 +111,31 @@ class JobInfo:
                 f"min_replicas: {self.min_replicas} must be between 0 and "
                 f"max_replicas = {self.max_replicas}"
             )
-        for name in ("num_stages", "age", "num_restarts", "restart_seconds"):
+        for name in ("num_stages", "age", "num_restarts", "restart_seconds", "attained_service"):
             least = 1 if name == "num_stages" else 0
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+        if self.remaining_work is not None and not self.remaining_work >= 0:
+            raise ValueError(f"remaining_work: {self.remaining_work} must be at least 0 or None")
+        if self.requested_replicas is not None and self.requested_replicas < 1:
+            raise ValueError(f"requested_replicas: {self.requested_replicas} must be at least 1")
 
     @property
     def created(self) -> float:
         """`creation_timestamp` in seconds since the epoch, whichever way it was given."""
         stamp = self.creation_timestamp
         return stamp.timestamp() if isinstance(stamp, datetime) else float(stamp)
+
+    @cached_property
+    def all_shapes(self) -> tuple[ReplicaShape, ...]:
+        """All ways to run a replica, the job's own first."""
+        own = ReplicaShape(self.num_stages, self.resources, self.speedup_fn, self.gpu_type)
+        return (own, *self.shapes)
+
+    def most_replicas(self, shape: ReplicaShape) -> int:
+        """Return how many replicas of a shape the job may have."""
+        limit = shape.max_replicas
+        return self.max_replicas if limit is None else min(limit, self.max_replicas)
 
 
 @dataclass(frozen=True)
@@ -84,3 +146,16 @@ class NodeInfo:
     """Amounts by name, as in `JobInfo.resources`; a missing name is a resource not there."""
     preemptible: bool = False
     """True for a node that may be taken away at any time; such nodes are filled last."""
+    gpu_type: str = ""
+    """Type of its GPUs, as in `ReplicaShape.gpu_type`; empty: not told."""
+    draining: bool = False
+    """True: nothing new is put here, and jobs leave, except pinned ones, which end here."""
+    healthy: bool = True
+    """False: as if the node were gone; what ran here has to be restarted elsewhere."""
+
+
+def _check_resources(resources: Mapping[str, int]) -> None:
+    if not resources or not all(amount >= 0 for amount in resources.values()):
+        raise ValueError(f"resources: {dict(resources)} must be amounts of at least 0")
+    if not any(resources.values()):
+        raise ValueError("resources: a replica must ask for something, as in {'slots': 1}")

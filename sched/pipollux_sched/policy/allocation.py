@@ -1,0 +1,72 @@
+"""An allocation: the node of every replica of a job, and the configuration that goes with it.
+
+It is a list of node names, as AdaptDL's allocations are, and compares as one; that a job is cut
+otherwise on the same nodes shows in `num_stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pipollux_perfmodel import Configuration, SpeedupFunction
+
+from .job_info import JobInfo, NodeInfo, ReplicaShape
+
+
+class Allocation(list[Any]):
+    """One node name per replica, and how the job runs on them.
+
+    Args:
+        nodes: the node of each replica.
+        shape: of its replicas; None for a job that waits.
+
+    Example:
+        >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
+        >>> allocation = Allocation(["a", "a", "b"], shape)
+        >>> allocation == ["a", "a", "b"], allocation.num_stages
+        (True, 2)
+    """
+
+    def __init__(self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None) -> None:
+        super().__init__(nodes)
+        self.shape = shape
+
+    @property
+    def num_stages(self) -> int | None:
+        """K; None where nothing is allocated."""
+        return self.shape.num_stages if self and self.shape else None
+
+    @property
+    def configuration(self) -> Configuration | None:
+        """K, R, M, atomic batch size and accumulation steps that the model chooses for this.
+
+        None where nothing is allocated, or the job's speedups come from no goodput model.
+        """
+        if not self or self.shape is None:
+            return None
+        if not isinstance(self.shape.speedup_fn, SpeedupFunction):
+            return None
+        return self.shape.speedup_fn.configuration(len(set(self)), len(self))
+
+    @property
+    def speedup(self) -> float:
+        """Speedup over one replica of the job's own shape; 0.0 where nothing is allocated."""
+        if not self or self.shape is None:
+            return 0.0
+        return float(self.shape.speedup_fn(len(set(self)), len(self)))
+
+
+def shape_of(
+    job: JobInfo, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
+) -> ReplicaShape:
+    """Return the shape that a job runs in on an allocation.
+
+    An allocation that does not say its number of stages is taken to be of the job's own shape, or,
+    where that is for other GPUs, of the first shape that its nodes' GPUs are for.
+    """
+    stages = getattr(allocation, "num_stages", None)
+    where = [nodes[name] for name in allocation if name in nodes]
+    fitting = [s for s in job.all_shapes if all(s.runs_on(node) for node in where)]
+    same = [s for s in fitting if s.num_stages == stages]
+    return [*same, *fitting, job.all_shapes[0]][0]

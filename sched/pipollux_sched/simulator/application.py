@@ -1,0 +1,110 @@
+"""What the simulator asks of an application: how its jobs really train, and what they know of it.
+
+An `Application` is the truth: how long an iteration takes on a placement, how noisy gradients are,
+how far a job has to train. A `JobModel` is what ONE job has found out: it sees the step times of
+the configurations that the job ran in, and its gradients, and predicts the rest. Policies see
+nothing but the model, as in a real cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pipollux_perfmodel import GradParams
+from pipollux_sched.policy import ReplicaShape
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a job runs: where its replicas lie, and the sizes it chose."""
+
+    placement: tuple[int, ...]
+    """Number of replicas on each of its nodes, none of them 0."""
+    num_stages: int = 1
+    """K."""
+    num_microbatches: int = 1
+    """M."""
+    atomic_bsz: int = 0
+    """Samples per replica in one forward and backward."""
+    accum_steps: int = 0
+    """Accumulation steps before each optimizer step."""
+    gpu_type: str = ""
+    """Type of the GPUs of its nodes."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.placement)
+
+    @property
+    def num_replicas(self) -> int:
+        """R."""
+        return sum(self.placement)
+
+    @property
+    def batch_size(self) -> int:
+        """R · atomic_bsz · (accum_steps + 1)."""
+        return self.num_replicas * self.atomic_bsz * (self.accum_steps + 1)
+
+
+class StepTimes(NamedTuple):
+    """True times of one forward and backward, in seconds."""
+
+    optim_step: float
+    """With synchronisation and the optimizer's step."""
+    accum_step: float
+    """Without."""
+
+
+class JobModel(Protocol):
+    """What one job has learnt of itself, and what it tells the scheduler."""
+
+    max_profiled_replicas: int
+    """Largest number of replicas that step times were seen on."""
+
+    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:
+        """Note what an iteration took, and the gradients' size and noise."""
+
+    def shapes(self) -> tuple[ReplicaShape, ...]:
+        """Return the ways a replica may run, with their speedups; the job's own shape first."""
+
+    def configure(
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+    ) -> Running:
+        """Choose micro-batches, atomic batch size and accumulation steps for an allocation."""
+
+    def goodput(self, running: Running) -> float:
+        """Predict samples (of the initial batch size's worth) per second as the job runs."""
+
+    def base_goodput(self) -> float:
+        """Predict the goodput that counts as speedup 1; 0.0: nothing is known yet."""
+
+
+class Application(Protocol):
+    """How jobs of one kind really train."""
+
+    name: str
+    init_batch_size: int
+    max_batch_size: int
+    max_epochs: int
+    """An upper bound on the epochs; jobs end when `completion_epoch` is passed."""
+
+    def step_times(self, running: Running) -> StepTimes:
+        """Return the true step times."""
+
+    def gradients(self, batch_size: int, epoch: int) -> GradParams:
+        """Return the true squared norm and variance of gradients in an epoch."""
+
+    def progress(self, epoch: int) -> float:
+        """Return the progress at the end of `epoch` epochs, in iterations at the initial batch."""
+
+    def completion_epoch(self, batch_size: int) -> int:
+        """Return the epoch after whose end a job is done."""
+
+    def max_replicas(self) -> int:
+        """Return the most replicas that the application can run on."""
+
+    def new_model(self, batch_size: int | None = None) -> JobModel:
+        """Return what a new job knows; `batch_size`: fixed by its user, else it adapts."""
