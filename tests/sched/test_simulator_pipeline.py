@@ -73,7 +73,8 @@ def test_without_handover_the_truth_is_the_closed_form(
 ) -> None:
     monkeypatch.setattr("pipollux_sched.simulator.pipeline_truth.HANDOVER", 0.0)
     job = PipelineJob(GPT_MODELS[name], (A100_40G,))
-    for num_stages, plan in job.plans(A100_40G).items():
+    ways = [(k, plan) for k in job.plans(A100_40G) for plan in job.ways(k, A100_40G)]
+    for num_stages, plan in ways:
         truth = PipelineTruth(name, plan, A100_40G, deviates=False)
         sizes = 1, 1, micro_bsz * num_microbatches, 0, num_microbatches
         expected = step_time(plan.perf_params, *map(np.float64, sizes), xp=np)
@@ -126,6 +127,26 @@ def test_memory_forbids_few_stages(name: str, on_a100: list[int], on_v100: list[
         assert even > 0.94 * A100_40G.memory_bytes
         with pytest.raises(ValueError, match=rf"num_stages: {name} cannot run in {num_stages} "):
             job.plan(num_stages, A100_40G)
+
+
+def test_a_job_recomputes_only_what_does_not_fit() -> None:
+    job = PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,))
+    modes = {
+        (stages, count): job.way(
+            Running((1,), num_stages=stages, num_microbatches=count, atomic_bsz=count)
+        ).perf_params.checkpoint
+        for stages in (2, 4)
+        for count in (4, 8)
+    }
+    assert modes[2, 8] == "except_last"
+    assert modes[2, 4] == modes[4, 4] == modes[4, 8] == "never"
+    # 16 blocks of 34·2048·2560 bytes keep 2.9 GB a sample: 4 fit beside 21 GB of state, 8 do not.
+    keeping, recomputing = job.ways(2, A100_40G)
+    assert keeping.memory(1.0, 4).max() < A100_40G.memory_limit < keeping.memory(1.0, 8).max()
+    assert recomputing.memory(1.0, 8).max() < A100_40G.memory_limit
+    assert recomputing.perf_params.beta_c == pytest.approx(
+        4 / 3 * keeping.perf_params.beta_c, rel=0.05
+    )
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:
@@ -239,7 +260,7 @@ def test_what_one_cut_showed_corrects_the_others() -> None:
     before = {s.num_stages: model.goodput(model.configure(s, (1,))) for s in model.shapes()}
     first = model.shapes()[0]
     running = model.configure(first, (1,))
-    predicted = running.batch_size / model.goodput(running)
+    predicted = running.batch_size / model.goodput(running) / (running.accum_steps + 1)
     times = application.step_times(running)
     times = times._replace(accum_step=predicted * slow, optim_step=predicted * slow)
     model.observe(running, times, application.gradients(32, 0))

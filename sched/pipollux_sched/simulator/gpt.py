@@ -13,7 +13,7 @@ h = d_model, s = 2048 tokens per sample and a vocabulary of V = 50257. Per sampl
 Parameters: 12·h² + 13·h of a block, V·h + s·h of the embedding, V·h of the head (a copy, as
 pipelines keep it). Mixed precision with Adam takes 16 bytes per parameter: 2 the parameter, 2 its
 gradient, 12 the optimizer's (a master copy and two moments; Rajbhandari et al., ZeRO, 2020).
-Where a pipeline recomputes (`CHECKPOINT`), a stage keeps only its input of all but the micro-batch
+Where a pipeline recomputes (`RECOMPUTING`), a stage keeps only its input of all but the micro-batch
 in work, and its backward is longer by its forward; `pipollux_perfmodel` does that sum.
 A layer's time is its flops over what the device reaches, plus the launch of its kernels.
 """

@@ -18,7 +18,7 @@ from pipollux_perfmodel import GradParams
 from .application import JobModel, Running, StepTimes
 from .devices import A100_40G, Device
 from .gpt import GPT_MODELS, GptModel
-from .pipeline_job import PipelineJob
+from .pipeline_job import MIN_SAMPLES, PipelineJob
 from .pipeline_model import PipelineJobModel
 from .pipeline_truth import PipelineTruth
 
@@ -77,19 +77,10 @@ class PipelineApplication:
             ValueError: when the job cannot run so: wrong stages, GPUs, or too little memory.
         """
         if running not in self._times:
-            self._times[running] = self.truth(running.num_stages, running.gpu_type).step_times(
-                running
-            )
+            device = self.job.device(running.gpu_type)
+            truth = PipelineTruth(self.name, self.job.way(running), device, self._seed)
+            self._times[running] = truth.step_times(running)
         return self._times[running]
-
-    def truth(self, num_stages: int, gpu_type: str = "") -> PipelineTruth:
-        """Return the true times of the cut into K stages.
-
-        Raises:
-            ValueError: when the job cannot be cut so.
-        """
-        device = self.job.device(gpu_type)
-        return PipelineTruth(self.name, self.job.plan(num_stages, device), device, self._seed)
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's: the noise scale is one of the model, whatever its batch
         """Return squared norm 1 and the variance at the initial batch size, midway in an epoch."""
@@ -146,6 +137,8 @@ class PipelineApplication:
         """Return (progress per second midway, batch size) of the best batch size."""
         rates = []
         batch_size = self.init_batch_size
+        while batch_size < num_replicas * MIN_SAMPLES:
+            batch_size *= 2
         while batch_size <= self.max_batch_size:
             rates.append((self._rate(num_replicas, batch_size), batch_size))
             batch_size *= 2

@@ -2,26 +2,28 @@
 
 Both the truth (`PipelineApplication`) and what a job learns (`PipelineJobModel`) start from it. The
 layers are cut once for every number of stages and type of GPU, as `plan_stages` does within the
-memory of the device; a number of stages that does not fit is not there.
+memory of the device; a number of stages that does not fit is not there. A job recomputes only in
+configurations that do not fit the memory otherwise, so more stages may save recomputation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipollux_perfmodel import LayerProfile, PerfParams, StagePlan, partition, price_stages
 from pipollux_perfmodel.params import Checkpoint
 from pipollux_perfmodel.steptime import EPSILON
 
+from .application import Running
 from .devices import Device
 from .gpt import GptModel, gpt_profile
 
 STAGE_COUNTS = (1, 2, 4, 8)
 """K that a job may be cut into."""
-CHECKPOINT: Checkpoint = "except_last"
-"""Which micro-batches are recomputed; torchgpipe's default."""
+RECOMPUTING: Checkpoint = "except_last"
+"""Which micro-batches are recomputed where memory needs it; torchgpipe's default."""
 MICROBATCH_COUNTS = (4, 8, 16, 32)
 """M that a job of several stages chooses from. One of one stage has M = 1, where nothing is
 recomputed, and accumulates instead."""
@@ -29,6 +31,7 @@ MIN_SAMPLES = 4
 """Fewest samples per replica and iteration: with less, pipelines are nearly all bubble."""
 UNKNOWN = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
 """Parameters of a job whose network was never seen: free, as Pollux has it."""
+_ROUNDING = 1e-12  # as `largest_micro_bsz` has it
 _CUT_FOR = 8  # micro-batches of one sample that have to fit, and that the cut is made for
 
 
@@ -94,6 +97,30 @@ class PipelineJob:
             )
         return plans[num_stages]
 
+    def ways(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
+        """Return the cut into K stages without recomputation and with it, where these differ.
+
+        Raises:
+            ValueError: when that does not fit, or K is not to be chosen.
+        """
+        plan = self.plan(num_stages, device)
+        return (_keeping(plan, device), plan) if num_stages > 1 else (plan,)
+
+    def way(self, running: Running) -> StagePlan:
+        """Return the cut as a job runs it: with recomputation if it does not fit without.
+
+        Raises:
+            ValueError: when the job cannot be cut so.
+        """
+        device = self.device(running.gpu_type)
+        *keeping, recomputing = self.ways(running.num_stages, device)
+        micro_bsz = running.atomic_bsz / running.num_microbatches
+        for plan in keeping:
+            needed = float(plan.memory(micro_bsz, running.num_microbatches).max())
+            if needed <= device.memory_limit * (1 + _ROUNDING):
+                return plan
+        return recomputing
+
     def microbatch_counts(self, num_stages: int) -> tuple[int, ...]:
         """Return what M is chosen from."""
         return MICROBATCH_COUNTS if num_stages > 1 else (1,)
@@ -116,11 +143,22 @@ def _plans(model: GptModel, device: Device) -> Mapping[int, StagePlan]:
     return plans
 
 
+@lru_cache(maxsize=256)
+def _keeping(plan: StagePlan, device: Device) -> StagePlan:
+    """Return the same cut without recomputation."""
+    params = price(plan.profile, plan.balance, device, UNKNOWN, "never")
+    return replace(plan, perf_params=params)
+
+
 def price(
-    profile: LayerProfile, balance: tuple[int, ...], device: Device, network: PerfParams
+    profile: LayerProfile,
+    balance: tuple[int, ...],
+    device: Device,
+    network: PerfParams,
+    checkpoint: Checkpoint = RECOMPUTING,
 ) -> PerfParams:
     """Return the step time parameters of a cut, with network and γ of `network`."""
-    params = price_stages(profile, balance, network, checkpoint=CHECKPOINT, link=device.link)
+    params = price_stages(profile, balance, network, checkpoint=checkpoint, link=device.link)
     # What was fitted is the part of T_net that the backward did not hide.
     return params._replace(gradient_shares=())
 
@@ -134,7 +172,7 @@ def _cut(profile: LayerProfile, device: Device, num_stages: int) -> tuple[int, .
                 _CUT_FOR,
                 device.memory_limit,
                 micro_bsz=1.0,
-                checkpoint=CHECKPOINT,
+                checkpoint=RECOMPUTING,
                 link=device.link,
             )
         )

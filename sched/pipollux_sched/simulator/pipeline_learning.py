@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipollux_perfmodel import PerfParams, StepTime, fit_perf_params
+from pipollux_perfmodel import PerfParams, StagePlan, StepTime, fit_perf_params
+from pipollux_perfmodel.params import Checkpoint
 from pipollux_perfmodel.steptime import step_time
 
 from .application import Running, StepTimes
@@ -46,7 +47,7 @@ class StepTimeLearner:
     def __init__(self, job: PipelineJob) -> None:
         self._job = job
         self._seen: dict[str, _Seen] = {}
-        self._known: dict[tuple[int, str], PerfParams] = {}
+        self._known: dict[tuple[int, str, Checkpoint], PerfParams] = {}
 
     def observe(self, running: Running, times: StepTimes) -> bool:
         """Note step times; tell whether parameters given out so far would have missed them.
@@ -62,25 +63,21 @@ class StepTimeLearner:
         seen = self._seen.setdefault(device.name, _Seen())
         if seen.points.get(running) == times:
             return False
-        missed = _misses(self.params(running.num_stages, device.name), running, times)
+        missed = _misses(self.params(self._job.way(running), device.name), running, times)
         seen.points[running] = times
         if missed:
             seen.network = None
             self._known.clear()
         return missed
 
-    def params(self, num_stages: int, gpu_type: str) -> PerfParams:
-        """Return the parameters of the cut into K stages on a type of GPU.
-
-        Raises:
-            ValueError: when the job cannot be cut so.
-        """
+    def params(self, plan: StagePlan, gpu_type: str) -> PerfParams:
+        """Return the parameters of a cut, one of `PipelineJob.ways`, on a type of GPU."""
         device = self._job.device(gpu_type)
-        key = num_stages, device.name
+        num_stages, checkpoint = len(plan.balance), plan.perf_params.checkpoint
+        key = num_stages, device.name, checkpoint
         if key not in self._known:
-            plan = self._job.plan(num_stages, device)
             network = self._network(device.name)
-            priced = price(plan.profile, plan.balance, device, network)
+            priced = price(plan.profile, plan.balance, device, network, checkpoint)
             ratio = self._ratio(num_stages, device.name)
             self._known[key] = priced._replace(
                 alpha_c=priced.alpha_c * ratio, beta_c=priced.beta_c * ratio
@@ -89,11 +86,10 @@ class StepTimeLearner:
 
     def _ratio(self, num_stages: int, gpu_type: str) -> float:
         """Return how much slower than priced the cut is, or others are if it never ran."""
-        device = self._job.device(gpu_type)
         logs: dict[int, list[float]] = {}
         seen = self._seen.get(gpu_type, _Seen())
         for running, times in seen.points.items():
-            priced = self._job.plan(running.num_stages, device).perf_params
+            priced = self._job.way(running).perf_params
             seconds = _step_time(priced, running).accum_time
             logs.setdefault(running.num_stages, []).append(math.log(times.accum_step / seconds))
         means = {k: math.fsum(values) / len(values) for k, values in logs.items()}

@@ -112,11 +112,8 @@ class PipelineJobModel:
         Raises:
             ValueError: when the job cannot run so, or its batch is below the initial one.
         """
-        device = self._job.device(running.gpu_type)
-        plan = self._plan(running.num_stages, device)
-        function = GoodputFunction(
-            plan.perf_params, self._gradients, self._job.model.init_batch_size
-        )
+        params = self._learner.params(self._job.way(running), running.gpu_type)
+        function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)
         return float(
             function.evaluate(
                 running.num_nodes,
@@ -146,14 +143,16 @@ class PipelineJobModel:
         """Return the most replicas that each have `MIN_SAMPLES` of the largest batch."""
         return (self._batch_size or self._job.model.max_batch_size) // MIN_SAMPLES
 
-    def _plan(self, num_stages: int, device: Device) -> StagePlan:
-        """Return the cut, with step times as learnt."""
-        plan = self._job.plan(num_stages, device)
-        return replace(plan, perf_params=self._learner.params(num_stages, device.name))
+    def _plans(self, num_stages: int, device: Device) -> tuple[StagePlan, ...]:
+        """Return the cut without recomputation and with it, with step times as learnt."""
+        return tuple(
+            replace(plan, perf_params=self._learner.params(plan, device.name))
+            for plan in self._job.ways(num_stages, device)
+        )
 
-    def _function(self, plan: StagePlan) -> GoodputFunction:
+    def _function(self, plans: Sequence[StagePlan]) -> GoodputFunction:
         """Return the goodput to be optimised; with a fixed batch, relative to that batch."""
-        return GoodputFunction(plan.perf_params, self._gradients, self._init_batch_size)
+        return GoodputFunction(plans[0].perf_params, self._gradients, self._init_batch_size)
 
     def _efficiency(self) -> float:
         """Return what a sample of the fixed batch is worth; 1 for a batch that adapts."""
@@ -173,28 +172,28 @@ class PipelineJobModel:
         """Return the best configuration of an allocation, looked for once until more is known."""
         key = num_stages, device.name, num_nodes, num_replicas
         if key not in self._chosen:
-            plan = self._plan(num_stages, device)
-            self._chosen[key] = self._function(plan).optimize(
-                num_nodes, num_replicas, **self._bounds(plan, device)
+            plans = self._plans(num_stages, device)
+            self._chosen[key] = self._function(plans).optimize(
+                num_nodes, num_replicas, **self._bounds(plans, device)
             )
         return self._chosen[key]
 
-    def _bounds(self, plan: StagePlan, device: Device) -> dict[str, Any]:
+    def _bounds(self, plans: tuple[StagePlan, ...], device: Device) -> dict[str, Any]:
         """Return what a configuration has to keep to."""
         return {
             "max_batch_size": self._max_batch_size,
             "accumulation": True,
-            "num_microbatches": self._job.microbatch_counts(len(plan.balance)),
-            "plans": (plan,),
+            "num_microbatches": self._job.microbatch_counts(len(plans[0].balance)),
+            "plans": plans,
             "memory_limit": device.memory_limit,
         }
 
     def _shape(self, num_stages: int, device: Device) -> ReplicaShape:
-        plan = self._plan(num_stages, device)
+        plans = self._plans(num_stages, device)
         speedup_fn = SpeedupFunction(
-            self._function(plan),
+            self._function(plans),
             base_goodput=self._base_goodput / self._efficiency(),
-            **self._bounds(plan, device),
+            **self._bounds(plans, device),
         )
         return ReplicaShape(
             num_stages,

@@ -34,7 +34,6 @@ from pipollux_perfmodel.pipeline import network_end
 
 from .application import Running, StepTimes
 from .devices import Device
-from .pipeline_job import CHECKPOINT
 
 HANDOVER = 1e-3
 """Seconds that each stage but the first loses per micro-batch, forward and backward each."""
@@ -68,14 +67,15 @@ class PipelineTruth:
         forward = slow * (alpha["forward"] + beta["forward"] * micro_bsz) + handover
         kept = slow * (alpha["backward"] + beta["backward"] * micro_bsz) + handover
         recomputed = kept + forward - handover
+        checkpoint = self.plan.perf_params.checkpoint
         link = self.device.link
         crossing = profile.boundary_bytes()[np.cumsum(balance)[:-1]] * micro_bsz
         return Schedule(
             "gpipe",
             tuple(forward.tolist()),
-            tuple((kept if CHECKPOINT == "never" else recomputed).tolist()),
+            tuple((kept if checkpoint == "never" else recomputed).tolist()),
             num_microbatches,
-            last_backward=tuple((recomputed if CHECKPOINT == "always" else kept).tolist()),
+            last_backward=tuple((recomputed if checkpoint == "always" else kept).tolist()),
             transfer=tuple(link.seconds(num_bytes) for num_bytes in crossing.tolist()),
         )
 
