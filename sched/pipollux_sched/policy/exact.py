@@ -1,4 +1,5 @@
 """wip"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,30 @@ class _Problem:
         self.J = len(instance.jobs)
         usable = instance.free.sum(axis=0)
         # resource in scarcest supply
-        self.kind = int(np.argmin([usable[t] / max(max((max((instance.need(s)[t] for s in o.job.all_shapes)) for o in instance.jobs), default=1), 1) if any(instance.need(o.job.all_shapes[0])[t] for o in instance.jobs) else np.inf for t in range(len(instance.kinds))])) if instance.kinds else 0
+        self.kind = (
+            int(
+                np.argmin(
+                    [
+                        usable[t]
+                        / max(
+                            max(
+                                (
+                                    max((instance.need(s)[t] for s in o.job.all_shapes))
+                                    for o in instance.jobs
+                                ),
+                                default=1,
+                            ),
+                            1,
+                        )
+                        if any(instance.need(o.job.all_shapes[0])[t] for o in instance.jobs)
+                        else np.inf
+                        for t in range(len(instance.kinds))
+                    ]
+                )
+            )
+            if instance.kinds
+            else 0
+        )
         self.capacity = int(usable[self.kind]) if instance.kinds else 0
         self.costs = []
         for o in instance.jobs:
@@ -72,7 +96,7 @@ class _Problem:
                 rows.append((int(o.shape[-1]), o.base))
             else:
                 rows.append((0, ()))
-        return {'floor': floor, 'rows': rows}
+        return {"floor": floor, "rows": rows}
 
     def row_gain(self, j, shape, row):
         o = self.instance.jobs[j]
@@ -90,7 +114,7 @@ class _Problem:
         return float(self.objective.gain(self.instance, j, np.array([sp]))[0])
 
     def value(self, state):
-        return sum(self.row_gain(j, *r) for j, r in enumerate(state['rows']))
+        return sum(self.row_gain(j, *r) for j, r in enumerate(state["rows"]))
 
     def place(self, chosen):
         inst = self.instance
@@ -104,7 +128,7 @@ class _Problem:
             elif c != NOTHING:
                 todo.append((j, c))
         todo.sort(key=lambda t: (-inst.jobs[t[0]].num_nodes[t[1]], -self.costs[t[0]][t[1]], t[0]))
-        state = {'floor': floor, 'rows': rows}
+        state = {"floor": floor, "rows": rows}
         for j, c in todo:
             o = inst.jobs[j]
             s = int(o.shape[c])
@@ -121,13 +145,13 @@ class _Problem:
         """Give job j the best that fits."""
         inst = self.instance
         o = inst.jobs[j]
-        floor, rows = state['floor'], state['rows']
+        floor, rows = state["floor"], state["rows"]
         s0, r0 = rows[j]
         if r0:
             floor.take(r0, inst.need(o.job.all_shapes[s0]))
         g = self.row_gain(j, s0, r0)
         best = (s0, r0)
-        order = np.argsort(-self.gains[j], kind='stable')
+        order = np.argsort(-self.gains[j], kind="stable")
         for c in order:
             if self.gains[j][c] <= g + 1e-12 * abs(g):
                 break
@@ -160,9 +184,11 @@ class _Problem:
 
     def allocation(self, state, j, base_allocations):
         o = self.instance.jobs[j]
-        s, row = state['rows'][j]
+        s, row = state["rows"][j]
         if not row:
             return Allocation()
         if o.base and row == o.base and s == o.shape[-1]:
             return Allocation(base_allocations[o.name], o.job.all_shapes[s])
-        return Allocation([self.instance.node_names[n] for n, c in row for _ in range(c)], o.job.all_shapes[s])
+        return Allocation(
+            [self.instance.node_names[n] for n, c in row for _ in range(c)], o.job.all_shapes[s]
+        )

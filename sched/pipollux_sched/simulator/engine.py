@@ -212,7 +212,11 @@ class Cluster:
         infos = {
             name: job_info(job, self._now, fixed=self._fixed) for name, job in self._active.items()
         }
-        base = {name: Allocation(job.nodes, job.shape) for name, job in self._active.items() if job.nodes}
+        base = {
+            name: Allocation(job.nodes, job.shape)
+            for name, job in self._active.items()
+            if job.nodes
+        }
         template = self.nodes[min(self.nodes)]
         begin = time.perf_counter()
         answer, _ = self.policy.optimize(infos, self.nodes, base, template)

@@ -201,7 +201,9 @@ class FixedBatchModel:
 
     def _speedup(self, num_nodes: object, num_replicas: object) -> object:
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
-        values = [self._ratio(int(n), int(r)) for n, r in zip(nodes.flat, replicas.flat, strict=True)]
+        values = [
+            self._ratio(int(n), int(r)) for n, r in zip(nodes.flat, replicas.flat, strict=True)
+        ]
         return np.array(values).reshape(nodes.shape)
 
     def _ratio(self, num_nodes: int, num_replicas: int) -> float:
