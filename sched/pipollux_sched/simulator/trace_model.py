@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Bounds(Protocol):
         """Return the true step times."""
 
 
-def linear_speedup(num_nodes: object, num_replicas: object) -> object:  # noqa: ARG001  # as every speedup function
+def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
     """Return the speedup of a job that knows nothing of itself yet."""
     return np.asarray(num_replicas, dtype=float)
 
@@ -199,7 +199,7 @@ class FixedBatchModel:
         """Return the true goodput of one replica; 0.0 before the gradients were ever seen."""
         return self.goodput(self._running(1, 1))
 
-    def _speedup(self, num_nodes: object, num_replicas: object) -> object:
+    def _speedup(self, num_nodes: Any, num_replicas: Any) -> Any:
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
         values = [
             self._ratio(int(n), int(r)) for n, r in zip(nodes.flat, replicas.flat, strict=True)

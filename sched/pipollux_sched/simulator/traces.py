@@ -199,9 +199,8 @@ def read_applications(folder: Path) -> dict[str, TraceApplication]:
     Raises:
         TraceError: the folder holds none, or a file in it is wrong.
     """
-    found = {
-        name: TraceApplication(folder / name) for name in CONSTANTS if (folder / name).is_dir()
-    }
+    there = [name for name in CONSTANTS if (folder / name).is_dir()]
+    found = {name: TraceApplication(folder / name) for name in there}
     if not found:
         raise TraceError(
             f"{folder}: holds no application's traces; give the folder in which "
