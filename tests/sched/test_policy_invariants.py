@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.problem import AllocationProblem, build_cluster
+from pipollux_sched.policy.cluster import build_cluster
+from pipollux_sched.policy.problem import AllocationProblem
 from pipollux_sched.policy.repair import repair
 from tests.sched.policy_cases import (
     TEMPLATE,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.problem import FLOOR, AllocationProblem, build_cluster, restart_factor
+from pipollux_sched.policy.cluster import build_cluster
+from pipollux_sched.policy.problem import FLOOR, AllocationProblem, restart_factor
 from tests.sched.policy_cases import (
     TEMPLATE,
     Case,
