@@ -47,6 +47,8 @@ class Cluster:
     """(I, N): whether the row's replicas may lie on the node."""
     base: Ints
     """(I, N): the current allocations, as far as they lie on nodes that are columns."""
+    base_rows: Ints
+    """(J,): the row that each job holds now; of one that holds nothing, its first."""
     extents: Ints
     """(J, 2): numbers of nodes and replicas that each job holds now, wherever they are."""
     pinned: Bools
@@ -127,6 +129,7 @@ def build_cluster(
         capacity=_amounts(infos, kinds),
         allowed=np.concatenate([_allowed(jobs[name], infos) for name in job_names]),
         base=np.zeros((len(rows), len(infos)), dtype=np.int64),
+        base_rows=np.zeros(len(job_names), dtype=np.int64),
         extents=np.array(extents, dtype=np.int64).reshape(-1, 2),
         pinned=np.array([pins[job_names[j]] for j, _ in rows], dtype=bool),
         broken=np.zeros(len(rows), dtype=bool),
@@ -171,6 +174,7 @@ def _set_base(
     info, span = cluster.jobs[job], cluster.spans[job]
     shape = shape_of(info, allocation, nodes)
     row = next(i for i in span if cluster.shapes[i] is shape)
+    cluster.base_rows[job] = row
     index = {name: number for number, name in enumerate(cluster.node_names)}
     for node in allocation:
         if node in index:

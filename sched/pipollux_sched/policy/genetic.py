@@ -244,7 +244,7 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         for job in chosen:
             space.remove(job)
         for job, now in zip(chosen, before, strict=True):
-            home = cluster.held_row(job, cluster.base)
+            home = int(cluster.base_rows[job])
             if rng.random() < 0.15 and space.accepts(home, cluster.base[home]):
                 space.give(home, cluster.base[home])
                 continue

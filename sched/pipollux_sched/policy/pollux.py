@@ -127,10 +127,13 @@ class PolluxPolicy:
         return allocations, desired
 
     def _evolve(self, problem: AllocationProblem) -> Evolution:
-        current = repair(problem, problem.cluster.base[None], self._rng)
+        # What cannot stay would only stand in the way of what can.
+        cluster = problem.cluster
+        staying = np.where(cluster.broken[:, None], 0, cluster.base)
+        current = repair(problem, staying[None], self._rng)
         start = [starting_states(problem, current[0])]
         if self._previous is not None:
-            carried = carry_over(self._previous.states, self._previous.cluster, problem.cluster)
+            carried = carry_over(self._previous.states, self._previous.cluster, cluster)
             start.append(repair(problem, carried, self._rng))
         return evolve(
             problem,

@@ -112,7 +112,7 @@ class AllocationProblem:
         """Return the speedups of pinned jobs, also where they lie on nodes that drain; else 0."""
         speedups = np.zeros(self.cluster.num_jobs)
         for job in np.flatnonzero(self.cluster.pinned[self.cluster.first_rows]).tolist():
-            row = self.cluster.held_row(job, self.cluster.base)
+            row = int(self.cluster.base_rows[job])
             nodes, replicas = self.cluster.extents[job]
             speedups[job] = self.speedup(row, np.array([nodes]), np.array([replicas]))[0]
         return speedups
