@@ -122,7 +122,7 @@ class PolluxPolicy:
         problem = AllocationProblem(cluster, self._power)
         evolution = self._evolve(problem)
         self._previous = _Population(evolution.states, cluster)
-        allocations = _allocations(cluster, evolution.best, base_allocations, nodes)
+        allocations = _allocations(cluster, evolution.best, base_allocations)
         desired = _desired_nodes(cluster, allocations, evolution, nodes, node_template)
         return allocations, desired
 
@@ -185,16 +185,14 @@ def _what_stays(
     return result
 
 
-def _allocations(
-    cluster: Cluster, state: Ints, base: Allocations, nodes: Mapping[Any, NodeInfo]
-) -> dict[Any, Allocation]:
+def _allocations(cluster: Cluster, state: Ints, base: Allocations) -> dict[Any, Allocation]:
     result: dict[Any, Allocation] = {}
     for j, name in enumerate(cluster.job_names):
         span = cluster.spans[j]
         kept = (state[span] == cluster.base[span]).all() and not cluster.broken[span[0]]
         if kept:
             held = base.get(name, ())
-            result[name] = Allocation(held, shape_of(cluster.jobs[j], held, nodes))
+            result[name] = Allocation(held, cluster.shapes[cluster.base_rows[j]] if held else None)
         else:
             row = cluster.held_row(j, state)
             result[name] = _as_names(cluster, row, state[row], cluster.node_names)
@@ -204,7 +202,7 @@ def _allocations(
 def _as_names(cluster: Cluster, row: int, cells: Ints, names: Sequence[Any]) -> Allocation:
     counts = zip(names, cells.tolist(), strict=False)
     placed = [node for node, count in counts for _ in range(count)]
-    return Allocation(placed, cluster.shapes[row])
+    return Allocation(placed, cluster.shapes[row] if placed else None)
 
 
 def _desired_nodes(
