@@ -255,7 +255,8 @@ def plan_nodes(
 
     Args:
         desired_nodes: from `autoscale`.
-        drained_before: the plan's `drain` of the round before: these stay chosen if any are.
+        drained_before: the plan's `drain` of the round before, without nodes that drain for another
+            reason by now: these stay chosen if any are.
         jobs: all jobs that are not done.
         nodes: all nodes.
         allocations: what the jobs hold.
