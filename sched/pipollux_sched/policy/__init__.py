@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from .allocation import Allocation, shape_of
+from .autoscaling import (
+    AutoscalingRules,
+    AutoscalingState,
+    NodePlan,
+    autoscale,
+    best_size,
+    plan_nodes,
+    release_order,
+)
 from .feasibility import is_pinned, must_move, usable_nodes, violations
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
@@ -12,18 +21,28 @@ from .job_info import (
     SpeedupCallable,
 )
 from .pollux import PolluxPolicy
+from .utility import UtilityBand, utility
 
 __all__ = [
     "DEFAULT_RESTART_SECONDS",
     "Allocation",
+    "AutoscalingRules",
+    "AutoscalingState",
     "JobInfo",
     "NodeInfo",
+    "NodePlan",
     "PolluxPolicy",
     "ReplicaShape",
     "SpeedupCallable",
+    "UtilityBand",
+    "autoscale",
+    "best_size",
     "is_pinned",
     "must_move",
+    "plan_nodes",
+    "release_order",
     "shape_of",
     "usable_nodes",
+    "utility",
     "violations",
 ]
