@@ -26,29 +26,13 @@ from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.explanation import explain
 from pipollux_sched.inventory import configuration, free_resources, job_info, node_template
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
-from pipollux_sched.policy import JobInfo, NodeInfo
+from pipollux_sched.policy import JobInfo, NodeInfo, Policy
 from pipollux_sched.spec import parse_job
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 
 _LOG = logging.getLogger(__name__)
 
 Nodes: TypeAlias = Mapping[str, NodeInfo]
-
-
-class Policy(Protocol):
-    """What the allocator asks of an allocation policy: see `pipollux_sched.policy`."""
-
-    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Sequence[str]:
-        """Place one job that has just come on what is free."""
-
-    def optimize(
-        self,
-        jobs: Mapping[str, JobInfo],
-        nodes: Nodes,
-        base_allocations: Mapping[str, list[str]],
-        node_template: NodeInfo,
-    ) -> tuple[Mapping[str, Sequence[str]], int]:
-        """Allocate all jobs anew."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pipollux_sched.hardware import count_gpus
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.live import LiveView
+from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.report import write_report
 from pipollux_sched.service import Scheduler
 from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs, resolve_script
@@ -54,6 +55,7 @@ class Demo:
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
         steps_alone: Optimizer steps that the first job takes before the second one arrives.
+        policy: Name of the one that decides; None: the default.
 
     Raises:
         DemoError: Another demonstration runs in this folder, or the examples are not there.
@@ -66,6 +68,7 @@ class Demo:
         console: Console,
         examples: Path | None = None,
         steps_alone: int = STEPS_ALONE,
+        policy: str | None = None,
     ) -> None:
         folder = examples or find_examples()
         self._output = output
@@ -75,6 +78,7 @@ class Demo:
         self._view = LiveView(console)
         self._console = console
         self._steps_alone = steps_alone
+        self._policy = make_policy(policy or DEFAULT_POLICY)
         self._steps = 0
         self._log: TextIO | None = None
 
@@ -100,6 +104,7 @@ class Demo:
             scheduler = Scheduler(
                 state_dir,
                 self._cluster,
+                self._policy,
                 interval=INTERVAL,
                 hints_interval=HINTS_INTERVAL,
                 checkpoint_interval=CHECKPOINT_INTERVAL,

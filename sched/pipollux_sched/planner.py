@@ -20,7 +20,7 @@ from .inventory import (
     replica_cap,
     replica_resources,
 )
-from .policy import JobInfo, NodeInfo, PolluxPolicy
+from .policy import DEFAULT_POLICY, JobInfo, NodeInfo, Policy, make_policy
 from .spec import ClusterSpec, JobSpec, SpecError
 
 __all__ = [
@@ -108,7 +108,7 @@ def plan(
     cluster: ClusterSpec,
     jobs: Sequence[JobSpec],
     *,
-    policy: PolluxPolicy | None = None,
+    policy: Policy | None = None,
     seed: int = 0,
 ) -> Plan:
     """Decide what every job gets, from what the specs say alone.
@@ -116,7 +116,7 @@ def plan(
     Args:
         cluster: the nodes.
         jobs: the jobs, with their hints and current allocations as far as known.
-        policy: decides; None: a new `PolluxPolicy` with this seed.
+        policy: decides; None: a new one of the default, with this seed.
         seed: of that policy.
 
     Raises:
@@ -134,7 +134,7 @@ def plan(
             raise PlanError(reason)
     current = {job.name: list(job.allocation) for job in jobs if job.allocation}
     _check_current(current, infos, nodes)
-    policy = policy or PolluxPolicy(seed=seed)
+    policy = policy or make_policy(DEFAULT_POLICY, seed=seed)
     allocations, desired_nodes = policy.optimize(infos, nodes, current, node_template(nodes))
     free = free_resources(nodes, infos, allocations)
     return Plan(

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pipollux_sched.allocator import Allocator, FixedStrategy, Policy, PolicyStrategy, Strategy
+from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
 from pipollux_sched.backend.processes import POLL_INTERVAL
 from pipollux_sched.event_feed import EventFeed, Listener
@@ -32,7 +32,7 @@ from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import job_info, node_info
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Recover, Shutdown
-from pipollux_sched.policy import PolluxPolicy
+from pipollux_sched.policy import DEFAULT_POLICY, Policy, make_policy
 from pipollux_sched.spec import ClusterSpec, JobSpec, SpecError, parse_job, resolve_script
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import UnavailableError, create_app
@@ -60,7 +60,7 @@ class Scheduler:
     Args:
         state_dir: where everything is kept; made when it is not there.
         cluster: the nodes.
-        policy: decides on allocations; None: `PolluxPolicy`.
+        policy: decides on allocations; None: the default one.
         interval: seconds between two decisions on all jobs.
         hints_interval: seconds between two fits, and hints, of a job.
         checkpoint_interval: seconds between two checkpoints of a job.
@@ -93,7 +93,7 @@ class Scheduler:
         self._cluster = cluster
         self._nodes = {node.name: node_info(node) for node in cluster.nodes}
         if allocations is None:
-            policy = policy or PolluxPolicy()
+            policy = policy or make_policy(DEFAULT_POLICY)
             self._strategy: Strategy = PolicyStrategy(policy)
             self._policy_name = type(policy).__name__
         else:

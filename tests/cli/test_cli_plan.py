@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipollux_sched.policy import POLICIES
+
 CLUSTER = "nodes:\n- {name: node-a, slots: 4}\n- {name: node-b, slots: 2}\n"
 JOBS = "jobs:\n- {name: a, script: a.py, num_stages: 2}\n- {name: b, script: b.py}\n"
 
@@ -231,3 +233,22 @@ def test_a_reader_that_has_enough_is_no_error(repository: Path) -> None:
         assert planning.stderr is not None
         planning.stdout.close()
         assert planning.stderr.read() == b""
+
+
+def test_the_policy_is_chosen_by_name(tmp_path: Path) -> None:
+    named, default = (
+        plan_files(tmp_path, CLUSTER, JOBS, "--output", "json", *args)
+        for args in (("--policy", "pollux"), ())
+    )
+    assert (named.returncode, named.stdout) == (0, default.stdout)
+    said = complaint(plan_files(tmp_path, CLUSTER, JOBS, "--policy", "polux"), 2)
+    assert said.startswith(
+        "Invalid value for '--policy': 'polux' is not known; did you mean pollux?"
+    )
+    assert "known are pollux, exact, fifo, tiresias, optimus, sia" in said
+
+
+def test_the_help_names_every_policy() -> None:
+    help_text = " ".join(pipollux("plan", "--help").stdout.split())
+    for name in POLICIES:
+        assert name in help_text

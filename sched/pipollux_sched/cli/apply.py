@@ -12,6 +12,7 @@ from pipollux_sched.interruption import Interruption
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.planner import Plan
 from pipollux_sched.planner import plan as make_plan
+from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.service import Scheduler
 from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
 from pipollux_sched.store import JobRecord, StateDir, Store
@@ -19,7 +20,7 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 from .console import CommandError
 from .failure import one_sentence
 from .jobs import located
-from .options import ClusterFile, JobsFile, StateDirectory
+from .options import ClusterFile, JobsFile, PolicyName, StateDirectory
 from .plan import print_table
 
 TICK = 0.2
@@ -31,6 +32,7 @@ def apply(
     jobs: JobsFile,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     state_dir: StateDirectory = None,
+    policy: PolicyName = None,
 ) -> None:
     """Carry a plan out on this machine, and wait for the jobs.
 
@@ -53,7 +55,7 @@ def apply(
                 typer.echo(f"{spec.name} is complete already, and left alone.")
         if not left:
             return
-        plan = make_plan(nodes, left)
+        plan = make_plan(nodes, left, policy=make_policy(policy or DEFAULT_POLICY))
         print_table(plan)
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was started")

@@ -13,6 +13,7 @@ from pipollux_sched.demo import STEPS_ALONE, Demo
 
 from .console import FAILED
 from .failure import one_sentence
+from .options import PolicyName
 
 
 def demo(
@@ -29,6 +30,7 @@ def demo(
     steps_alone: Annotated[
         int, typer.Option(min=1, help="Steps of the first job before the second one arrives.")
     ] = STEPS_ALONE,
+    policy: PolicyName = None,
 ) -> None:
     """Train two real jobs under the scheduler on this machine, and write a report.
 
@@ -43,7 +45,7 @@ def demo(
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
     with one_sentence():
-        demonstration = Demo(output, console, examples, steps_alone)
+        demonstration = Demo(output, console, examples, steps_alone, policy)
         complete = demonstration.run()
     console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)
     console.print(f"Events: {demonstration.events}", soft_wrap=True, highlight=False)

@@ -29,6 +29,30 @@ ClusterFile: TypeAlias = Annotated[
     ),
 ]
 
+
+def _known_policy(name: str | None) -> str | None:
+    if name is not None:
+        from pipollux_sched.policy import POLICIES, make_policy  # slow, and --help needs neither
+
+        if name not in POLICIES:
+            try:
+                make_policy(name)
+            except ValueError as error:
+                raise typer.BadParameter(str(error).removeprefix("policy: ")) from None
+    return name
+
+
+PolicyName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        callback=_known_policy,
+        help="Who decides: pollux, exact, fifo, tiresias, optimus or sia.",
+        show_default="the scheduler's own",
+    ),
+]
+
 JobsFile: TypeAlias = Annotated[
     Path,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import OutputFormat, output_console, print_data
-from .options import ClusterFile, JobsFile
+from .options import ClusterFile, JobsFile, PolicyName
 
 if TYPE_CHECKING:
     from pipollux_sched.planner import Plan
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def plan(
     cluster: ClusterFile,
     jobs: JobsFile,
+    policy: PolicyName = None,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="How to print the plan.")
     ] = OutputFormat.table,
@@ -57,9 +58,11 @@ def plan(
     an option is wrong.
     """
     from pipollux_sched.planner import plan as make_plan
+    from pipollux_sched.policy import DEFAULT_POLICY, make_policy
     from pipollux_sched.spec import load_cluster, load_jobs
 
-    made = make_plan(load_cluster(cluster), load_jobs(jobs), seed=seed)
+    decides = make_policy(policy or DEFAULT_POLICY, seed=seed)
+    made = make_plan(load_cluster(cluster), load_jobs(jobs), policy=decides)
     if output is OutputFormat.table:
         print_table(made)
     else:

@@ -10,17 +10,19 @@ import typer
 
 from pipollux_sched.event_line import event_line
 from pipollux_sched.interruption import Interruption
+from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.service import STOP_GRACE, Scheduler
 from pipollux_sched.spec import load_cluster
 from pipollux_sched.store import StateDir
 
 from .failure import one_sentence
-from .options import ClusterFile, StateDirectory
+from .options import ClusterFile, PolicyName, StateDirectory
 
 
 def serve(
     cluster: ClusterFile,
     state_dir: StateDirectory = None,
+    policy: PolicyName = None,
     interval: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two decisions on all jobs.")
     ] = 60.0,
@@ -55,6 +57,7 @@ def serve(
         scheduler = Scheduler(
             directory,
             nodes,
+            make_policy(policy or DEFAULT_POLICY),
             interval=interval,
             hints_interval=hints_interval,
             checkpoint_interval=checkpoint_interval,

@@ -13,6 +13,7 @@ from .autoscaling import (
     release_order,
 )
 from .feasibility import is_pinned, must_move, usable_nodes, violations
+from .interface import Policy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -21,16 +22,20 @@ from .job_info import (
     SpeedupCallable,
 )
 from .pollux import PolluxPolicy
+from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .utility import UtilityBand, utility
 
 __all__ = [
+    "DEFAULT_POLICY",
     "DEFAULT_RESTART_SECONDS",
+    "POLICIES",
     "Allocation",
     "AutoscalingRules",
     "AutoscalingState",
     "JobInfo",
     "NodeInfo",
     "NodePlan",
+    "Policy",
     "PolluxPolicy",
     "ReplicaShape",
     "SpeedupCallable",
@@ -38,6 +43,7 @@ __all__ = [
     "autoscale",
     "best_size",
     "is_pinned",
+    "make_policy",
     "must_move",
     "plan_nodes",
     "release_order",
