@@ -22,6 +22,7 @@ from .schedule import (
     one_f_one_b_schedule,
 )
 from .speedup import Configuration, SpeedupFunction
+from .stage_speedups import stage_speedups
 from .steptime import StepTime
 from .wire import (
     ParamsError,
@@ -71,4 +72,5 @@ __all__ = [
     "price_stages",
     "restage",
     "stage_memory",
+    "stage_speedups",
 ]

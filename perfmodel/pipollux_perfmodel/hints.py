@@ -1,8 +1,9 @@
 """What a running job tells the scheduler about itself.
 
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
-numbers), accepted as it is, with three keys more: `numStages`, `numMicrobatches`, `version`; and in
-`perfParams` the numbers of a pipeline (`wire`). Whatever else is in it is refused by name, for a
+numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
+`perfParams` the numbers of a pipeline (`wire`); and, written only where they are known, `layers`,
+`balance`, `memoryLimit` and `remainingSamples`. Whatever else is in it is refused by name, for a
 hint that is silently dropped is a job that is silently misjudged.
 """
 
@@ -16,18 +17,22 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 
 from .goodput import GoodputFunction
+from .layers import check_balance
 from .params import check_params, even_shares
 from .speedup import SpeedupFunction
 from .wire import (
     STRICT_KEYS,
     GradParamsField,
     GradParamsObject,
+    LayersField,
     PerfParamsField,
     PerfParamsObject,
     describe,
@@ -44,6 +49,8 @@ def _zero_is_unknown(value: Any) -> Any:
 
 
 _Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_ONLY_KNOWN = ("layers", "balance", "memory_limit", "remaining_samples")
 _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 
 
@@ -80,12 +87,23 @@ class SchedHints(BaseModel):
     """K, the stages of one pipeline replica."""
     num_microbatches: _Count = 1
     """M, the micro-batches of one forward and backward."""
+    layers: LayersField | None = None
+    """What the layers cost, in the wire form of `LayerProfile`; from it other numbers of stages can
+    be priced (`stage_speedups`). None: not measured."""
+    balance: tuple[_Count, ...] | None = None
+    """Number of layers of each stage as the job runs now; None: the best cut of `layers`."""
+    memory_limit: _Positive | None = None
+    """Bytes of a stage's device that stages may plan with; None: not bounded, or not known."""
+    remaining_samples: Annotated[float, Field(ge=0)] | None = None
+    """Samples, each worth one of a batch of the initial size, that are left to train; None: the job
+    does not know."""
     version: Literal[1] = 1
     """Version of this format."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_sizes()
+        self._check_layers()
         self._settle_stages()
         return self
 
@@ -98,6 +116,28 @@ class SchedHints(BaseModel):
             raise ValueError(
                 f"maxBatchSize {largest} is below initBatchSize {init}; give at least {init}"
             )
+
+    def _check_layers(self) -> None:
+        if self.balance is None:
+            return
+        if self.layers is None:
+            raise ValueError(f"balance is {list(self.balance)} but layers is missing; give both")
+        if len(self.balance) != self.num_stages:
+            raise ValueError(
+                f"balance {list(self.balance)} has {len(self.balance)} entries but numStages is "
+                f"{self.num_stages}; give the number of layers of each stage"
+            )
+        check_balance(self.balance, self.layers.num_layers)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unknown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what earlier readers do not know, where there is nothing to say."""
+        written: dict[str, Any] = write(self)
+        unknown = [name for name in _ONLY_KNOWN if getattr(self, name) is None]
+        for name in unknown:
+            written.pop(name, None)
+            written.pop(to_camel(name), None)
+        return written
 
     def _settle_stages(self) -> None:
         """Fill in the shares that were left out, and refuse those of another number of stages."""

@@ -137,6 +137,11 @@ class SpeedupFunction:
             speedup = self._look_up(rows, replicas)
         return speedup.item() if speedup.ndim == 0 else speedup
 
+    @property
+    def base_goodput(self) -> float:
+        """Goodput that has speedup 1; 0.0: no batch size is within bounds, all speedups are 0."""
+        return self._base_goodput
+
     def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
         """Return how the job would run on an allocation.
 

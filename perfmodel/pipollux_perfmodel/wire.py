@@ -16,17 +16,22 @@ from pydantic import (
     ConfigDict,
     Field,
     GetPydanticSchema,
+    PlainSerializer,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
 from pydantic_core import core_schema
 
+from .layers import LayerProfile
 from .params import Checkpoint, GradParams, PerfParams, check_params, check_shares
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 STRICT_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
 VERSION = 1
+MAX_LAYERS = 2048
+"""Layers that a profile on the wire may have; more would be megabytes, every few seconds."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -231,3 +236,21 @@ GradParamsField = Annotated[
     GradParams, _wire(GradParamsObject, GradParams, _grad_params_from, _grad_params_to)
 ]
 """`GradParams` as a field of a pydantic model."""
+
+
+def _read_layers(value: Any) -> LayerProfile:
+    if isinstance(value, LayerProfile):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r:.60} is not a layer profile; give an object with layers")
+    entries = value.get("layers")
+    count = len(entries) if isinstance(entries, list) else 0
+    if count > MAX_LAYERS:
+        raise ValueError(f"the profile has {count} layers; give at most {MAX_LAYERS}")
+    return LayerProfile.from_json_object(value)
+
+
+LayersField = Annotated[
+    LayerProfile, PlainValidator(_read_layers), PlainSerializer(LayerProfile.to_json_object)
+]
+"""`LayerProfile` as a field of a pydantic model, read and written in its own wire form."""

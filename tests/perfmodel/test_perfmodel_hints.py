@@ -177,3 +177,44 @@ def test_hints_do_not_change() -> None:
     hints = SchedHints(init_batch_size=32)
     with pytest.raises(ValidationError):
         hints.init_batch_size = 64
+
+
+LAYER = {"forward_alpha": 0, "forward_beta": 1, "backward_alpha": 0, "backward_beta": 2}
+PROFILE: dict[str, Any] = {"version": 1, "layers": [LAYER] * 3}
+
+
+def test_layers_travel_in_their_own_form() -> None:
+    given = {**ADAPTDL, "layers": PROFILE, "balance": [3], "memoryLimit": 8e9}
+    hints = SchedHints.from_json_object({**given, "remainingSamples": 5000.5})
+    assert hints.layers is not None
+    assert hints.layers.num_layers == 3
+    wire = json.dumps(hints.to_json_object(), allow_nan=False)
+    assert SchedHints.from_json_object(json.loads(wire)) == hints
+    assert json.loads(wire)["layers"] == hints.layers.to_json_object()
+    assert json.loads(wire)["remainingSamples"] == 5000.5
+
+
+def test_what_is_not_known_is_not_written() -> None:
+    """An earlier scheduler would refuse keys that it does not know."""
+    written = SchedHints.from_json_object(ADAPTDL).to_json_object()
+    assert not {"layers", "balance", "memoryLimit", "remainingSamples"} & written.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 3}, "layers: 3 is not a layer profile"),
+        ({"layers": {"version": 1}}, "the profile has no layers"),
+        ({"layers": {**PROFILE, "layers": [{**LAYER, "gamma": 1}]}}, "unknown key 'gamma'"),
+        ({"layers": {**PROFILE, "layers": [LAYER | {"forward_beta": -1}]}}, "forward_beta is -1"),
+        ({"layers": {**PROFILE, "layers": [LAYER] * 2049}}, "has 2049 layers; give at most 2048"),
+        ({"layers": PROFILE, "balance": [2, 1]}, "has 2 entries but numStages is 1"),
+        ({"layers": PROFILE, "balance": [2]}, "covers 2 layers but the profile has 3"),
+        ({"balance": [2]}, "layers is missing"),
+        ({"memoryLimit": 0}, "memoryLimit is 0"),
+        ({"remainingSamples": -1}, "remainingSamples is -1"),
+    ],
+)
+def test_layers_that_cannot_be_believed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(HintsError, match=message):
+        SchedHints.from_json_object({**ADAPTDL, **change})

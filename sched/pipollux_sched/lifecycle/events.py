@@ -23,7 +23,9 @@ class Allocate:
     nodes: Sequence[str]
     why: str
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What the event log shall say besides: num_stages, batch_size, speedup."""
+    """What the event log shall say besides: num_microbatches, batch_size, speedup, …"""
+    num_stages: int | None = None
+    """K of each replica; None: the one that the job was submitted with."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Launch:
 
     generation: int
     nodes: tuple[str, ...]
+    num_stages: int | None = None
+    """K of each replica, as in `Allocate`."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,13 @@ class JobState:
     """Number of the last launch; 0 before the first."""
     allocation: tuple[str, ...] = ()
     """Node of each replica as decided last; empty when the job holds nothing."""
+    num_stages: int | None = None
+    """K of these replicas; while the job holds nothing, of the last that it held. None: it never
+    held any, or K is the one that it was submitted with."""
     launched: tuple[str, ...] = ()
     """Node of each replica of the generation that runs (or is being started); empty when none."""
+    launched_stages: int | None = None
+    """K of these replicas; None: as for `num_stages`."""
     settled: bool = False
     """Whether the running generation has reported its first step."""
     intent: Intent | None = None

@@ -127,15 +127,16 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
         return _enter(state, Phase.QUEUED, "NoRoom", event.why, now, allocation=()), ()
     record = _allocated(state, event, nodes)
     if state.phase is Phase.RESTARTING:  # it waits after a failure, and is launched when that ends
-        return replace(state, allocation=nodes), (record,) if nodes != state.allocation else ()
-    launched, actions = _launch(replace(state, allocation=nodes), event.why, now)
+        changed = (nodes, event.num_stages) != (state.allocation, state.num_stages)
+        return _given(state, event), (record,) if changed else ()
+    launched, actions = _launch(_given(state, event), event.why, now)
     return launched, (record, *actions)
 
 
 def _reallocate_running(
     state: JobState, event: Allocate, nodes: tuple[str, ...], now: float
 ) -> Transition:
-    if sorted(nodes) == sorted(state.launched):
+    if sorted(nodes) == sorted(state.launched) and event.num_stages == state.launched_stages:
         return state, ()
     phase, reason, intent = (
         (Phase.RESTARTING, "Moving", Intent.MOVE)
@@ -143,12 +144,22 @@ def _reallocate_running(
         else (Phase.RUNNING, "Stopping", Intent.SUSPEND)
     )
     actions = (_allocated(state, event, nodes), *_stop(state, event.why))
-    return _enter(state, phase, reason, event.why, now, allocation=nodes, intent=intent), actions
+    given = _given(state, event)
+    return _enter(given, phase, reason, event.why, now, intent=intent), actions
+
+
+def _given(state: JobState, event: Allocate) -> JobState:
+    """Return the job with what it was given; one that holds nothing keeps its number of stages."""
+    num_stages = event.num_stages if event.nodes else state.num_stages
+    return replace(state, allocation=tuple(event.nodes), num_stages=num_stages)
 
 
 def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Record:
     data = {
-        "num_stages": None,
+        "num_stages": event.num_stages,
+        "num_microbatches": None,
+        "atomic_bsz": None,
+        "accum_steps": None,
         "batch_size": None,
         "speedup": None,
         **event.details,
@@ -171,10 +182,11 @@ def _launch(state: JobState, message: str, now: float) -> Transition:
         now,
         generation=generation,
         launched=state.allocation,
+        launched_stages=state.num_stages,
         settled=False,
         intent=None,
     )
-    return launched, (Launch(generation, state.allocation),)
+    return launched, (Launch(generation, state.allocation, state.num_stages),)
 
 
 def _stop(state: JobState, why: str) -> tuple[Action, ...]:
@@ -206,7 +218,7 @@ def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
 def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if event.generation != state.generation or not state.launched:
         return state, ()
-    gone = replace(state, launched=(), settled=False, intent=None)
+    gone = replace(state, launched=(), launched_stages=None, settled=False, intent=None)
     if event.outcome is Outcome.COMPLETE:
         message = "Every replica ended with exit status 0."
         data = {"step": event.step, "epoch": event.epoch}
@@ -305,7 +317,9 @@ def _recover(state: JobState, now: float) -> Transition:
     if state.phase.ended:
         return state, ()
     lost = (Record("stopped", state.generation, {"step": None}),) if state.launched else ()
-    gone = replace(state, allocation=(), launched=(), settled=False, intent=None)
+    gone = replace(
+        state, allocation=(), launched=(), launched_stages=None, settled=False, intent=None
+    )
     if state.intent is Intent.CANCEL:
         cancelled, actions = _cancelled(gone, now)
         return cancelled, (*lost, *actions)

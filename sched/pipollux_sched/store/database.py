@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 
 from pipollux_sched.errors import SchedulerError
 
+from .migration import OLD_VERSIONS, migrate
 from .tables import SCHEMA_VERSION, Base, MetaRow
 
 BUSY_TIMEOUT = 10.0
@@ -134,9 +135,10 @@ class Database:
                 if session.get(MetaRow, "schema_version") is None:
                     session.add(MetaRow(key="schema_version", value=str(SCHEMA_VERSION)))
                     session.add(MetaRow(key="created_at", value=str(time.time())))
-        with self.read() as session:
-            row = session.get(MetaRow, "schema_version")
-            found = row.value if row else "none"
+        if self._schema_version() in OLD_VERSIONS:
+            with self.write() as session:
+                migrate(session)
+        found = self._schema_version()
         if found != str(SCHEMA_VERSION):
             raise StoreError(
                 f"{self._path} has schema version {found}, this version of Pipollux needs "
@@ -144,6 +146,11 @@ class Database:
             )
         with suppress(OSError):
             self._path.chmod(0o600)  # it holds the tokens of the jobs
+
+    def _schema_version(self) -> str:
+        with self.read() as session:
+            row = session.get(MetaRow, "schema_version")
+            return row.value if row else "none"
 
 
 def _engine(path: Path) -> Engine:

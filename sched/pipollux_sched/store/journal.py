@@ -69,7 +69,7 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
         row.ended_at = now
     _keep_event(session, row.name, before, event, now)
     for action in actions:
-        _keep_action(session, row.name, after, action, now)
+        _keep_action(session, row, after, action, now)
     todo = tuple(action for action in actions if not isinstance(action, Record))
     return Change(job_record(row), todo)
 
@@ -94,7 +94,10 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
             row.ended_at, row.outcome = now, "lost"
 
 
-def _keep_action(session: Session, name: str, state: JobState, action: Action, now: float) -> None:
+def _keep_action(
+    session: Session, job: JobRow, state: JobState, action: Action, now: float
+) -> None:
+    name = job.name
     match action:
         case Record():
             log(session, now, action.type, name, action.generation, action.data)
@@ -103,6 +106,7 @@ def _keep_action(session: Session, name: str, state: JobState, action: Action, n
                 job=name,
                 generation=action.generation,
                 nodes=list(action.nodes),
+                num_stages=action.num_stages or job.spec.get("num_stages", 1),
                 launched_at=now,
             )
             session.add(launched)

@@ -52,6 +52,8 @@ class GenerationRecord:
     job: str
     generation: int
     nodes: tuple[str, ...]
+    num_stages: int
+    """K of each replica."""
     launched_at: float
     started_at: float | None
     port: int | None
@@ -112,7 +114,9 @@ def job_state(row: JobRow) -> JobState:
         conditions=conditions,
         generation=row.generation,
         allocation=tuple(row.allocation),
+        num_stages=row.num_stages,
         launched=tuple(row.launched),
+        launched_stages=row.launched_stages,
         settled=row.settled,
         intent=Intent(row.intent) if row.intent else None,
         failures=row.failures,
@@ -126,7 +130,9 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.conditions = [{**asdict(entry), "type": entry.type.value} for entry in state.conditions]
     row.generation = state.generation
     row.allocation = list(state.allocation)
+    row.num_stages = state.num_stages
     row.launched = list(state.launched)
+    row.launched_stages = state.launched_stages
     row.settled = state.settled
     row.intent = state.intent.value if state.intent else None
     row.failures = state.failures
@@ -144,6 +150,7 @@ def generation_record(row: GenerationRow) -> GenerationRecord:
         job=row.job,
         generation=row.generation,
         nodes=tuple(row.nodes),
+        num_stages=row.num_stages,
         launched_at=row.launched_at,
         started_at=row.started_at,
         port=row.port,

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Base(DeclarativeBase):
@@ -45,7 +45,9 @@ class JobRow(Base):
     conditions: Mapped[list[dict[str, Any]]]
     generation: Mapped[int]
     allocation: Mapped[list[str]]
+    num_stages: Mapped[int | None]
     launched: Mapped[list[str]]
+    launched_stages: Mapped[int | None]
     settled: Mapped[bool]
     intent: Mapped[str | None]
     failures: Mapped[int]
@@ -73,6 +75,7 @@ class GenerationRow(Base):
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"))
     generation: Mapped[int]
     nodes: Mapped[list[str]]
+    num_stages: Mapped[int]
     launched_at: Mapped[float]
     started_at: Mapped[float | None]
     port: Mapped[int | None]

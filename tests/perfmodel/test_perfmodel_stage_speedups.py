@@ -1,0 +1,120 @@
+"""Speedups by number of stages: one base, measured where it runs, priced from layers elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipollux_perfmodel import (
+    GoodputFunction,
+    GradParams,
+    Layer,
+    LayerProfile,
+    PerfParams,
+    SchedHints,
+    price_stages,
+    stage_speedups,
+)
+
+LAYERS = LayerProfile.from_layers(
+    [Layer(1e-4, 1e-3, 1e-4, 2e-3, parameter_bytes=1e6, activation_bytes=1e4) for _ in range(8)]
+)
+NETWORK = PerfParams(0.0, 1.0, 0.02, 0.002, 0.01, 0.001, 1.5)
+
+
+def hints(num_stages: int = 1, slower: float = 1.0, **fields: Any) -> SchedHints:
+    """A job that runs in equal stages, so much slower than its profile says."""
+    balance = [8 // num_stages] * num_stages
+    params = price_stages(LAYERS, balance, NETWORK, checkpoint="never")
+    measured = params._replace(alpha_c=slower * params.alpha_c, beta_c=slower * params.beta_c)
+    known: dict[str, Any] = {
+        "init_batch_size": 64,
+        "max_batch_size": 1024,
+        "local_bsz_bounds": (16, 256),
+        "gradient_accumulation": True,
+        "grad_params": GradParams(1.0, 8.0),
+        "perf_params": measured,
+        "num_stages": num_stages,
+        "num_microbatches": 1 if num_stages == 1 else 4 * num_stages,
+        "layers": LAYERS,
+    }
+    return SchedHints(**{**known, **fields})
+
+
+def test_what_runs_is_judged_by_its_measurements() -> None:
+    job = hints(slower=1.7)
+    found, alone = stage_speedups(job, 1, [1, 2]), job.speedup_function()
+    assert alone is not None
+    for allocation in ((1, 1), (1, 2), (2, 4)):
+        assert found[1](*allocation) == pytest.approx(alone(*allocation))
+        ours, theirs = found[1].configuration(*allocation), alone.configuration(*allocation)
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("runs_in", [1, 2, 4])
+def test_others_are_as_slow_as_what_was_measured(runs_in: int, slower: float) -> None:
+    """By hand: a pipeline of equal stages, each as much slower than the profile as what runs."""
+    job = hints(runs_in, slower)
+    found = stage_speedups(job, runs_in, [1, 2, 4])
+    base = found[runs_in].base_goodput
+    for num_stages in (1, 2, 4):
+        best = found[num_stages].configuration(1, 1)
+        assert best.num_stages == num_stages
+        b, count = best.micro_bsz, best.num_microbatches
+        layer = slower * (2e-4 + 3e-3 * b)
+        seconds = (8 + (count - 1) * 8 / num_stages) * layer
+        goodput_fn = GoodputFunction(NETWORK, GradParams(1.0, 8.0), 64)
+        worth = best.batch_size * goodput_fn.efficiency(best.batch_size)
+        expected = worth / (seconds * (best.accum_steps + 1)) / base
+        assert best.speedup == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_have_one_base() -> None:
+    """The speedup of another K is its goodput over that of one replica of the job's own K."""
+    found = stage_speedups(hints(2), 4, [1, 2])
+    assert list(found) == [4, 1, 2]
+    assert found[4](1, 1) == pytest.approx(1.0)
+    goodputs = {k: fn.configuration(1, 1).goodput for k, fn in found.items()}
+    for num_stages, speedup_fn in found.items():
+        assert speedup_fn(1, 1) == pytest.approx(goodputs[num_stages] / goodputs[4])
+
+
+def test_what_cannot_be_cut_is_not_offered() -> None:
+    assert list(stage_speedups(hints(), 1, [2, 8, 16])) == [1, 2, 8]
+    # Parameters and gradients alone: 16 MB on one device, 8 MB on each of two.
+    small = hints(2, memory_limit=1.2e7)
+    assert list(stage_speedups(small, 2, [1, 4])) == [2, 4]
+    # The job's own K is there all the same: its user has said that it fits.
+    assert list(stage_speedups(small, 1, [2, 4])) == [1, 2, 4]
+
+
+def test_memory_bounds_the_micro_batches_of_other_cuts() -> None:
+    free, tight = (stage_speedups(hints(2, memory_limit=m), 2, [4])[4] for m in (None, 5e6))
+    assert tight.configuration(1, 1).atomic_bsz < free.configuration(1, 1).atomic_bsz
+
+
+def test_without_layers_only_its_own_and_what_runs() -> None:
+    job = hints(2, layers=None)
+    assert list(stage_speedups(job, 2, [1, 2, 4])) == [2]
+    assert list(stage_speedups(job, 1, [1, 2, 4])) == [1, 2]
+    assert stage_speedups(hints(perf_params=None), 1, [1, 2]) == {}
+
+
+def test_bounds_that_nothing_satisfies() -> None:
+    job = hints(local_bsz_bounds=(2048, 4096))
+    found = stage_speedups(job, 1, [1, 2])
+    assert list(found) == [1]
+    assert found[1](1, 1) == 0.0
+
+
+def test_the_cut_that_runs_may_be_told() -> None:
+    """A lopsided cut: its slow stage has most of the layers, not slow ones."""
+    balance = [6, 2]
+    params = price_stages(LAYERS, balance, NETWORK, checkpoint="never")
+    told = stage_speedups(hints(2, perf_params=params, balance=balance), 2, [1])[1]
+    fair = stage_speedups(hints(1), 1)[1]
+    assert told.configuration(1, 1).goodput == pytest.approx(
+        fair.configuration(1, 1).goodput, rel=1e-2
+    )
