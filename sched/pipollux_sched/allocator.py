@@ -24,9 +24,15 @@ from typing import Any, Protocol, TypeAlias
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.explanation import explain
-from pipollux_sched.inventory import configuration, free_resources, job_info, node_template
+from pipollux_sched.inventory import (
+    free_resources,
+    job_info,
+    node_template,
+    preferring,
+    shape_with,
+)
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
-from pipollux_sched.policy import JobInfo, NodeInfo, Policy
+from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, Policy, shape_of, violations
 from pipollux_sched.spec import parse_job
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 
@@ -47,6 +53,29 @@ class Candidate:
     """Whether it is to be left where it is for now."""
     suspended: bool = False
     """Whether the policy took everything from it, and so alone may give it something again."""
+    num_stages: int | None = None
+    """K of these replicas, or of the last that it held; None: the job's own."""
+
+    @property
+    def held(self) -> Allocation:
+        """The same as policies have it."""
+        if not self.allocation:
+            return Allocation()
+        return Allocation(self.allocation, shape_with(self.info, self.num_stages))
+
+    def given(self, answer: Sequence[str], nodes: Nodes) -> Candidate:
+        """Return the job with what a strategy gives it.
+
+        An answer that does not tell its number of stages leaves it as it is on the same nodes, and
+        else is of the job's own.
+        """
+        told = getattr(answer, "num_stages", None)
+        if told is None and sorted(answer) == sorted(self.allocation):
+            return self
+        if not answer:
+            return replace(self, allocation=())
+        stages = told or shape_of(self.info, answer, nodes).num_stages
+        return replace(self, allocation=tuple(answer), num_stages=stages)
 
 
 @dataclass(frozen=True)
@@ -58,11 +87,14 @@ class Decision:
     previous: tuple[str, ...] = ()
     why: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """num_stages, and, where it can be predicted, batch_size and speedup."""
+    """num_stages; where they can be predicted, num_microbatches, atomic_bsz, accum_steps,
+    batch_size and speedup."""
+    num_stages: int | None = None
+    """K of each replica; None where it gets nothing."""
 
 
 class Strategy(Protocol):
-    """How decisions are come by."""
+    """How decisions are come by; answers are `Allocation` where K is not the job's own."""
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
         """Give a job that holds nothing a start on what is free, or nothing."""
@@ -80,19 +112,15 @@ class PolicyStrategy:
     policy: Policy
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Ask the policy for a start."""
-        return self.policy.allocate_job(candidate.info, free)
+        """Ask the policy for a start, in as many stages as the job ran with last if it can be."""
+        return self.policy.allocate_job(preferring(candidate.info, candidate.num_stages), free)
 
     def optimize(
         self, candidates: Sequence[Candidate], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
         """Ask the policy for all; what is to be left where it is, it is told not to preempt."""
-        jobs = {
-            job.name: replace(job.info, preemptible=False) if job.pinned else job.info
-            for job in candidates
-        }
-        base = {job.name: list(job.allocation) for job in candidates if job.allocation}
-        return self.policy.optimize(jobs, nodes, base, node_template(nodes))[0]
+        base = {job.name: job.held for job in candidates if job.allocation}
+        return self.policy.optimize(_jobs(candidates), nodes, base, node_template(nodes))[0]
 
 
 @dataclass(frozen=True)
@@ -100,11 +128,12 @@ class FixedStrategy:
     """Gives each job exactly what was decided beforehand, as soon as it is free."""
 
     allocations: Mapping[str, Sequence[str]]
+    """By job; `Allocation` where K is not the job's own."""
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
         """Give a job its allocation if all of it is free."""
-        nodes = tuple(self.allocations.get(candidate.name, ()))
-        return nodes if _fits(free, [replace(candidate, allocation=nodes)]) else ()
+        fixed = self.allocations.get(candidate.name, ())
+        return fixed if _fits(free, [candidate.given(fixed, free)]) else ()
 
     def optimize(
         self,
@@ -112,7 +141,7 @@ class FixedStrategy:
         nodes: Nodes,  # noqa: ARG002  # the protocol's
     ) -> Mapping[str, Sequence[str]]:
         """Leave everything as it is."""
-        return {job.name: job.allocation for job in candidates}
+        return {job.name: job.held for job in candidates}
 
 
 def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
@@ -125,7 +154,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     for job in candidates:
         if not (job.allocation or job.pinned or job.suspended):
             free = _with_resources(nodes, _free(nodes, list(placed.values())))
-            placed[job.name] = replace(job, allocation=tuple(strategy.place(job, free)))
+            placed[job.name] = job.given(strategy.place(job, free), nodes)
     return _decisions(candidates, list(placed.values()), nodes)
 
 
@@ -138,7 +167,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
     if not candidates:
         return []
     result = strategy.optimize(candidates, nodes)
-    after = [replace(job, allocation=tuple(result.get(job.name, ()))) for job in candidates]
+    after = [job.given(result.get(job.name, ()), nodes) for job in candidates]
     return _decisions(candidates, after, nodes)
 
 
@@ -158,49 +187,60 @@ def _decisions(
     before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
 ) -> list[Decision]:
     """Return what changes, with reasons, once it is known to be possible."""
-    pairs = [
-        (old, new)
-        for old, new in zip(before, after, strict=True)
-        if sorted(old.allocation) != sorted(new.allocation)
-    ]
-    for old, new in pairs:
-        _check(old, new, nodes)
-    if pairs and not _fits(nodes, after):
-        raise ValueError(f"more is given than there is: {[new.allocation for new in after]}")
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
+    if not pairs:
+        return []
+    _check(before, after, nodes)
     free = _free(nodes, after)
     return [_decision(old, new, nodes, free) for old, new in pairs]
 
 
-def _check(old: Candidate, new: Candidate, nodes: Nodes) -> None:
-    if old.pinned:
-        raise ValueError(f"job {old.name!r} was to be left where it is")
-    unknown = set(new.allocation) - nodes.keys()
-    if unknown:
-        raise ValueError(f"job {old.name!r} is given nodes that are not there: {unknown}")
-    if new.allocation and len(new.allocation) < old.info.min_replicas:
-        raise ValueError(
-            f"job {old.name!r} is given {len(new.allocation)} replicas, "
-            f"its min_replicas is {old.info.min_replicas}"
-        )
+def _differ(old: Candidate, new: Candidate) -> bool:
+    if sorted(old.allocation) != sorted(new.allocation):
+        return True
+    return bool(new.allocation) and old.held.num_stages != new.held.num_stages
+
+
+def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
+    """Refuse what breaks a rule that was not broken already: a cap may have shrunk meanwhile."""
+    jobs = _jobs(before)
+    base = {job.name: job.held for job in before}
+    broken = violations(jobs, nodes, base, base)
+    new = violations(jobs, nodes, base, {job.name: job.held for job in after})
+    found = [sentence for sentence in new if sentence not in broken]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _jobs(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
+    """Return the jobs as policies are to see them: what is left alone is not preempted."""
+    return {
+        job.name: replace(job.info, preemptible=False) if job.pinned else job.info
+        for job in candidates
+    }
 
 
 def _decision(
     old: Candidate, new: Candidate, nodes: Nodes, free: Mapping[str, Mapping[str, int]]
 ) -> Decision:
-    known = configuration(new.info, new.allocation)
+    given = new.held
+    known = given.configuration
     details = {
-        "num_stages": new.info.num_stages,
+        "num_stages": given.num_stages or new.info.num_stages,
+        "num_microbatches": known.num_microbatches if known else None,
+        "atomic_bsz": known.atomic_bsz if known else None,
+        "accum_steps": known.accum_steps if known else None,
         "batch_size": known.batch_size if known else None,
         "speedup": known.speedup if known and math.isfinite(known.speedup) else None,
     }
-    why = explain(new.info, old.allocation, new.allocation, nodes, free)
-    return Decision(new.name, new.allocation, old.allocation, why, details)
+    why = explain(new.info, old.held, given, nodes, free)
+    return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
 
 
 def _free(nodes: Nodes, candidates: Sequence[Candidate]) -> dict[str, dict[str, int]]:
     """Return what the jobs leave of every node; negative where they hold more than there is."""
     infos = {job.name: job.info for job in candidates}
-    return free_resources(nodes, infos, {job.name: job.allocation for job in candidates})
+    return free_resources(nodes, infos, {job.name: job.held for job in candidates})
 
 
 def _fits(nodes: Nodes, candidates: Sequence[Candidate]) -> bool:
@@ -265,8 +305,14 @@ class Allocator:
     def candidates(self) -> list[Candidate]:
         """Return the jobs that can be decided on, as they stand now, in the order they came."""
         hints, launches = self._store.hints(), self._store.num_launches()
+        service = self._store.attained_service()
         found = [
-            self._candidate(job, hints.get(job.name), launches.get(job.name, 0))
+            self._candidate(
+                job,
+                hints.get(job.name),
+                launches=launches.get(job.name, 0),
+                service=service.get(job.name, 0.0),
+            )
             for job in self._store.jobs()
             if not job.phase.ended
         ]
@@ -274,7 +320,7 @@ class Allocator:
         return [job for job in found if job.allocation or not job.pinned]
 
     def _candidate(
-        self, job: JobRecord, hints: Mapping[str, Any] | None, launches: int
+        self, job: JobRecord, hints: Mapping[str, Any] | None, *, launches: int, service: float
     ) -> Candidate:
         spec = parse_job(job.spec)
         info = job_info(
@@ -284,6 +330,8 @@ class Allocator:
             created=job.submitted_at,
             num_restarts=max(launches - 1, 0),
             restart_seconds=self._store.restart_seconds(job.name, self._restart_seconds),
+            attained_service=service,
+            num_stages=job.state.num_stages if job.state.allocation else None,
         )
         return Candidate(
             job.name,
@@ -291,6 +339,7 @@ class Allocator:
             job.state.allocation,
             pinned=is_pinned(job.state),
             suspended=job.phase is Phase.SUSPENDED,
+            num_stages=job.state.num_stages,
         )
 
     def _attempt(
@@ -303,7 +352,8 @@ class Allocator:
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
         for decision in decisions:
-            self._let(decision.job, Allocate(decision.nodes, decision.why, decision.details))
+            event = Allocate(decision.nodes, decision.why, decision.details, decision.num_stages)
+            self._let(decision.job, event)
         return decisions
 
     def _queue_the_rest(self) -> None:

@@ -23,8 +23,9 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.live import LiveView
 from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.report import write_report
+from pipollux_sched.script import resolve_script
 from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs, resolve_script
+from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
 from pipollux_sched.store import StateDir, StateDirError
 
 __all__ = ["Demo", "DemoError", "find_examples"]

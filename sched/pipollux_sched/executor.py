@@ -133,6 +133,8 @@ class Executor:
     def _launch(self, name: str, action: Launch) -> None:
         try:
             workload = self._workload(self._store.job(name))
+            if action.num_stages is not None:
+                workload = replace(workload, num_stages=action.num_stages)
             self._backend.apply(workload, action.generation, action.nodes)
         except (BackendError, SpecError, OSError) as error:
             _LOG.warning("generation %d of job %s: %s", action.generation, name, error)

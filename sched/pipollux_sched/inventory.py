@@ -6,14 +6,24 @@ them what follows from resources alone: how many replicas fit, and what allocati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from pipollux_perfmodel import Configuration, SchedHints, SpeedupFunction
+from pipollux_perfmodel import Configuration, SchedHints, SpeedupFunction, stage_speedups
 
-from .policy import DEFAULT_RESTART_SECONDS, JobInfo, NodeInfo
+from .policy import (
+    DEFAULT_RESTART_SECONDS,
+    Allocation,
+    JobInfo,
+    NodeInfo,
+    ReplicaShape,
+    SpeedupCallable,
+    shape_of,
+)
 from .spec import JobSpec, NodeSpec
 
 UNSTATED = 2**50
@@ -31,23 +41,27 @@ def node_info(spec: NodeSpec) -> NodeInfo:
     return NodeInfo(
         {kind: UNSTATED if amount is None else amount for kind, amount in amounts.items()},
         spec.preemptible,
+        spec.gpu_type or "",
+        spec.draining,
     )
 
 
-def replica_resources(spec: JobSpec) -> dict[str, int]:
+def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
     """Return what one replica of a job holds of its node: its K slots, and what else it asks."""
     asked = {"cpus": spec.resources.cpus, "memory": spec.resources.memory}
-    return {"slots": spec.num_stages, **{kind: amount for kind, amount in asked.items() if amount}}
+    others = {kind: amount for kind, amount in asked.items() if amount}
+    return {"slots": num_stages or spec.num_stages, **others}
 
 
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
     """Return how many replicas a job may get: at most twice what it was ever measured on.
 
     AdaptDL's rule. What was not seen is predicted optimistically, and this bounds the risk; a job
-    that was never measured starts small.
+    that was never measured starts small. What its user requests outright is not held back.
     """
     profiled = hints.max_profiled_replicas if hints else 0
-    return min(spec.max_replicas, max(2 * profiled, spec.min_replicas, 1))
+    vouched_for = max(spec.min_replicas, spec.requested_replicas or 1)
+    return min(spec.max_replicas, max(2 * profiled, vouched_for))
 
 
 def job_info(
@@ -58,6 +72,8 @@ def job_info(
     created: float = 0.0,
     num_restarts: int = 0,
     restart_seconds: float = DEFAULT_RESTART_SECONDS,
+    attained_service: float = 0.0,
+    num_stages: int | None = None,
 ) -> JobInfo:
     """Bring a job into the policy's form.
 
@@ -68,10 +84,14 @@ def job_info(
         created: time of submission, seconds since any fixed moment.
         num_restarts: how often its allocation was changed so far.
         restart_seconds: what one restart costs it.
+        attained_service: slot-seconds that it has held.
+        num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
     """
+    speedups = _speedups(hints, spec.num_stages, tuple(spec.stage_choices)) if hints else {}
+    own: SpeedupCallable = speedups.get(spec.num_stages, linear_speedup)
     return JobInfo(
         resources=replica_resources(spec),
-        speedup_fn=(hints.speedup_function() if hints else None) or linear_speedup,
+        speedup_fn=own,
         creation_timestamp=created,
         min_replicas=spec.min_replicas,
         max_replicas=replica_cap(spec, hints),
@@ -80,14 +100,80 @@ def job_info(
         age=age,
         num_restarts=num_restarts,
         restart_seconds=restart_seconds,
+        gpu_type=spec.gpu_type,
+        shapes=tuple(_further_shapes(spec, hints, speedups, num_stages)),
+        attained_service=attained_service,
+        remaining_work=_remaining_work(hints, own),
+        requested_replicas=spec.requested_replicas,
     )
 
 
-def configuration(info: JobInfo, nodes: Sequence[str]) -> Configuration | None:
-    """Return how a job would run on an allocation; None if it gets none or nothing is known."""
-    if not nodes or not isinstance(info.speedup_fn, SpeedupFunction):
+@lru_cache(maxsize=1024)
+def _speedups(
+    hints: SchedHints, num_stages: int, choices: tuple[int, ...]
+) -> Mapping[int, SpeedupFunction]:
+    """Return `stage_speedups`, and remember: they are asked for again until the job says more."""
+    return stage_speedups(hints, num_stages, choices)
+
+
+def _further_shapes(
+    spec: JobSpec,
+    hints: SchedHints | None,
+    speedups: Mapping[int, SpeedupFunction],
+    running: int | None,
+) -> Iterator[ReplicaShape]:
+    """Yield the ways to cut a job other than its own."""
+    known: dict[int, SpeedupCallable] = {**speedups}
+    if running is not None and running not in known:
+        # What holds slots is counted, whether or not it could be chosen again.
+        found = _speedups(hints, spec.num_stages, (running,)) if hints else {}
+        known[running] = found.get(running, linear_speedup)
+    for num_stages in sorted(known.keys() - {spec.num_stages}):
+        resources = replica_resources(spec, num_stages)
+        yield ReplicaShape(num_stages, resources, known[num_stages], spec.gpu_type)
+
+
+def _remaining_work(hints: SchedHints | None, own: SpeedupCallable) -> float | None:
+    """Return the seconds that one replica of the job's own K would still train."""
+    if hints is None or hints.remaining_samples is None or not isinstance(own, SpeedupFunction):
         return None
-    return info.speedup_fn.configuration(len(set(nodes)), len(nodes))
+    return hints.remaining_samples / own.base_goodput if own.base_goodput > 0 else None
+
+
+def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
+    """Return the shape of a job with K stages; one that is not among its shapes is unmeasured.
+
+    Args:
+        info: the job.
+        num_stages: K; None: that of its own shape.
+    """
+    for shape in info.all_shapes:
+        if num_stages in (None, shape.num_stages):
+            return shape
+    stages = num_stages or info.num_stages
+    resources = {**info.resources, "slots": stages}
+    return ReplicaShape(stages, resources, linear_speedup, info.gpu_type)
+
+
+def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
+    """Return the same job with its shape of K stages, if it has one, before all others."""
+    first = next((s for s in info.all_shapes if s.num_stages == num_stages), None)
+    if first is None:
+        return info
+    return replace(
+        info,
+        resources=first.resources,
+        speedup_fn=first.speedup_fn,
+        num_stages=first.num_stages,
+        shapes=tuple(s for s in info.all_shapes if s.num_stages != first.num_stages),
+    )
+
+
+def configuration(
+    info: JobInfo, allocation: Sequence[str], nodes: Mapping[str, NodeInfo]
+) -> Configuration | None:
+    """Return how a job would run on an allocation; None if it gets none or nothing is known."""
+    return Allocation(allocation, shape_of(info, allocation, nodes)).configuration
 
 
 def count_fitting(resources: Mapping[str, int], free: Mapping[str, int]) -> int:
@@ -101,12 +187,13 @@ def free_resources(
     jobs: Mapping[str, JobInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Return what allocations leave of every node, by kind of resource; never below 0 replicas."""
+    """Return what allocations leave of every node, by kind of resource."""
     free = {name: dict(node.resources) for name, node in nodes.items()}
     for job, allocation in allocations.items():
+        resources = shape_of(jobs[job], allocation, nodes).resources if allocation else {}
         for name in allocation:
             if name in free:
-                for kind, amount in jobs[job].resources.items():
+                for kind, amount in resources.items():
                     free[name][kind] = free[name].get(kind, 0) - amount
     return free
 

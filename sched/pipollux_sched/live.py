@@ -275,11 +275,12 @@ class LiveView:
         line, used = Text(), 0
         for index, job in enumerate(self.run.jobs.values()):
             current = job.current
+            stages = current.num_stages if current else 0
             for _ in range(current.nodes.count(node.name) if current else 0):
-                width = SLOT_WIDTH * job.num_stages + job.num_stages - 1
+                width = SLOT_WIDTH * stages + stages - 1
                 words = f" {clean(job.name, width - 2)}".ljust(width)
                 line.append(words, f"#ffffff on {_colour(index)}").append(" ")
-                used += job.num_stages
+                used += stages
         for _ in range(used, node.slots):
             line.append(" free".ljust(SLOT_WIDTH), "dim on grey15").append(" ")
         return line
@@ -301,9 +302,10 @@ def _progress(job: JobRecord, *, short: bool = False) -> _Cells:
     current = job.current
     where = DASH
     if current is not None and short:
-        where = f"{current.num_replicas} × {job.num_stages}"
+        where = f"{current.num_replicas} × {current.num_stages}"
     elif current is not None:
-        stages = f" × {count(job.num_stages, 'stage')}" if job.num_stages > 1 else ""
+        several = current.num_stages > 1
+        stages = f" × {count(current.num_stages, 'stage')}" if several else ""
         replicas = count(current.num_replicas, "replica")
         where = f"{replicas}{stages} on {placement(current.nodes)}"
     if point is None:

@@ -20,7 +20,15 @@ from .inventory import (
     replica_cap,
     replica_resources,
 )
-from .policy import DEFAULT_POLICY, JobInfo, NodeInfo, Policy, make_policy
+from .policy import (
+    DEFAULT_POLICY,
+    Allocation,
+    JobInfo,
+    NodeInfo,
+    Policy,
+    make_policy,
+    shape_of,
+)
 from .spec import ClusterSpec, JobSpec, SpecError
 
 __all__ = [
@@ -54,6 +62,7 @@ class Assignment:
 
     job: str
     num_stages: int
+    """K; of a job that gets nothing, its own."""
     num_replicas: int
     num_microbatches: int
     nodes: tuple[str, ...]
@@ -132,14 +141,19 @@ def plan(
         reason = misfit(name, info, nodes)
         if reason:
             raise PlanError(reason)
-    current = {job.name: list(job.allocation) for job in jobs if job.allocation}
+    current = {
+        job.name: Allocation(job.allocation, infos[job.name].all_shapes[0])
+        for job in jobs
+        if job.allocation
+    }
     _check_current(current, infos, nodes)
     policy = policy or make_policy(DEFAULT_POLICY, seed=seed)
     allocations, desired_nodes = policy.optimize(infos, nodes, current, node_template(nodes))
     free = free_resources(nodes, infos, allocations)
     return Plan(
         assignments=tuple(
-            _assignment(job, infos[job.name], allocations[job.name], nodes, free) for job in jobs
+            _assignment(job, infos[job.name], allocations.get(job.name, ()), nodes, free)
+            for job in jobs
         ),
         nodes=tuple(
             NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
@@ -156,12 +170,13 @@ def _assignment(
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
 ) -> Assignment:
-    config = configuration(info, allocation)
+    config = configuration(info, allocation, nodes)
+    num_stages = shape_of(info, allocation, nodes).num_stages if allocation else job.num_stages
     return Assignment(
         job=job.name,
-        num_stages=job.num_stages,
+        num_stages=num_stages,
         num_replicas=len(allocation),
-        num_microbatches=job.num_microbatches,
+        num_microbatches=config.num_microbatches if config else job.num_microbatches,
         nodes=tuple(allocation),
         previous=job.allocation,
         atomic_bsz=config.atomic_bsz if config else None,

@@ -21,19 +21,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pipollux_sched.admission import admitted, workload
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
 from pipollux_sched.backend.processes import POLL_INTERVAL
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
-from pipollux_sched.explanation import misfit
 from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
-from pipollux_sched.inventory import job_info, node_info
+from pipollux_sched.inventory import node_info
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Recover, Shutdown
 from pipollux_sched.policy import DEFAULT_POLICY, Policy, make_policy
-from pipollux_sched.spec import ClusterSpec, JobSpec, SpecError, parse_job, resolve_script
+from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import UnavailableError, create_app
 
@@ -69,8 +69,8 @@ class Scheduler:
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
-        allocations: node of each replica by job; given, there is no policy, and each job runs there
-            and nowhere else.
+        allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
+            there is no policy, and each job runs there and nowhere else.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Scheduler:
             JobExistsError: a job of this name is under way, or complete.
         """
         self._check_running()
-        fitting = self._fitting(spec)
+        fitting = admitted(spec, self._nodes)
         token = secrets.token_urlsafe(32)
         data = fitting.model_dump(mode="json")
         change = self._store.submit(spec.name, data, token, spec.max_restarts)
@@ -360,35 +360,8 @@ class Scheduler:
         while self._backend.running() and time.monotonic() < deadline and not hurry():
             time.sleep(POLL_INTERVAL)
 
-    # What jobs are made of
-
     def _workload(self, job: JobRecord) -> Workload:
-        spec = parse_job(job.spec)
-        return Workload(
-            job=job.name,
-            script=Path(spec.script),
-            args=tuple(spec.args),
-            num_stages=spec.num_stages,
-            environment={
-                **spec.environment,
-                **self._environment,
-                "PIPOLLUX_TOKEN": job.token,
-            },
-            directory=Path(spec.working_dir) if spec.working_dir else None,
-        )
-
-    def _fitting(self, spec: JobSpec) -> JobSpec:
-        """Return the job with its script found; complain about one that can never run here."""
-        reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), self._nodes)
-        if reason:
-            raise SpecError(reason)
-        script = resolve_script(spec, must_exist=True).path
-        folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
-        if not folder.is_dir():
-            raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
-        return spec.model_copy(
-            update={"script": str(script), "working_dir": str(folder.absolute())}
-        )
+        return workload(job, self._environment)
 
     def _check_running(self) -> None:
         if self._stopping:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -31,14 +31,12 @@ __all__ = [
     "ClusterSpec",
     "JobSpec",
     "NodeSpec",
-    "ResolvedScript",
     "ResourceSpec",
     "SpecError",
     "load_cluster",
     "load_jobs",
     "parse_bytes",
     "parse_job",
-    "resolve_script",
 ]
 
 DEFAULT_MAX_REPLICAS = 64
@@ -90,6 +88,14 @@ def _check_not_empty(text: str) -> str:
     return text
 
 
+def _check_gpu_type(text: str) -> str:
+    if not text.strip() or len(text) > _NAME_LENGTH:
+        raise ValueError(
+            f"'{text[:20]}' is not a type of GPU; give 1 to {_NAME_LENGTH} characters, as in a100"
+        )
+    return text
+
+
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
     for name in environment:
         if not _VARIABLE.fullmatch(name):
@@ -117,6 +123,7 @@ def _read_hints(value: Any) -> Any:
 Name = Annotated[str, AfterValidator(_check_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
+GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
 FilePath = Annotated[str, AfterValidator(_check_not_empty)]
 T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
@@ -141,6 +148,10 @@ class NodeSpec(_Spec):
     """Bytes of main memory that jobs may use; None: as many as they ask for."""
     preemptible: bool = Field(default=False, description="true or false")
     """True for a node that may be taken away at any time; such nodes are filled last."""
+    gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
+    """Type of its GPUs, for jobs that ask for one; None: not told."""
+    draining: bool = Field(default=False, description="true or false")
+    """True: nothing new is put here, and jobs leave, but for those that are not preemptible."""
 
 
 class ClusterSpec(_Spec):
@@ -176,11 +187,18 @@ class JobSpec(_Spec):
     args: List[str] = Field(default=(), description="a list of texts")
     num_stages: Count = 1
     """K, the devices of one pipeline replica; all lie on one node."""
+    stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
+    """Every K that the scheduler may choose, `num_stages` among them; none: `num_stages` alone.
+    Another K is chosen once the job has told what its layers cost."""
     num_microbatches: Count = 1
     """M, the micro-batches of one forward and backward."""
     min_replicas: Count = 1
     """The job runs on at least so many replicas, or not at all."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
+    requested_replicas: Count | None = Field(default=None, description="a whole number")
+    """What policies of fixed sizes give the job; None: `min_replicas`."""
+    gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
+    """The only type of GPU that the job runs on; None: any."""
     preemptible: bool = Field(default=True, description="true or false")
     """False: once the job runs, its allocation stays as it is."""
     resources: ResourceSpec = Field(
@@ -226,6 +244,7 @@ class JobSpec(_Spec):
                 f"{self.min_replicas} is more than max_replicas = {self.max_replicas}; "
                 "lower the one or raise the other",
             )
+        self._check_choices()
         running = len(self.allocation)
         if running and not self.min_replicas <= running <= self.max_replicas:
             raise problem_at(
@@ -236,6 +255,25 @@ class JobSpec(_Spec):
         if self.hints is not None:
             self._check_hints(self.hints)
         return self
+
+    def _check_choices(self) -> None:
+        requested, choices = self.requested_replicas, self.stage_choices
+        if requested is not None and not self.min_replicas <= requested <= self.max_replicas:
+            raise problem_at(
+                ("requested_replicas",),
+                f"{requested} is not between min_replicas = {self.min_replicas} and "
+                f"max_replicas = {self.max_replicas}; change one of them",
+            )
+        if choices and self.num_stages not in choices:
+            raise problem_at(
+                ("stage_choices",),
+                f"{list(choices)} lacks num_stages = {self.num_stages}, which the job starts with; "
+                "add it",
+            )
+        if len(set(choices)) < len(choices):
+            raise problem_at(
+                ("stage_choices",), f"{list(choices)} names a number twice; name each once"
+            )
 
     def _check_hints(self, hints: SchedHints) -> None:
         pairs = (
@@ -320,40 +358,3 @@ def _load(document: Document, model: type[M]) -> M:
                 for problem in problems(error, model)
             )
         ) from None
-
-
-class ResolvedScript(NamedTuple):
-    """Where a job's script lies."""
-
-    path: Path
-    """Absolute."""
-    found_in: str
-    """Which folder its relative path was taken from, for a message."""
-
-
-def resolve_script(
-    job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
-) -> ResolvedScript:
-    """Find a job's script: beside the file that names it, else from the current folder.
-
-    Args:
-        job: the job.
-        jobs_file: the file that the job was read from, if any.
-        must_exist: whether a script that lies in neither place is an error.
-
-    Raises:
-        SpecError: `must_exist`, and there is no such file.
-    """
-    script = Path(job.script).expanduser()
-    places = [(Path.cwd() / script, "the current folder")]
-    if script.is_absolute():
-        places = [(script, "an absolute path")]
-    elif jobs_file is not None:
-        places.insert(0, (Path(jobs_file).resolve().parent / script, f"the folder of {jobs_file}"))
-    for path, folder in places:
-        if path.is_file():
-            return ResolvedScript(path.resolve(), folder)
-    if must_exist:
-        tried = ", nor ".join(str(path) for path, _ in places)
-        raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
-    return ResolvedScript(*places[-1])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipollux_sched.script import resolve_script
 from pipollux_sched.spec import (
     ClusterSpec,
     JobSpec,
@@ -21,7 +22,6 @@ from pipollux_sched.spec import (
     load_jobs,
     parse_bytes,
     parse_job,
-    resolve_script,
 )
 from pipollux_sched.validation import closest
 
@@ -97,7 +97,7 @@ def test_a_cluster_is_read(tmp_path: Path) -> None:
         (
             NODE + "  colour: red\n",
             "cluster.yaml:4: nodes[0].colour: unknown field; "
-            "known are name, slots, kind, cpus, memory, preemptible",
+            "known are name, slots, kind, cpus, memory, preemptible, gpu_type, draining",
         ),
         (NODE + NODE[7:], "cluster.yaml:4: nodes[1].name: 'a' is also the name of nodes[0]; give each its own"),
         ("nodes:\n- name: no\n  slots: 1\n", 'cluster.yaml:2: nodes[0].name: false is not allowed; it must be a text: write it in quotes, "false"'),

@@ -151,7 +151,7 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
     Raises:
         SpecError: there is no such script.
     """
-    from pipollux_sched.spec import resolve_script
+    from pipollux_sched.script import resolve_script
 
     script = resolve_script(spec, file, must_exist=True).path
     folder = Path(spec.working_dir or ".").expanduser().absolute()

@@ -66,6 +66,10 @@ def _job_violations(
     if is_pinned(job, base, nodes):
         if Counter(base) != Counter(allocation):
             yield f"job {name!r} is pinned to {list(base)} but is given {list(allocation)}"
+        elif (stages := shape_of(job, base, nodes).num_stages) != (
+            given := shape_of(job, allocation, nodes).num_stages
+        ):
+            yield f"job {name!r} is pinned to {stages} stages but is given {given}"
         return
     if not allocation:
         return

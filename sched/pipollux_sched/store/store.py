@@ -211,6 +211,20 @@ class Store:
         with self._database.read() as session:
             return {row.job: row.launches for row in session.execute(counts)}
 
+    def attained_service(self) -> dict[str, float]:
+        """Return the slot-seconds that each job has held: every launch from its start to its end.
+
+        A job that was never launched is not in it.
+        """
+        now = self._clock()
+        held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at
+        slots = func.json_array_length(GenerationRow.nodes) * GenerationRow.num_stages
+        sums = select(
+            GenerationRow.job, func.sum(func.max(held, 0.0) * slots).label("service")
+        ).group_by(GenerationRow.job)
+        with self._database.read() as session:
+            return {row.job: row.service for row in session.execute(sums)}
+
     def restart_seconds(self, name: str, default: float) -> float:
         """Return what a restart costs a job: a moving average of its own, `default` before any."""
         measured = [entry.restart_seconds for entry in self.generations(name)]

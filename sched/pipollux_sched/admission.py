@@ -1,0 +1,50 @@
+"""Taking a job in: whether it can ever run here, and what its processes will be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .backend import Workload
+from .explanation import misfit
+from .inventory import job_info
+from .policy import NodeInfo
+from .script import resolve_script
+from .spec import JobSpec, SpecError, parse_job
+from .store import JobRecord
+
+__all__ = ["admitted", "workload"]
+
+
+def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
+    """Return a job with its script and folder found.
+
+    Raises:
+        SpecError: it can never run here: no such script or folder, or no node that it fits on.
+    """
+    reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes)
+    if reason:
+        raise SpecError(reason)
+    script = resolve_script(spec, must_exist=True).path
+    folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
+    if not folder.is_dir():
+        raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
+    return spec.model_copy(update={"script": str(script), "working_dir": str(folder.absolute())})
+
+
+def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
+    """Return what every replica of a job runs; a launch may say another number of stages.
+
+    Args:
+        job: the job.
+        environment: what the scheduler tells all jobs; goes before what the user set.
+    """
+    spec = parse_job(job.spec)
+    return Workload(
+        job=job.name,
+        script=Path(spec.script),
+        args=tuple(spec.args),
+        num_stages=spec.num_stages,
+        environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
+        directory=Path(spec.working_dir) if spec.working_dir else None,
+    )

@@ -1,0 +1,47 @@
+"""Where a job's script lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from .spec import JobSpec, SpecError
+
+__all__ = ["ResolvedScript", "resolve_script"]
+
+
+class ResolvedScript(NamedTuple):
+    """Where a job's script lies."""
+
+    path: Path
+    """Absolute."""
+    found_in: str
+    """Which folder its relative path was taken from, for a message."""
+
+
+def resolve_script(
+    job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
+) -> ResolvedScript:
+    """Find a job's script: beside the file that names it, else from the current folder.
+
+    Args:
+        job: the job.
+        jobs_file: the file that the job was read from, if any.
+        must_exist: whether a script that lies in neither place is an error.
+
+    Raises:
+        SpecError: `must_exist`, and there is no such file.
+    """
+    script = Path(job.script).expanduser()
+    places = [(Path.cwd() / script, "the current folder")]
+    if script.is_absolute():
+        places = [(script, "an absolute path")]
+    elif jobs_file is not None:
+        places.insert(0, (Path(jobs_file).resolve().parent / script, f"the folder of {jobs_file}"))
+    for path, folder in places:
+        if path.is_file():
+            return ResolvedScript(path.resolve(), folder)
+    if must_exist:
+        tried = ", nor ".join(str(path) for path, _ in places)
+        raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
+    return ResolvedScript(*places[-1])
