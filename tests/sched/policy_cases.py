@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from pipollux_sched.policy import (
     Allocation,
+    ExactPolicy,
+    FairSpeedup,
     JobInfo,
     NodeInfo,
     PolluxPolicy,
@@ -44,6 +46,8 @@ class Entry(NamedTuple):
 
 
 POLICIES: dict[str, Entry] = {
+    "exact": Entry(ExactPolicy),
+    "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup())),
     "pollux": Entry(lambda: PolluxPolicy(population=16, generations=8), searches=True),
 }
 """Every policy, by name; test_policy_rules.py holds all of them to docs/policies.md."""

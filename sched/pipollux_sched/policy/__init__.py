@@ -12,6 +12,8 @@ from .autoscaling import (
     plan_nodes,
     release_order,
 )
+from .completion_time import CompletionTime
+from .exact import Certificate, ExactPolicy
 from .feasibility import is_pinned, must_move, usable_nodes, violations
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
@@ -20,6 +22,7 @@ from .job_info import (
     ReplicaShape,
     SpeedupCallable,
 )
+from .objective import FairSpeedup, Objective, Worth
 from .pollux import PolluxPolicy
 from .utility import UtilityBand, utility
 
@@ -28,13 +31,19 @@ __all__ = [
     "Allocation",
     "AutoscalingRules",
     "AutoscalingState",
+    "Certificate",
+    "CompletionTime",
+    "ExactPolicy",
+    "FairSpeedup",
     "JobInfo",
     "NodeInfo",
     "NodePlan",
+    "Objective",
     "PolluxPolicy",
     "ReplicaShape",
     "SpeedupCallable",
     "UtilityBand",
+    "Worth",
     "autoscale",
     "best_size",
     "is_pinned",
