@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .allocation import Allocation, shape_of
 from .feasibility import is_pinned, must_move, usable_nodes, violations
+from .fifo import FifoPolicy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -11,16 +12,23 @@ from .job_info import (
     ReplicaShape,
     SpeedupCallable,
 )
+from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
+from .sia import SiaPolicy
+from .tiresias import TiresiasPolicy
 
 __all__ = [
     "DEFAULT_RESTART_SECONDS",
     "Allocation",
+    "FifoPolicy",
     "JobInfo",
     "NodeInfo",
+    "OptimusPolicy",
     "PolluxPolicy",
     "ReplicaShape",
+    "SiaPolicy",
     "SpeedupCallable",
+    "TiresiasPolicy",
     "is_pinned",
     "must_move",
     "shape_of",

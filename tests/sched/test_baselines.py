@@ -1,0 +1,176 @@
+"""Policies to be measured against: their rules by hand, Sia's program by brute force."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipollux_sched.policy import (
+    Allocation,
+    FifoPolicy,
+    JobInfo,
+    NodeInfo,
+    OptimusPolicy,
+    ReplicaShape,
+    SiaPolicy,
+    TiresiasPolicy,
+    is_pinned,
+    violations,
+)
+from pipollux_sched.policy.free_space import FreeSpace, Request
+from tests.sched.policy_cases import scaling
+
+HOUR = 3600.0
+POLICIES: dict[str, Callable[[], Any]] = {
+    "fifo": FifoPolicy,
+    "fifo, backfill": lambda: FifoPolicy(backfill=True),
+    "tiresias": TiresiasPolicy,
+    "tiresias, promotion": lambda: TiresiasPolicy(queue_thresholds=(600, 6000), promotion=2.0),
+    "optimus": OptimusPolicy,
+    "sia": SiaPolicy,
+}
+ADAPTS = {name: name == "sia" for name in POLICIES}
+
+
+@dataclass(frozen=True)
+class World:
+    """One question to a policy."""
+
+    jobs: dict[Any, JobInfo]
+    nodes: dict[Any, NodeInfo]
+    base: dict[Any, Any]
+
+
+def ask(name: str, world: World) -> dict[Any, Allocation]:
+    template = NodeInfo({"slots": 4})
+    return POLICIES[name]().optimize(world.jobs, world.nodes, world.base, template)[0]
+
+
+def random_world(seed: int) -> World:
+    """Mixed K, bounds, types of GPU, draining and broken nodes; about half of the jobs run."""
+    rng = np.random.default_rng(seed)
+    types = ["", "A", "B"][: int(rng.integers(1, 4))]
+    nodes: dict[Any, NodeInfo] = {
+        (n if rng.random() < 0.5 else f"n{n}"): NodeInfo(
+            {"slots": int(rng.choice([2, 4, 4, 4, 8])), "cpus": int(rng.choice([4, 8, 64]))},
+            preemptible=bool(rng.random() < 0.2),
+            gpu_type=str(rng.choice(types)),
+            draining=bool(rng.random() < 0.1),
+            healthy=bool(rng.random() < 0.95),
+        )
+        for n in range(rng.integers(1, 6))
+    }
+    jobs: dict[Any, JobInfo] = {}
+    base: dict[Any, Any] = {}
+    for j in range(rng.integers(1, 9)):
+        name: Any = j if rng.random() < 0.5 else f"j{j}"
+        jobs[name] = job = _random_job(rng, types)
+        if rng.random() < 0.6:
+            _start_somewhere(rng, World(jobs, nodes, base), name, job)
+    if rng.random() < 0.2:
+        nodes.pop(list(nodes)[int(rng.integers(len(nodes)))])
+    return World(jobs, nodes, base)
+
+
+def _random_job(rng: np.random.Generator, types: list[str]) -> JobInfo:
+    def shape(stages: int) -> ReplicaShape:
+        return ReplicaShape(
+            stages,
+            {"slots": stages, "cpus": int(rng.integers(0, 3))},
+            scaling(rng.uniform(0, 0.6)),
+            gpu_type=str(rng.choice(types)) if rng.random() < 0.3 else None,
+            max_replicas=int(rng.integers(1, 9)) if rng.random() < 0.3 else None,
+        )
+
+    own = shape(int(rng.choice([1, 1, 2, 3, 4])))
+    least = int(rng.integers(0, 4))
+    most = max(least, int(rng.integers(1, 10)))
+    return JobInfo(
+        own.resources,
+        own.speedup_fn,
+        float(rng.integers(0, 5)),
+        min_replicas=least,
+        max_replicas=most,
+        preemptible=bool(rng.random() < 0.75),
+        num_stages=own.num_stages,
+        age=float(rng.choice([0.0, 30.0, 300.0, 3000.0])),
+        num_restarts=int(rng.integers(0, 3)),
+        gpu_type=own.gpu_type,
+        shapes=tuple(shape(int(rng.choice([1, 2, 4]))) for _ in range(rng.integers(0, 3))),
+        attained_service=float(rng.choice([0.0, 500.0, 5000.0, 60000.0])),
+        remaining_work=float(rng.uniform(0, 5000)) if rng.random() < 0.7 else None,
+        requested_replicas=int(rng.integers(1, 9)) if rng.random() < 0.6 else None,
+    )
+
+
+def _start_somewhere(rng: np.random.Generator, world: World, name: Any, job: JobInfo) -> None:
+    shape = job.all_shapes[int(rng.integers(len(job.all_shapes)))]
+    names = list(world.nodes)
+    chosen = [names[int(n)] for n in rng.integers(len(names), size=int(rng.integers(1, 6)))]
+    if rng.random() < 0.6:
+        chosen = [chosen[0]] * len(chosen)
+    allocation = Allocation(chosen, shape)
+    # A node may have failed or be draining since then.
+    then = {n: replace(node, draining=False, healthy=True) for n, node in world.nodes.items()}
+    if not violations(world.jobs, then, {}, {**world.base, name: allocation}):
+        world.base[name] = allocation if rng.random() < 0.8 else list(allocation)
+        if violations(world.jobs, then, {}, world.base):
+            del world.base[name]
+
+
+worlds = st.integers(0, 2**31).map(random_world)
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+often = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@each_policy
+@often
+@given(world=worlds)
+def test_answers_break_no_rule(policy: str, world: World) -> None:
+    answer = ask(policy, world)
+    assert answer.keys() == world.jobs.keys()
+    assert violations(world.jobs, world.nodes, world.base, answer) == []
+    for name, job in world.jobs.items():
+        if is_pinned(job, world.base.get(name, ()), world.nodes):
+            assert list(answer[name]) == list(world.base[name])
+
+
+@each_policy
+@often
+@given(world=worlds)
+def test_the_order_of_mappings_is_irrelevant(policy: str, world: World) -> None:
+    mirrored = World(
+        dict(reversed(world.jobs.items())),
+        dict(reversed(world.nodes.items())),
+        dict(reversed(world.base.items())),
+    )
+    assert ask(policy, world) == ask(policy, mirrored)
+
+
+@each_policy
+@often
+@given(world=worlds)
+def test_asked_again_nothing_changes(policy: str, world: World) -> None:
+    first = ask(policy, world)
+    second = ask(policy, replace(world, base=first))
+    assert second == first
+    assert [second[n].num_stages for n in second] == [first[n].num_stages for n in first]
+
+
+@each_policy
+@often
+@given(world=worlds)
+def test_an_unchanged_allocation_keeps_its_order(policy: str, world: World) -> None:
+    for name, allocation in ask(policy, world).items():
+        base = world.base.get(name, ())
+        stages = getattr(base, "num_stages", None)
+        if Counter(base) == Counter(allocation) and stages in (None, allocation.num_stages):
+            assert list(base) == list(allocation)
