@@ -73,7 +73,7 @@ def random_world(seed: int) -> World:
     for j in range(rng.integers(1, 9)):
         name: Any = j if rng.random() < 0.5 else f"j{j}"
         jobs[name] = job = _random_job(rng, types)
-        if rng.random() < 0.6:
+        for _ in range(int(rng.integers(0, 4))):
             _start_somewhere(rng, World(jobs, nodes, base), name, job)
     if rng.random() < 0.2:
         nodes.pop(list(nodes)[int(rng.integers(len(nodes)))])
@@ -112,11 +112,16 @@ def _random_job(rng: np.random.Generator, types: list[str]) -> JobInfo:
 
 
 def _start_somewhere(rng: np.random.Generator, world: World, name: Any, job: JobInfo) -> None:
+    if name in world.base:
+        return
     shape = job.all_shapes[int(rng.integers(len(job.all_shapes)))]
     names = list(world.nodes)
-    chosen = [names[int(n)] for n in rng.integers(len(names), size=int(rng.integers(1, 6)))]
+    count = int(rng.integers(max(job.min_replicas, 1), job.max_replicas + 1))
     if rng.random() < 0.6:
-        chosen = [chosen[0]] * len(chosen)
+        chosen = [names[int(rng.integers(len(names)))]] * min(count, 4)
+    else:
+        some = rng.permutation(len(names))[: int(rng.integers(2, 4))]
+        chosen = [names[int(n)] for n in rng.choice(some, size=count)]
     allocation = Allocation(chosen, shape)
     # A node may have failed or be draining since then.
     then = {n: replace(node, draining=False, healthy=True) for n, node in world.nodes.items()}

@@ -36,6 +36,18 @@ def slots_of(shape: ReplicaShape) -> int:
     return max(shape.resources.get("slots", shape.num_stages), 1)
 
 
+def chosen_on(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
+    """Tell whether a job's replicas of so many stages are of this shape on a type of GPU.
+
+    Of several shapes that have the same number of stages and run there, the first counts, as
+    `shape_of` has it: an allocation says its number of stages, not which of them is meant.
+    """
+    for other in job.all_shapes:
+        if other.num_stages == shape.num_stages and other.gpu_type in (None, gpu_type):
+            return other is shape
+    return False
+
+
 @dataclass(frozen=True)
 class Request:
     """So many replicas of one job, and where they may lie.
@@ -118,14 +130,21 @@ class FreeSpace:
     def _as_allocation(self, name: Any, nodes_of: Sequence[Any]) -> Allocation:
         return Allocation(nodes_of, shape_of(self._jobs[name], nodes_of, self._nodes))
 
-    def rooms(self, shape: ReplicaShape, within: frozenset[Any] | None = None) -> Ints:
-        """Return how many replicas fit on each node, (N,), in the order of the nodes' names."""
+    def rooms(
+        self, name: Any, shape: ReplicaShape, within: frozenset[Any] | None = None
+    ) -> Ints:
+        """Return how many replicas of a job fit on each node, (N,), in the order of their names."""
+        allowed = np.array([chosen_on(self._jobs[name], shape, t) for t in self._gpu_types], bool)
+        if within is not None:
+            allowed &= self._mask(within)
+        counts: Ints = np.where(allowed, self._rooms(shape), 0)
+        return counts
+
+    def _rooms(self, shape: ReplicaShape) -> Ints:
         need = np.array([shape.resources.get(kind, 0) for kind in self._kinds], dtype=np.int64)
         allowed = self._usable
         if shape.gpu_type is not None:
             allowed = allowed & (self._gpu_types == shape.gpu_type)
-        if within is not None:
-            allowed = allowed & self._mask(within)
         counts: Ints = np.where(allowed, room(need, self._free), 0)
         return counts
 
@@ -162,7 +181,7 @@ class FreeSpace:
         if any(node not in self._index for node in counts):
             return False
         numbers = [self._index[node] for node in counts]
-        rooms = self.rooms(shape)[numbers]
+        rooms = self._rooms(shape)[numbers]
         if (rooms < list(counts.values())).any():
             return False
         return len(numbers) == 1 or not self._num_movable[numbers].any()
@@ -199,7 +218,7 @@ class FreeSpace:
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None
         for shape in request.shapes:
-            rooms = self.rooms(shape, request.within)
+            rooms = self.rooms(name, shape, request.within)
             numbers = self._one_node(rooms, request.num_replicas)
             if numbers is None:
                 numbers = self._several_nodes(rooms, request)

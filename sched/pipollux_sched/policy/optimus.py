@@ -132,7 +132,7 @@ def decide_sizes(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, in
     budget = space.budget()
     plans = {}
     for name, job in jobs.items():
-        plan = _Sizing.of(job, empty) if name not in space.pinned else None
+        plan = _Sizing.of(name, job, empty) if name not in space.pinned else None
         if plan is not None:
             plans[name] = plan
     for name in sorted(plans, key=lambda n: (plans[n].times[0], jobs[n].created, name_order(n))):
@@ -173,10 +173,10 @@ class _Sizing:
         self.shape, self.least, self.times = shape, least, times
 
     @classmethod
-    def of(cls, job: JobInfo, space: FreeSpace) -> _Sizing | None:
+    def of(cls, name: Any, job: JobInfo, space: FreeSpace) -> _Sizing | None:
         """Predict a job's times on nodes that hold nothing else; None: it cannot run on them."""
         for shape in user_shapes(job):
-            rooms = space.rooms(shape)
+            rooms = space.rooms(name, shape)
             least, most = least_replicas(job), min(job.most_replicas(shape), int(rooms.sum()))
             if most < least:
                 continue

@@ -24,7 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from .allocation import Allocation
-from .free_space import Request, slots_of
+from .free_space import Request, chosen_on, slots_of
 from .job_info import JobInfo, ReplicaShape
 from .packing import least_replicas, speedups
 from .problem import Floats, Ints, restart_factor
@@ -87,7 +87,7 @@ def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...
     columns = []
     for number, kind in enumerate(kinds):
         for shape in job.all_shapes:
-            per_node = kind.most(shape)
+            per_node = kind.most(shape) if chosen_on(job, shape, kind.gpu_type) else 0
             counts = _replica_counts(job, shape, per_node, len(kind.names))
             if len(counts):
                 columns += _columns(number, kind, shape, counts, -(-counts // per_node))
