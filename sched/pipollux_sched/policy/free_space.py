@@ -17,7 +17,7 @@ import numpy as np
 
 from .allocation import Allocation, shape_of
 from .feasibility import Allocations, Jobs, Nodes, is_pinned, usable_nodes
-from .job_info import ReplicaShape
+from .job_info import JobInfo, ReplicaShape
 from .problem import Bools, Ints, room
 
 
@@ -130,9 +130,7 @@ class FreeSpace:
     def _as_allocation(self, name: Any, nodes_of: Sequence[Any]) -> Allocation:
         return Allocation(nodes_of, shape_of(self._jobs[name], nodes_of, self._nodes))
 
-    def rooms(
-        self, name: Any, shape: ReplicaShape, within: frozenset[Any] | None = None
-    ) -> Ints:
+    def rooms(self, name: Any, shape: ReplicaShape, within: frozenset[Any] | None = None) -> Ints:
         """Return how many replicas of a job fit on each node, (N,), in the order of their names."""
         allowed = np.array([chosen_on(self._jobs[name], shape, t) for t in self._gpu_types], bool)
         if within is not None:

@@ -42,8 +42,8 @@ class OptimusPolicy:
     """Sizes by marginal gain of predicted remaining time; every job on its user's batch size.
 
     Example:
-        >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5, 0.0,
-        ...                               1, 4, remaining_work=work)
+        >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
+        ...                               0.0, 1, 4, remaining_work=work)
         >>> node = NodeInfo({"slots": 4})
         >>> OptimusPolicy().optimize({"a": job(900.0), "b": job(100.0)}, {"n": node}, {}, node)[0]
         {'a': ['n', 'n', 'n'], 'b': ['n']}
@@ -76,14 +76,13 @@ class OptimusPolicy:
         Returns:
             The allocation of every job (empty: it waits), and the number of nodes as it is.
         """
-        current = _as_they_run(jobs, nodes, base_allocations)
-        while True:
-            settled = _sized(jobs, nodes, current)
-            # What has just been started and cannot be preempted is pinned when asked again, and
-            # leaves others more where it was placed in less than its size.
+        settled = _as_they_run(jobs, nodes, base_allocations)
+        # What has just been started and cannot be preempted is pinned when asked again, and leaves
+        # others more where it was placed in less than its size: at most once for every job.
+        for _ in range(len(jobs) + 1):
+            current, settled = settled, _sized(jobs, nodes, settled)
             if unchanged(jobs, settled, current):
                 break
-            current = settled
         return answer(jobs, base_allocations, settled), num_nodes_as_is(jobs, nodes)
 
 

@@ -34,9 +34,9 @@ class SiaPolicy:
         power: p; below 0, the lower the fairer.
         waiting_cost: λ, what a job that waits adds to the sum of the jobs' G^p.
         relative_gap: how far from the optimum the program's answer may be, relatively.
-        time_limit: seconds for the solver, for each program. When they are over, the best answer so
-            far is taken; if there is none, running jobs stay and waiting jobs fill what is free. Only
-            then does an answer depend on the machine.
+        time_limit: seconds for the solver, for each program. When they are over, the best answer
+            so far is taken; if there is none, running jobs stay and waiting jobs fill what is free.
+            Only then does an answer depend on the machine.
 
     Raises:
         ValueError: a number is out of range; the message names it.
@@ -181,7 +181,7 @@ def _limits(space: FreeSpace, kinds: Sequence[NodeKind]) -> dict[Limit, int]:
 
 
 class _Round:
-    """One program: every job's columns with what it runs in now, and how to place what is chosen."""
+    """One program: every job's columns, what it runs in now, and how to place what is chosen."""
 
     def __init__(self, policy: SiaPolicy, cluster: _Cluster, current: Allocations) -> None:
         self._cluster, self._base = cluster, current
@@ -232,8 +232,8 @@ class _Round:
 
         Args:
             chosen: the number of a column, by number of the job.
-            move: whether jobs may be moved and stopped; else all stay that run, and all jobs that wait
-                try all of their columns.
+            move: whether jobs may be moved and stopped; else all stay that run, and all jobs that
+                wait try all of their columns.
 
         Returns:
             What every job that runs holds, and the numbers of the columns that these are.

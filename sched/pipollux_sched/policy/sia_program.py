@@ -7,8 +7,8 @@
 
     cost_jc = (restart_jc · G_jc)^p       restart_jc = 1 where c is what the job runs in now
 
-G_jc is the goodput of job j in configuration c, scaled so that the least of a job's row is the number
-of slots of its smallest configuration (1 for a job whose replicas hold one slot). A *kind* of node
+G_jc is the goodput of job j in configuration c, scaled so that the least of a job's row is the
+number of slots of its smallest configuration (1 where a replica holds one slot). A *kind* of node
 is one type of GPU and one set of resources; the third rule keeps distributed jobs apart.
 """
 
@@ -42,6 +42,8 @@ class Limit:
 Use: TypeAlias = Mapping[Limit, int]
 """Amounts by constraint."""
 
+_PRESOLVE_COLUMNS = 5000
+"""Below, presolving takes longer than it saves; and HiGHS 1.12 prints lines of its own in it."""
 _FEASIBLE = (0, 1)
 """scipy's codes for: optimal, and a limit was reached."""
 
@@ -198,7 +200,11 @@ def solve(
         integrality=np.ones(len(chosen)),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix, ub=limits),
-        options={"time_limit": time_limit, "mip_rel_gap": relative_gap},
+        options={
+            "time_limit": time_limit,
+            "mip_rel_gap": relative_gap,
+            "presolve": len(chosen) > _PRESOLVE_COLUMNS,
+        },
     )
     if found.status not in _FEASIBLE or found.x is None:
         return None
