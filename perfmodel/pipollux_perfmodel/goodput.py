@@ -182,7 +182,8 @@ class GoodputFunction:
             plans: ways to cut the model into stages to choose from, one per number of stages
                 (`plan_stages`); none: the stages of `perf_params`.
             memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
-                None: unbounded. Needs `plans`, which know what a sample takes.
+                None: unbounded. Needs `plans`, which know what a sample takes. With a limit a
+                micro-batch has at least one whole sample.
 
         Returns:
             (goodput, atomic_bsz, accum_steps) as AdaptDL, and as attributes besides

@@ -164,10 +164,13 @@ def _within_memory(
     bounds = replace(bounds, needs_two_batches=num_microbatches == 1)
     if plan is None or memory_limit is None:
         return bounds
+    # Memory is counted in whole samples, so each micro-batch has at least one.
+    least = max(bounds.min_atomic_bsz, num_microbatches)
     room = float(plan.largest_micro_bsz(memory_limit, num_microbatches)) * num_microbatches
-    if room < max(bounds.min_atomic_bsz, 1):
+    most = int(min(bounds.max_atomic_bsz, room))
+    if most < least:
         return None
-    return replace(bounds, max_atomic_bsz=int(min(bounds.max_atomic_bsz, room)))
+    return replace(bounds, min_atomic_bsz=least, max_atomic_bsz=most)
 
 
 def _distinct(

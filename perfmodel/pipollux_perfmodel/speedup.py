@@ -70,6 +70,11 @@ class SpeedupFunction:
         plans: ways to cut the model to choose from (`GoodputFunction.optimize`).
         memory_limit: bytes of a stage's device, for those plans.
         monotone: whether replicas that would do harm may stay idle, so that more are never worse.
+        base_goodput: goodput that has speedup 1, so that several ways to run one job (numbers of
+            stages, types of GPU) have one measure; None: that of one replica, as above.
+
+    Raises:
+        ValueError: when `base_goodput` is not a finite number above 0.
 
     Example:
         >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
@@ -90,7 +95,12 @@ class SpeedupFunction:
         plans: Sequence[Plan] = (),
         memory_limit: float | None = None,
         monotone: bool = False,
+        base_goodput: float | None = None,
     ) -> None:
+        if base_goodput is not None and not (math.isfinite(base_goodput) and base_goodput > 0):
+            raise ValueError(
+                f"base_goodput is {base_goodput}; give finite samples per second > 0, or None"
+            )
         self._goodput_fn = goodput_fn
         self._bounds: dict[str, Any] = {
             "max_batch_size": max_batch_size,
@@ -105,7 +115,7 @@ class SpeedupFunction:
         # Row: nodes, column: replicas. Not a number: not asked for yet.
         self._known = np.full((1, max(mem_size, 1)), np.nan)
         self._known[0, 0] = 0.0
-        self._base_goodput = self._find_base()
+        self._base_goodput = self._find_base() if base_goodput is None else base_goodput
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
         """Return the speedup, a float for scalars, else an array of the broadcast shape.

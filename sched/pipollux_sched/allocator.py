@@ -38,7 +38,7 @@ Nodes: TypeAlias = Mapping[str, NodeInfo]
 class Policy(Protocol):
     """What the allocator asks of an allocation policy: see `pipollux_sched.policy`."""
 
-    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> list[str]:
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Sequence[str]:
         """Place one job that has just come on what is free."""
 
     def optimize(
@@ -47,7 +47,7 @@ class Policy(Protocol):
         nodes: Nodes,
         base_allocations: Mapping[str, list[str]],
         node_template: NodeInfo,
-    ) -> tuple[dict[str, list[str]], int]:
+    ) -> tuple[Mapping[str, Sequence[str]], int]:
         """Allocate all jobs anew."""
 
 

@@ -320,3 +320,13 @@ def test_wrong_arguments_are_refused_by_name(change: dict[str, Any], message: st
     goodput_fn = GoodputFunction(SEVEN, (1.0, 8.0), 32)
     with pytest.raises(ValueError, match=message):
         goodput_fn.optimize(**{"num_nodes": 1, "num_replicas": 2, **change})
+
+
+def test_with_a_memory_limit_every_micro_batch_has_a_sample() -> None:
+    layers = [Layer(0, 1, 0, 2, activation_bytes=1.0)] * 4
+    plan = plan_stages(LayerProfile.from_layers(layers), 2, 4, SEVEN, micro_bsz=1)
+    goodput_fn = GoodputFunction(plan.perf_params, (1.0, 8.0), 32)
+    ask: dict[str, Any] = {"plans": (plan,), "memory_limit": 1e9, "num_microbatches": (4, 16)}
+    found = goodput_fn.optimize(4, 8, 32, **ask)
+    assert (found.atomic_bsz, found.num_microbatches) == (4, 4)
+    assert goodput_fn.optimize(4, 16, 32, **ask).goodput == 0.0

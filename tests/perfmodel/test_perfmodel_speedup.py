@@ -247,3 +247,21 @@ def test_arrays_give_what_scalars_give(
         one = alone(int(NODES[index]), int(REPLICAS[index]))
         assert one == pytest.approx(found[index], rel=1e-12)
     assert together(np.zeros((2, 0), int), np.zeros((2, 0), int)).shape == (2, 0)
+
+
+def test_two_ways_to_run_a_job_are_measured_by_one_base() -> None:
+    fast = GoodputFunction(SEVEN, GradParams(1.0, 8.0), 32)
+    slow = fast.with_params(SEVEN._replace(beta_c=0.02))
+    base = fast.optimize(1, 1, 256)[0]
+    of_slow = SpeedupFunction(slow, 256, base_goodput=base)
+    assert SpeedupFunction(fast, 256, base_goodput=base)(1, 1) == 1.0
+    assert of_slow(1, 1) == slow.optimize(1, 1, 256)[0] / base < 1.0
+    assert of_slow(1, 2) == slow.optimize(1, 2, 256)[0] / base
+    assert of_slow(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_base_that_is_no_goodput_is_refused(base: float) -> None:
+    goodput_fn = GoodputFunction(SEVEN, GradParams(1.0, 8.0), 32)
+    with pytest.raises(ValueError, match=r"base_goodput is .*; give finite"):
+        SpeedupFunction(goodput_fn, base_goodput=base)

@@ -8,12 +8,14 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.problem import FLOOR, AllocationProblem, build_cluster, restart_factor
+from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
+from pipollux_sched.policy.cluster import Cluster, build_cluster
+from pipollux_sched.policy.problem import FLOOR, AllocationProblem, restart_factor
 from tests.sched.policy_cases import (
     TEMPLATE,
     Case,
     all_allocations,
+    best_fitness,
     current,
     fitness,
     random_case,
@@ -27,21 +29,37 @@ def test_the_best_of_all_allocations_is_found(seed: int) -> None:
     """On every one of these: up to 3 nodes of up to 4 slots and 3 jobs, some of them running."""
     case = random_case(seed, max_nodes=3, max_jobs=3, max_replicas=4)
     answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
-    best = max(fitness(case, allocations) for allocations in all_allocations(case))
     assert violations(case, answer) == []
-    assert fitness(case, answer) == pytest.approx(best, rel=1e-9)
+    assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_all_shapes_and_types_is_found(seed: int) -> None:
+    """The same where jobs have up to 3 shapes, GPUs are of 2 types, and nodes drain or are ill."""
+    case = random_case(1000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, mixed=True)
+    answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
+    assert violations(case, answer) == []
+    assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_objective_is_the_stated_one(seed: int) -> None:
-    case = random_case(seed, max_nodes=3, max_jobs=3)
+def test_the_objective_is_the_stated_one(seed: int, mixed: bool) -> None:
+    case = random_case(seed, max_nodes=3, max_jobs=2, max_replicas=3, mixed=mixed)
+    if not usable_nodes(case.nodes):
+        return
     problem = AllocationProblem(build_cluster(case.jobs, case.nodes, case.base, TEMPLATE, 3))
     some = list(all_allocations(case))[:: 1 + seed]
     for allocations in some[:50]:
         cluster = build_cluster(case.jobs, case.nodes, allocations, TEMPLATE, 3)
-        order = [cluster.job_names.index(name) for name in problem.cluster.job_names]
-        state = cluster.base[order]
+        keys = [row_key(cluster, row) for row in range(len(cluster.shapes))]
+        rows = range(problem.shape[0])
+        state = cluster.base[[keys.index(row_key(problem.cluster, row)) for row in rows]]
         assert problem.fitness(state[None])[0] == pytest.approx(fitness(case, allocations))
+
+
+def row_key(cluster: Cluster, row: int) -> tuple[object, ...]:
+    return cluster.job_names[cluster.job_of[row]], id(cluster.shapes[row])
 
 
 def test_the_power_mean_by_hand() -> None:

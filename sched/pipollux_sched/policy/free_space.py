@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from .allocation import Allocation, shape_of
+from .cluster import Bools, Ints, room
 from .feasibility import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from .job_info import JobInfo, ReplicaShape
-from .problem import Bools, Ints, room
 
 
 def name_order(name: Any) -> tuple[str, str]:

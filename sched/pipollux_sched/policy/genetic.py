@@ -26,8 +26,9 @@ from pymoo.operators.selection.tournament import TournamentSelection
 from pymoo.operators.survival.rank_and_crowding import RankAndCrowding
 from pymoo.termination.max_gen import MaximumGenerationTermination
 
-from .candidates import Room, ladder
-from .problem import TOLERANCE, AllocationProblem, Floats, Ints
+from .candidates import Room, steps_of
+from .cluster import Bools, Floats, Ints
+from .problem import TOLERANCE, AllocationProblem
 from .repair import repair
 
 REAL_SHARE = 0.5
@@ -42,11 +43,11 @@ class Evolution:
     """The outcome of one run."""
 
     states: Ints
-    """(P, J, N): the last population."""
+    """(P, I, N): the last population."""
     objectives: Floats
     """(P, 2): minus the fitness, and the cluster size, of each."""
     best: Ints
-    """(J, N): the best state on real nodes that was ever met."""
+    """(I, N): the best state on real nodes that was ever met."""
     num_generations: int
 
 
@@ -63,7 +64,7 @@ def evolve(
 
     Args:
         problem: the problem.
-        start: (P, J, N), feasible; the first must use real nodes only.
+        start: (P, I, N), feasible; the first must use real nodes only.
         rng: the only source of chance.
         population: number of survivors of a generation.
         generations: number of generations at most.
@@ -179,9 +180,10 @@ class _Crossover(Crossover):  # type: ignore[misc]  # pymoo is untyped
     def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002  # pymoo's
         states = X.reshape(2, -1, *self._problem.shape)
         num_pairs = states.shape[1]
-        num_jobs, num_nodes = self._problem.shape
-        points = random_state.integers(num_jobs, size=(num_pairs, 1, 1))
-        first = np.arange(num_jobs)[:, None] < points
+        num_nodes = self._problem.shape[1]
+        points = random_state.integers(self._problem.cluster.num_jobs, size=(num_pairs, 1, 1))
+        # A job is exchanged whole, with all its rows.
+        first = self._problem.cluster.job_of[:, None] < points
         children = np.where(first, states, states[::-1])
         sizes = np.stack([self._problem.cluster_sizes(parent) for parent in states])
         sizes = random_state.integers(sizes.min(axis=0), sizes.max(axis=0) + 1, size=(2, num_pairs))
@@ -195,7 +197,7 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
     def __init__(self, problem: AllocationProblem) -> None:
         super().__init__()
         self._problem = problem
-        self._movable = np.flatnonzero(~problem.cluster.pinned)
+        self._movable = problem.cluster.movable_jobs
 
     def _do(self, problem: Problem, X: Ints, *_: Any, random_state: Any, **__: Any) -> Ints:  # noqa: ARG002  # pymoo's
         states = X.reshape(len(X), *self._problem.shape)
@@ -218,29 +220,48 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         # Template nodes are left alone half of the time, or hardly a state fits the real ones.
         hit[rng.random(len(states)) < 0.5, :, real:] = False
         counts = rng.integers(0, self._problem.fits + 1, size=states.shape)
-        return np.where(hit, counts, states)
+        drawn = np.where(hit, counts, states)
+        if self._problem.cluster.num_jobs == states.shape[1]:
+            return drawn
+        return np.where(self._draw_rows(states, rng)[:, :, None], drawn, 0)
+
+    def _draw_rows(self, states: Ints, rng: np.random.Generator) -> Bools:
+        """Choose a row of each job: mostly that which holds something; about one job changes."""
+        cluster = self._problem.cluster
+        stays = rng.random((len(states), cluster.num_jobs)) > 1.0 / cluster.num_jobs
+        score = rng.random(states.shape[:2]) + (states.any(axis=2) & stays[:, cluster.job_of])
+        best = np.maximum.reduceat(score, cluster.first_rows, axis=1)
+        rows: Bools = score == best[:, cluster.job_of]
+        return rows
 
     def _replace_jobs(self, state: Ints, rng: np.random.Generator) -> Ints:
         """Place one job anew, and first make room by taking another away and putting it back."""
-        problem = self._problem
-        limit = problem.cluster.num_real if rng.random() < 0.7 else problem.shape[1]
+        problem, cluster = self._problem, self._problem.cluster
+        limit = cluster.num_real if rng.random() < 0.7 else problem.shape[1]
         space = Room(problem, state, limit)
         chosen = rng.permutation(self._movable)[: 1 + rng.integers(3)]
+        before = [int(space.held(job).sum()) for job in chosen]
         for job in chosen:
             space.remove(job)
-        for job in chosen:
-            current = problem.cluster.base[job]
-            if rng.random() < 0.15 and space.accepts(job, current):
-                space.set_row(job, current)
+        for job, now in zip(chosen, before, strict=True):
+            home = int(cluster.base_rows[job])
+            if rng.random() < 0.15 and space.accepts(home, cluster.base[home]):
+                space.give(home, cluster.base[home])
                 continue
-            least, most = int(problem.min_replicas[job]), int(problem.max_replicas[job])
-            steps = ladder(int(state[job].sum()) // 2, least, most, int(problem.fits[job].max()))
+            row = self._draw_row(space.rows[job], cluster.spans[job], rng)
+            least, most = int(problem.min_replicas[row]), int(problem.max_replicas[row])
+            steps = steps_of(problem, row, now // 2)
             count = int(rng.choice(steps)) if steps and rng.random() < 0.5 else 0
             count = count or int(rng.integers(0, most + 1))
-            row = space.place(job, count) if count >= least else None
-            if row is not None:
-                space.set_row(job, row)
+            cells = space.place(row, count) if count >= least else None
+            if cells is not None:
+                space.give(row, cells)
         return space.state
+
+    @staticmethod
+    def _draw_row(now: int, span: range, rng: np.random.Generator) -> int:
+        """Leave a job its shape half of the time, where it has several."""
+        return now if len(span) == 1 or rng.random() < 0.5 else int(rng.choice(span))
 
 
 class _RealNodesSurvive(Survival):  # type: ignore[misc]  # pymoo is untyped

@@ -123,7 +123,10 @@ class JobInfo:
     @property
     def created(self) -> float:
         """`creation_timestamp` in seconds since the epoch, whichever way it was given."""
-        stamp = self.creation_timestamp
+        stamp: Any = self.creation_timestamp
+        if isinstance(stamp, tuple) and len(stamp) == 1:
+            # A trailing comma, as code written for AdaptDL has it in places.
+            stamp = stamp[0]
         return stamp.timestamp() if isinstance(stamp, datetime) else float(stamp)
 
     @cached_property

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .allocation import Allocation
+from .cluster import Floats
 from .feasibility import Allocations, Jobs, Nodes
 from .free_space import FreeSpace, name_order, slots_of
 from .job_info import JobInfo, NodeInfo, ReplicaShape
@@ -32,7 +33,6 @@ from .packing import (
     unchanged,
     user_shapes,
 )
-from .problem import Floats
 
 UNKNOWN_REMAINING_SECONDS = 3600.0
 """The least that a job which does not say is taken to need still, on one replica."""

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .allocation import Allocation
+from .cluster import Floats, Ints
 from .feasibility import Allocations, Jobs, Nodes
 from .free_space import FreeSpace, Request
 from .job_info import JobInfo, ReplicaShape
-from .problem import Floats, Ints
 
 S = TypeVar("S")
 

@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from .allocation import Allocation, shape_of
 from .candidates import starting_states
+from .cluster import Allocations, Cluster, Floats, Ints, build_cluster
+from .feasibility import is_pinned, usable_nodes
 from .genetic import Evolution, evolve
 from .job_info import JobInfo, NodeInfo
-from .problem import AllocationProblem, Cluster, Floats, Ints, build_cluster, room
+from .placement import place_arrival
+from .problem import AllocationProblem
 from .repair import repair
-
-MIN_UTILITY = 0.35
-MAX_UTILITY = 0.65
-"""The band of cluster utility within which the number of nodes is left as it is (the paper's)."""
+from .utility import UtilityBand, utility
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,14 @@ class PolluxPolicy:
         self._patience = patience
         self._previous: _Population | None = None
 
-    def allocate_job(self, job_info: JobInfo, nodes: Mapping[str, NodeInfo]) -> list[str]:
+    def __copy__(self) -> PolluxPolicy:
+        """Return a policy that answers as this one would, and whose use leaves this one alone."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._rng = copy.deepcopy(self._rng)
+        return other
+
+    def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
         """Place one arriving job without moving any other: the first node that has room.
 
         Args:
@@ -79,24 +89,18 @@ class PolluxPolicy:
             nodes: nodes with what is FREE on them.
 
         Returns:
-            `min_replicas` (at least one) replicas on one node, or nothing if no node has room.
+            `min_replicas` (at least one) replicas on one node, in the first of the job's shapes for
+            which there is room, or nothing.
         """
-        replicas = max(job_info.min_replicas, 1)
-        kinds = sorted(job_info.resources)
-        need = np.array([job_info.resources[kind] for kind in kinds])
-        for name in sorted(nodes, key=lambda name: (nodes[name].preemptible, str(name))):
-            free = np.array([nodes[name].resources.get(kind, 0) for kind in kinds])
-            if room(need, free) >= replicas:
-                return [name] * replicas
-        return []
+        return place_arrival(job_info, nodes)
 
     def optimize(
         self,
-        jobs: Mapping[str, JobInfo],
-        nodes: Mapping[str, NodeInfo],
-        base_allocations: Mapping[str, Sequence[str]],
+        jobs: Mapping[Any, JobInfo],
+        nodes: Mapping[Any, NodeInfo],
+        base_allocations: Allocations,
         node_template: NodeInfo,
-    ) -> tuple[dict[str, list[str]], int]:
+    ) -> tuple[dict[Any, Allocation], int]:
         """Allocate the whole cluster anew.
 
         Args:
@@ -111,20 +115,25 @@ class PolluxPolicy:
             than the current one where that is feasible; and the number of nodes that the paper's
             utility band advises. A job whose allocation is unchanged keeps its very list.
         """
-        if not jobs or not nodes:
-            return {name: [] for name in jobs}, 1 if jobs else 0
-        cluster = build_cluster(jobs, nodes, base_allocations, node_template, len(nodes))
+        usable = usable_nodes(nodes)
+        if not jobs or not usable:
+            return _what_stays(jobs, nodes, base_allocations), 1 if jobs else 0
+        cluster = build_cluster(jobs, nodes, base_allocations, node_template, len(usable))
         problem = AllocationProblem(cluster, self._power)
         evolution = self._evolve(problem)
         self._previous = _Population(evolution.states, cluster)
-        desired = _desired_nodes(problem, evolution.best, evolution)
-        return _allocations(cluster, evolution.best, base_allocations), desired
+        allocations = _allocations(cluster, evolution.best, base_allocations)
+        desired = _desired_nodes(cluster, allocations, evolution, nodes, node_template)
+        return allocations, desired
 
     def _evolve(self, problem: AllocationProblem) -> Evolution:
-        current = repair(problem, problem.cluster.base[None], self._rng)
+        # What cannot stay would only stand in the way of what can.
+        cluster = problem.cluster
+        staying = np.where(cluster.broken[:, None], 0, cluster.base)
+        current = repair(problem, staying[None], self._rng)
         start = [starting_states(problem, current[0])]
         if self._previous is not None:
-            carried = carry_over(self._previous.states, self._previous.cluster, problem.cluster)
+            carried = carry_over(self._previous.states, self._previous.cluster, cluster)
             start.append(repair(problem, carried, self._rng))
         return evolve(
             problem,
@@ -137,14 +146,14 @@ class PolluxPolicy:
 
 
 def carry_over(states: Ints, old: Cluster, new: Cluster) -> Ints:
-    """Bring states of an earlier cluster to a new one: (P, J, N) -> (P, J', N').
+    """Bring states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
 
-    Jobs that have come hold nothing, jobs that have gone are dropped; a node that has come takes
-    over what was planned for a template node. The result need not be feasible.
+    Jobs that have come hold nothing, jobs that have gone are dropped, and so are shapes; a node
+    that has come takes over what was planned for a template node. The result need not be feasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
-    jobs = {name: index for index, name in enumerate(old.job_names)}
-    pairs = [(jobs[name], j) for j, name in enumerate(new.job_names) if name in jobs]
+    rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}
+    pairs = [(rows[key], row) for row, key in enumerate(_row_keys(new)) if key in rows]
     if not pairs:
         return result
     source, target = (list(column) for column in zip(*pairs, strict=True))
@@ -152,44 +161,101 @@ def carry_over(states: Ints, old: Cluster, new: Cluster) -> Ints:
     spare = iter(range(old.num_real, old.base.shape[1]))
     names = [*new.node_names, *[None] * (new.base.shape[1] - new.num_real)]
     for n, name in enumerate(names):
-        column = known.get(name) if name is not None else None
+        column = known.get(name) if n < new.num_real else None
         column = next(spare, None) if column is None else column
         if column is not None:
             result[:, target, n] = states[:, source, column]
     return result
 
 
-def _allocations(
-    cluster: Cluster, state: Ints, base_allocations: Mapping[str, Sequence[str]]
-) -> dict[str, list[str]]:
-    result: dict[str, list[str]] = {}
-    for j, name in enumerate(cluster.job_names):
-        if not cluster.broken[j] and (state[j] == cluster.base[j]).all():
-            result[name] = list(base_allocations.get(name, ()))
-        else:
-            counts = zip(cluster.node_names, state[j], strict=False)
-            result[name] = [node for node, count in counts for _ in range(count)]
+def _row_keys(cluster: Cluster) -> list[tuple[Any, ...]]:
+    pairs = zip(cluster.job_of, cluster.shapes, strict=True)
+    return [(cluster.job_names[j], shape.num_stages, shape.gpu_type) for j, shape in pairs]
+
+
+def _what_stays(
+    jobs: Mapping[Any, JobInfo], nodes: Mapping[Any, NodeInfo], base: Allocations
+) -> dict[Any, Allocation]:
+    """Return allocations where nothing new can be put anywhere: pinned jobs keep what they have."""
+    result = {name: Allocation() for name in jobs}
+    for name, job in jobs.items():
+        held = base.get(name, ())
+        if is_pinned(job, held, nodes):
+            result[name] = Allocation(held, shape_of(job, held, nodes))
     return result
 
 
-def _desired_nodes(problem: AllocationProblem, best: Ints, evolution: Evolution) -> int:
+def _allocations(cluster: Cluster, state: Ints, base: Allocations) -> dict[Any, Allocation]:
+    result: dict[Any, Allocation] = {}
+    for j, name in enumerate(cluster.job_names):
+        span = cluster.spans[j]
+        kept = (state[span] == cluster.base[span]).all() and not cluster.broken[span[0]]
+        if kept:
+            held = base.get(name, ())
+            result[name] = Allocation(held, cluster.shapes[cluster.base_rows[j]] if held else None)
+        else:
+            row = cluster.held_row(j, state)
+            result[name] = _as_names(cluster, row, state[row], cluster.node_names)
+    return result
+
+
+def _as_names(cluster: Cluster, row: int, cells: Ints, names: Sequence[Any]) -> Allocation:
+    counts = zip(names, cells.tolist(), strict=False)
+    placed = [node for node, count in counts for _ in range(count)]
+    return Allocation(placed, cluster.shapes[row] if placed else None)
+
+
+def _desired_nodes(
+    cluster: Cluster,
+    allocations: Mapping[Any, Allocation],
+    evolution: Evolution,
+    nodes: Mapping[Any, NodeInfo],
+    template: NodeInfo,
+) -> int:
     """Advise a number of nodes: as it is if the utility is in the band, else nearest its middle.
 
     A utility above the band only ever asks for more nodes, one below it only for fewer.
     """
-    num_real = problem.cluster.num_real
-    now = float(problem.utilities(best[None])[0])
-    if MIN_UTILITY <= now <= MAX_UTILITY:
-        return num_real
+    band, jobs = UtilityBand(), dict(zip(cluster.job_names, cluster.jobs, strict=True))
+    used = {node for allocation in allocations.values() for node in allocation}
+    now = utility(jobs, {name: nodes[name] for name in used}, allocations)
+    if band.low <= now <= band.high:
+        return cluster.num_real
     front = _front(evolution.objectives)
-    sizes = evolution.objectives[front, 1]
-    wanted = sizes > num_real if now > MAX_UTILITY else sizes < num_real
-    front, sizes = front[wanted], sizes[wanted]
-    utilities = np.append(problem.utilities(evolution.states[front]), now)
-    sizes = np.append(sizes, num_real)
-    distance = np.abs(utilities - (MIN_UTILITY + MAX_UTILITY) / 2)
-    nearest = np.isclose(distance, distance.min())
-    return int(max(sizes[nearest].max(), 1))
+    sizes = evolution.objectives[front, 1].astype(int)
+    wanted = sizes > cluster.num_real if now > band.high else sizes < cluster.num_real
+    options = [(abs(now - band.target), -cluster.num_real)]
+    for index, size in zip(front[wanted], sizes[wanted], strict=True):
+        value = _state_utility(cluster, evolution.states[index], jobs, nodes, template)
+        options.append((abs(value - band.target), -int(size)))
+    nearest = min(distance for distance, _ in options)
+    return max(*(-size for distance, size in options if np.isclose(distance, nearest)), 1)
+
+
+def _state_utility(
+    cluster: Cluster,
+    state: Ints,
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+    template: NodeInfo,
+) -> float:
+    """Return the utility of the nodes that a state uses, some of them templates."""
+    rented = [_Rented(number) for number in range(state.shape[1] - cluster.num_real)]
+    names = [*cluster.node_names, *rented]
+    known = {name: nodes[name] for name in cluster.node_names} | dict.fromkeys(rented, template)
+    allocations: dict[Any, Allocation] = {}
+    for j, name in enumerate(cluster.job_names):
+        row = cluster.held_row(j, state)
+        allocations[name] = _as_names(cluster, row, state[row], names)
+    used = {node for allocation in allocations.values() for node in allocation}
+    return utility(jobs, {name: known[name] for name in used}, allocations)
+
+
+@dataclass(frozen=True)
+class _Rented:
+    """The name of a template node; no real node's name is equal to it."""
+
+    number: int
 
 
 def _front(objectives: Floats) -> Ints:

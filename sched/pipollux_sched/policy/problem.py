@@ -1,39 +1,35 @@
 """The allocation problem of Pollux (OSDI'21, §4.2), with replicas that are never split.
 
-Symbols: J jobs, N nodes (the real ones first, then template nodes that could be rented), T kinds of
-resources. A state s is an integer array of shape (J, N): s[j, n] replicas of job j on node n. It is
+Symbols: J jobs, each in one row or several, I rows in all (`cluster`: a row is a job in one of its
+shapes), N nodes (the real ones first, then template nodes that could be rented), T kinds of
+resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n. It is
 feasible when
 
-    Σ_j s[j, n] · need[j, t] ≤ capacity[n, t]             a replica lies on one node, whole
-    s[j] = 0  or  min_j ≤ Σ_n s[j, n] ≤ max_j
-    s[j] = base[j]                                       for every pinned job j
+    Σ_i s[i, n] · need[i, t] ≤ capacity[n, t]             a replica lies on one node, whole
+    s[i] = 0  for all rows of a job but one              a job runs in one shape
+    s[i, n] = 0  unless allowed[i, n]                    the shape is for the node's GPUs
+    s[i] = 0  or  min_i ≤ Σ_n s[i, n] ≤ max_i
+    s[i] = base[i]                                       for every row of a pinned job
     at most one distributed job (more than one node) on any node, pinned jobs not counted
 
 and it is judged by two objectives, both minimised: minus the fitness, and the cluster size.
 
     fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
-    v_j     = speedup_j(nodes, replicas) / speedup_j(fair share) · restart_j
+    v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · restart_j
     restart = max(age − restarts · cost, 0) / (age + cost)   if a running job is changed, else 1
 
-The fair share of a job is what it could hold of 1/J of the real cluster, rounded up. The floor
-keeps the mean defined where a job holds nothing: such a job counts as one that makes `FLOOR` of its
-fair share's progress, so starting it is worth more than anything that growing another can gain.
+The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
+several shapes, the one that makes most of it counts. The floor keeps the mean defined where a job
+holds nothing: such a job counts as one that makes `FLOOR` of its fair share's progress, so starting
+it is worth more than anything that growing another can gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
-from .job_info import JobInfo, NodeInfo
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
+from .cluster import Bools, Cluster, Floats, Ints, room
+from .job_info import JobInfo, SpeedupCallable
 
 FLOOR = 0.01
 """The least value of a job in the power mean."""
@@ -52,85 +48,6 @@ def restart_factor(job: JobInfo) -> float:
     return max(job.age - lost, 0.0) / total if total > 0 else 1.0
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Jobs and nodes as arrays, in the order that all states share."""
-
-    job_names: Sequence[str]
-    jobs: Sequence[JobInfo]
-    node_names: Sequence[str]
-    """The real nodes only."""
-    needs: Ints
-    """(J, T): what one replica holds."""
-    capacity: Ints
-    """(N, T): what a node has; real nodes first, then templates."""
-    base: Ints
-    """(J, N): the current allocations."""
-    pinned: Bools
-    """(J,): allocated and not preemptible."""
-    broken: Bools
-    """(J,): runs on a node that is gone, so it has to be restarted whatever is decided."""
-
-    @property
-    def num_real(self) -> int:
-        """Number of real nodes."""
-        return len(self.node_names)
-
-
-def build_cluster(
-    jobs: Mapping[str, JobInfo],
-    nodes: Mapping[str, NodeInfo],
-    base_allocations: Mapping[str, Sequence[str]],
-    template: NodeInfo,
-    num_templates: int,
-) -> Cluster:
-    """Bring jobs and nodes into a fixed order, whatever the order of the mappings.
-
-    Nodes that may be taken away come last. Pinned jobs come first, then those with the lowest
-    `min_replicas`, then the oldest.
-    """
-    node_names = sorted(nodes, key=lambda name: (nodes[name].preemptible, str(name)))
-    index = {name: number for number, name in enumerate(node_names)}
-    whole = {name: set(base_allocations.get(name, ())) <= index.keys() for name in jobs}
-
-    def pins(name: str) -> bool:
-        # A job that lost a node has to move, pinned or not.
-        return not jobs[name].preemptible and bool(base_allocations.get(name)) and whole[name]
-
-    job_names = sorted(
-        jobs, key=lambda n: (not pins(n), jobs[n].min_replicas, jobs[n].created, str(n))
-    )
-    infos = [nodes[name] for name in node_names] + [template] * num_templates
-    kinds = sorted({kind for job in jobs.values() for kind in job.resources})
-    base = np.zeros((len(jobs), len(infos)), dtype=np.int64)
-    for j, name in enumerate(job_names):
-        for node in base_allocations.get(name, ()):
-            if node in index:
-                base[j, index[node]] += 1
-    return Cluster(
-        job_names=job_names,
-        jobs=[jobs[name] for name in job_names],
-        node_names=node_names,
-        needs=_amounts([jobs[name] for name in job_names], kinds),
-        capacity=_amounts(infos, kinds),
-        base=base,
-        pinned=np.array([pins(name) for name in job_names], dtype=bool),
-        broken=np.array([not whole[name] for name in job_names], dtype=bool),
-    )
-
-
-def _amounts(infos: Sequence[JobInfo | NodeInfo], kinds: Sequence[str]) -> Ints:
-    rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
-    return np.array(rows, dtype=np.int64).reshape(len(infos), len(kinds))
-
-
-def room(needs: Ints, free: Ints) -> Ints:
-    """Return how many replicas fit: needs (T,), free (..., T) -> (...,)."""
-    asked = needs > 0
-    counts: Ints = (free[..., asked] // needs[asked]).min(axis=-1)
-    return np.maximum(counts, 0)
-
-
 class AllocationProblem:
     """Judges states of one `Cluster`; see the module's text for every symbol.
 
@@ -144,53 +61,74 @@ class AllocationProblem:
         self.power = power
         self.shape = cluster.base.shape
         jobs = cluster.jobs
-        taken = np.einsum("jn,jt->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
+        taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
         self.free: Ints = np.maximum(cluster.capacity - taken, 0)
         """(N, T): what pinned jobs leave."""
-        self.fits: Ints = np.stack([room(need, self.free) for need in cluster.needs])
-        """(J, N): replicas of a job on a node that holds nothing else but pinned jobs."""
-        self.min_replicas: Ints = np.array([max(job.min_replicas, 1) for job in jobs])
-        most = np.array([job.max_replicas for job in jobs])
-        self.max_replicas: Ints = np.minimum(most, self.fits.sum(axis=1))
-        """(J,): not more than fit; may be below `min_replicas`, and then the job gets nothing."""
+        self.fits: Ints = self._room(self.free)
+        """(I, N): replicas of a row on a node that holds nothing else but pinned jobs."""
+        self.min_replicas: Ints = np.array([max(jobs[j].min_replicas, 1) for j in cluster.job_of])
+        """(I,)"""
+        pairs = zip(cluster.job_of, cluster.shapes, strict=True)
+        self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
+        self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
+        """(I,): not more than fit; may be below `min_replicas`, and then the row stays empty."""
         self.factors: Floats = np.array([restart_factor(job) for job in jobs])
-        self.running: Bools = cluster.base.any(axis=1) | cluster.broken
-        self._speedups = [_SpeedupTable(job) for job in jobs]
+        """(J,)"""
+        self.running: Bools = cluster.extents[:, 1] > 0
+        """(J,): whether the job holds anything now."""
+        self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
-        """(J,): the largest share of any resource of the real nodes that one replica holds."""
+        """(I,): the largest share of any resource of the real nodes that the row may use, that one
+        replica holds."""
         self.fair: Floats = self._fair_speedups()
         """(J,): speedup on the fair share."""
+        self._pinned_speedups = self._speedups_of_pinned()
+
+    def _room(self, free: Ints) -> Ints:
+        counts: Ints = np.stack([room(need, free) for need in self.cluster.needs])
+        return counts * self.cluster.allowed
 
     def _dominant_shares(self) -> Floats:
-        total = self.cluster.capacity[: self.cluster.num_real].sum(axis=0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(self.cluster.needs > 0, self.cluster.needs / total, 0.0)
+        num_real = self.cluster.num_real
+        total = self.cluster.allowed[:, :num_real] @ self.cluster.capacity[:num_real]
+        # Of what no real node has, a replica takes all there is.
+        shares = np.where(total > 0, self.cluster.needs / np.maximum(total, 1), 1.0)
+        shares[self.cluster.needs == 0] = 0.0
         dominant: Floats = shares.max(axis=1)
         return dominant
 
     def _fair_speedups(self) -> Floats:
-        fair = np.ones(len(self.cluster.jobs))
-        for j, job in enumerate(self.cluster.jobs):
-            per_node = max(int(room(self.cluster.needs[j], self.cluster.capacity).max()), 1)
-            share = np.ceil(1.0 / (self.shares[j] * len(fair)) - TOLERANCE)
-            replicas = int(np.clip(share, self.min_replicas[j], job.max_replicas))
-            nodes = -(-replicas // per_node)
-            value = self.speedup(j, np.array([nodes]), np.array([replicas]))[0]
-            fair[j] = value if value > 0 else 1.0
-        return fair
+        per_node = self._room(self.cluster.capacity).max(axis=1)
+        speedups = np.zeros(len(self.shares))
+        for i in np.flatnonzero(per_node).tolist():
+            share = np.ceil(1.0 / (self.shares[i] * self.cluster.num_jobs) - TOLERANCE)
+            replicas = int(min(max(share, self.min_replicas[i]), self._most[i]))
+            nodes = -(-replicas // int(per_node[i]))
+            speedups[i] = self.speedup(i, np.array([nodes]), np.array([replicas]))[0]
+        fair: Floats = np.maximum.reduceat(speedups, self.cluster.first_rows)
+        return np.where(fair > 0, fair, 1.0)
 
-    def speedup(self, job: int, num_nodes: Ints, num_replicas: Ints) -> Floats:
-        """Return a job's speedup over one replica; (P,), (P,) -> (P,)."""
-        return self._speedups[job](num_nodes, num_replicas)
+    def _speedups_of_pinned(self) -> Floats:
+        """Return the speedups of pinned jobs, also where they lie on nodes that drain; else 0."""
+        speedups = np.zeros(self.cluster.num_jobs)
+        for job in np.flatnonzero(self.cluster.pinned[self.cluster.first_rows]).tolist():
+            row = int(self.cluster.base_rows[job])
+            nodes, replicas = self.cluster.extents[job]
+            speedups[job] = self.speedup(row, np.array([nodes]), np.array([replicas]))[0]
+        return speedups
 
-    def job_values(self, job: int, rows: Ints) -> Floats:
-        """Return v_j of rows of one job: (P, N) -> (P,)."""
-        speedups = self.speedup(job, np.count_nonzero(rows, axis=1), rows.sum(axis=1))
-        values: Floats = speedups / self.fair[job]
-        if not self.running[job]:
-            return values
-        changed = self.cluster.broken[job] | (rows != self.cluster.base[job]).any(axis=1)
-        values[changed] *= self.factors[job]
+    def speedup(self, row: int, num_nodes: Ints, num_replicas: Ints) -> Floats:
+        """Return a job's speedup in a row; (P,), (P,) -> (P,)."""
+        return self._speedups[row](num_nodes, num_replicas)
+
+    def row_values(self, row: int, cells: Ints) -> Floats:
+        """Return v of a job that holds nothing but these cells of one row: (P, N) -> (P,)."""
+        num_nodes, num_replicas = np.count_nonzero(cells, axis=1), cells.sum(axis=1)
+        job = self.cluster.job_of[row]
+        values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
+        if self.running[job]:
+            changed = self.cluster.broken[row] | (cells != self.cluster.base[row]).any(axis=1)
+            values[changed] *= self.factors[job]
         return values
 
     def losses(self, values: Floats) -> Floats:
@@ -199,55 +137,48 @@ class AllocationProblem:
         return terms
 
     def values(self, states: Ints) -> Floats:
-        """Return v: (P, J, N) -> (P, J)."""
-        columns = [self.job_values(j, states[:, j]) for j in range(self.shape[0])]
-        return np.stack(columns, axis=1)
+        """Return v: (P, I, N) -> (P, J)."""
+        # Rows that hold nothing are worth 0, so a job's value is the sum over its rows.
+        speedups = self._job_speedups(states)
+        changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
+        changed |= self.cluster.broken[self.cluster.first_rows]
+        values: Floats = speedups / self.fair
+        return np.where(changed & self.running, values * self.factors, values)
+
+    def _job_speedups(self, states: Ints) -> Floats:
+        """(P, I, N) -> (P, J)."""
+        num_nodes, num_replicas = np.count_nonzero(states, axis=2), states.sum(axis=2)
+        columns = [
+            self.speedup(i, num_nodes[:, i], num_replicas[:, i]) for i in range(states.shape[1])
+        ]
+        speedups = np.add.reduceat(np.stack(columns, axis=1), self.cluster.first_rows, axis=1)
+        pinned = self.cluster.pinned[self.cluster.first_rows]
+        return np.where(pinned, self._pinned_speedups, speedups)
 
     def fitness(self, states: Ints) -> Floats:
-        """Return the power mean: (P, J, N) -> (P,)."""
+        """Return the power mean: (P, I, N) -> (P,)."""
         mean = np.abs(self.losses(self.values(states)).mean(axis=1))
         fitness: Floats = mean ** (1.0 / self.power)
         return fitness
 
     def cluster_sizes(self, states: Ints) -> Ints:
-        """Return the number of nodes up to the last that is used: (P, J, N) -> (P,)."""
+        """Return the number of nodes up to the last that is used: (P, I, N) -> (P,)."""
         numbers = np.arange(1, self.shape[1] + 1)
         sizes: Ints = np.where(states.any(axis=1), numbers, 0).max(axis=1)
         return sizes
 
     def num_changed(self, states: Ints) -> Ints:
-        """Return how many jobs' allocations differ from the current ones: (P, J, N) -> (P,)."""
-        changed: Ints = np.count_nonzero((states != self.cluster.base).any(axis=2), axis=1)
-        return changed
-
-    def utilities(self, states: Ints) -> Floats:
-        """Return the cluster's utility, in [0, 1]: (P, J, N) -> (P,).
-
-        Speedup per replica, weighted by the share of the nodes in use that the job holds, of the
-        resource for which that is largest (the paper's §4.2.2, used for autoscaling).
-        """
-        used = states.any(axis=1)
-        total = np.einsum("pn,nt->pt", used, self.cluster.capacity)
-        replicas = states.sum(axis=2)
-        held = replicas[:, :, None] * self.cluster.needs
-        shares = held / np.maximum(total, 1)[:, None, :]
-        speedups = np.stack(
-            [
-                self.speedup(j, np.count_nonzero(states[:, j], axis=1), replicas[:, j])
-                for j in range(self.shape[0])
-            ],
-            axis=1,
-        )
-        ideal = speedups / np.maximum(replicas, 1)
-        utilities: Floats = (ideal[:, :, None] * shares).sum(axis=1).max(axis=1)
-        return utilities
+        """Return how many jobs' allocations differ from the current ones: (P, I, N) -> (P,)."""
+        changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
+        count: Ints = np.count_nonzero(changed, axis=1)
+        return count
 
 
 class _SpeedupTable:
-    """Speedups of one job, asked for once each: a speedup function may be slow."""
+    """Speedups of one row, asked for once each: a speedup function may be slow."""
 
-    def __init__(self, job: JobInfo) -> None:
-        self._function = job.speedup_fn
+    def __init__(self, function: SpeedupCallable) -> None:
+        self._function = function
         self._table = np.zeros((1, 1))
 
     def __call__(self, num_nodes: Ints, num_replicas: Ints) -> Floats:

@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .allocation import Allocation
+from .cluster import Floats
 from .feasibility import Allocations, Jobs, Nodes, usable_nodes
 from .free_space import FreeSpace, by_arrival, name_order
 from .job_info import JobInfo, NodeInfo
-from .packing import answer, least_replicas, num_nodes_as_is, pack, place_alone
-from .problem import Floats
+from .packing import answer, num_nodes_as_is, pack
+from .placement import place_arrival
 from .sia_program import Column, Limit, NodeKind, configurations, cost, current_column, solve
 
 _AGE_WEIGHT = 1e-4
@@ -81,7 +82,7 @@ class SiaPolicy:
         Returns:
             Its replicas' nodes, or nothing if there is no room.
         """
-        return place_alone(job_info, nodes, least_replicas(job_info))
+        return place_arrival(job_info, nodes)
 
     def optimize(
         self,

@@ -24,10 +24,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from .allocation import Allocation
+from .cluster import Floats, Ints
 from .free_space import Request, chosen_on, slots_of
 from .job_info import JobInfo, ReplicaShape
 from .packing import least_replicas, speedups
-from .problem import Floats, Ints, restart_factor
+from .problem import restart_factor
 
 
 @dataclass(frozen=True)

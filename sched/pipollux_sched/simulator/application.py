@@ -103,8 +103,8 @@ class Application(Protocol):
     def completion_epoch(self, batch_size: int) -> int:
         """Return the epoch after whose end a job is done."""
 
-    def max_replicas(self) -> int:
-        """Return the most replicas that the application can run on."""
+    def max_replicas(self, batch_size: int | None = None) -> int:
+        """Return the most replicas that can share a batch; None: the largest batch."""
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
         """Return what a new job knows; `batch_size`: fixed by its user, else it adapts."""

@@ -1,0 +1,154 @@
+"""Renting nodes and giving them back: the hook between the advice on their number and a cloud.
+
+`autoscale` says how many nodes there should be and `plan_nodes` which can be done without; an
+`Expander` makes it so. What it takes differs from place to place, so the one that is here runs a
+command of the operator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import string
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+FIELDS = ("desired", "current", "release")
+"""What an expander command may name, in braces."""
+
+
+class ExpanderError(Exception):
+    """The number of nodes could not be changed; the text is one clear sentence."""
+
+
+class Expander(Protocol):
+    """Changes the number of nodes. Renting takes minutes, so `request` need not wait for it.
+
+    `desired_nodes` is `NodePlan.num_nodes`, and `release` its nodes of that name.
+    """
+
+    def num_nodes(self) -> int:
+        """Return how many nodes there are now."""
+
+    def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
+        """Ask for a number of nodes; asking again for the same must do no harm.
+
+        Args:
+            desired_nodes: how many there should be.
+            release: nodes to give back, by name; nothing runs on them any more, and no others may
+                be taken away.
+
+        Raises:
+            ExpanderError: it could not be asked for.
+        """
+
+
+class CommandExpander:
+    """Runs a command of the operator's with the number of nodes, without a shell.
+
+    Args:
+        command: program and arguments, quoted as in a shell; `{desired}` stands for the number of
+            nodes, `{current}` for the present one, `{release}` for the names of nodes to give back,
+            with commas between. The first must be there.
+        count: tells how many nodes there are, as the backend sees them.
+        timeout: seconds after which the command, and all that it started, is ended.
+
+    Raises:
+        ValueError: the command is empty, cannot be split, or its fields are not the right ones.
+
+    Example:
+        >>> expander = CommandExpander("true --nodes {desired}", count=lambda: 3)
+        >>> expander.request(5)
+        >>> expander.num_nodes()
+        3
+    """
+
+    def __init__(self, command: str, *, count: Callable[[], int], timeout: float = 60.0) -> None:
+        self._arguments = _parse(command)
+        self._command = command
+        self._count = count
+        if not timeout > 0:
+            raise ValueError(f"timeout: {timeout} must be more than 0 seconds")
+        self._timeout = timeout
+
+    def num_nodes(self) -> int:
+        """Return how many nodes there are now."""
+        return self._count()
+
+    def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
+        """Run the command.
+
+        Raises:
+            ExpanderError: it could not be started, did not end in time, or did not exit with 0.
+        """
+        values = {
+            "desired": str(desired_nodes),
+            "current": str(self.num_nodes()),
+            "release": ",".join(release),
+        }
+        arguments = [argument.format_map(values) for argument in self._arguments]
+        status, output = self._run(arguments)
+        if status != 0:
+            how = f"exited with {status}" if status > 0 else f"was ended by signal {-status}"
+            said = f"; its last words: {output}" if output else ""
+            raise ExpanderError(
+                f"the expander command {shlex.join(arguments)!r} {how}, so the number of nodes "
+                f"stays as it is{said}"
+            )
+
+    def _run(self, arguments: list[str]) -> tuple[int, str]:
+        """Return the exit status and the last line that was written."""
+        try:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ExpanderError(
+                f"the expander command {self._command!r} cannot be started: {error}"
+            ) from error
+        with process:
+            try:
+                output, _ = process.communicate(timeout=self._timeout)
+            except BaseException as error:  # whatever ends the wait, nothing may be left running
+                # Its children, too: they may hold the pipe open, and would be waited for.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise ExpanderError(
+                    f"the expander command {shlex.join(arguments)!r} did not end within "
+                    f"{self._timeout:g} s and was killed; let it only ask for nodes and not wait "
+                    "for them, or allow it more time"
+                ) from None
+        lines = output.strip().splitlines()
+        return process.returncode, lines[-1] if lines else ""
+
+
+def _parse(command: str) -> list[str]:
+    """Split a command, and check the fields that it names."""
+    try:
+        arguments = shlex.split(command)
+        fields = {
+            name
+            for argument in arguments
+            for _, name, _, _ in string.Formatter().parse(argument)
+            if name is not None
+        }
+    except ValueError as error:
+        raise ValueError(f"expander command: {command!r} cannot be read: {error}") from error
+    if not fields <= set(FIELDS) or "desired" not in fields:
+        named = ", ".join(f"{{{name}}}" for name in sorted(fields)) or "no field"
+        raise ValueError(
+            f"expander command: {command!r} names {named}; it must name {{desired}}, and may name "
+            "{current} and {release} (other braces are written twice)"
+        )
+    return arguments

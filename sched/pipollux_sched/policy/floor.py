@@ -1,0 +1,86 @@
+"""The nodes while jobs are put on them: what is free, and where distributed jobs lie.
+
+A replica lies whole on one node. A job on several nodes is distributed, and a node carries at most
+one such; so a node with room may still be closed to a distributed job.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+
+from .options import Bools, Instance, Ints, Row, room
+
+
+class Floor:
+    """What is left of the nodes.
+
+    Args:
+        instance: the nodes.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self.free: Ints = instance.free.copy()
+        """(N, T)."""
+        self._distributed = np.zeros(len(instance.node_names), dtype=np.int64)
+
+    def put(self, row: Row, need: Ints) -> None:
+        """Put a job's replicas on their nodes."""
+        self._change(row, need, 1)
+
+    def take(self, row: Row, need: Ints) -> None:
+        """Take a job's replicas off their nodes."""
+        self._change(row, need, -1)
+
+    def find(self, need: Ints, allowed: Bools, num_replicas: int) -> Row | None:
+        """Find nodes for replicas: one node, the tightest, else as few as possible.
+
+        Args:
+            need: of one replica, (T,).
+            allowed: nodes whose GPUs are of the right type, (N,).
+            num_replicas: how many.
+
+        Returns:
+            The row, or None where they do not fit.
+        """
+        counts = np.where(allowed, room(need, self.free), 0)
+        node = _tightest(counts, num_replicas)
+        if node is not None:
+            return ((node, num_replicas),)
+        counts[self._distributed > 0] = 0
+        row: list[tuple[int, int]] = []
+        left = num_replicas
+        for node in np.argsort(-counts, kind="stable").tolist():
+            if counts[node] >= left:
+                last = _tightest(counts, left)
+                assert last is not None  # noqa: S101  # this very node has room
+                row.append((last, left))
+                return tuple(sorted(row))
+            if counts[node] == 0:
+                return None
+            row.append((node, int(counts[node])))
+            left -= int(counts[node])
+            counts[node] = 0
+        return None
+
+    def accepts(self, row: Row, need: Ints) -> bool:
+        """Tell whether a job could be put on these nodes."""
+        nodes = np.array([node for node, _ in row], dtype=np.int64)
+        counts = np.array([count for _, count in row], dtype=np.int64)
+        if len(row) > 1 and self._distributed[nodes].any():
+            return False
+        return bool((room(need, self.free[nodes]) >= counts).all())
+
+    def _change(self, row: Row, need: Ints, sign: int) -> None:
+        for node, count in row:
+            self.free[node] -= sign * count * need
+            self._distributed[node] += sign * (len(row) > 1)
+
+
+def _tightest(counts: Ints, num_replicas: int) -> int | None:
+    """Return the first of the nodes with just enough room, if one has enough."""
+    enough = counts >= num_replicas
+    if not enough.any():
+        return None
+    return int(np.where(enough, counts, np.iinfo(np.int64).max).argmin())
