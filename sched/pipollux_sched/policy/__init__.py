@@ -15,6 +15,7 @@ from .autoscaling import (
 from .completion_time import CompletionTime
 from .exact import Certificate, ExactPolicy
 from .feasibility import is_pinned, must_move, usable_nodes, violations
+from .fifo import FifoPolicy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -23,7 +24,10 @@ from .job_info import (
     SpeedupCallable,
 )
 from .objective import FairSpeedup, Objective, Worth
+from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
+from .sia import SiaPolicy
+from .tiresias import TiresiasPolicy
 from .utility import UtilityBand, utility
 
 __all__ = [
@@ -35,13 +39,17 @@ __all__ = [
     "CompletionTime",
     "ExactPolicy",
     "FairSpeedup",
+    "FifoPolicy",
     "JobInfo",
     "NodeInfo",
     "NodePlan",
     "Objective",
+    "OptimusPolicy",
     "PolluxPolicy",
     "ReplicaShape",
+    "SiaPolicy",
     "SpeedupCallable",
+    "TiresiasPolicy",
     "UtilityBand",
     "Worth",
     "autoscale",
