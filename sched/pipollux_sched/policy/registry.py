@@ -1,0 +1,52 @@
+"""The policies by name, for command lines and benchmarks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from .exact import ExactPolicy
+from .fifo import FifoPolicy
+from .interface import Policy
+from .optimus import OptimusPolicy
+from .pollux import PolluxPolicy
+from .sia import SiaPolicy
+from .tiresias import TiresiasPolicy
+
+Factory: TypeAlias = Callable[[int], Policy]
+"""Makes a policy for a seed; those that draw nothing take no notice of it."""
+
+DEFAULT_POLICY = "pollux"
+"""Who decides where nobody is named."""
+
+POLICIES: Mapping[str, Factory] = {
+    "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # draws nothing
+    "pollux": lambda seed: PolluxPolicy(seed=seed),
+    "sia": lambda seed: SiaPolicy(),  # noqa: ARG005  # draws nothing
+    "optimus": lambda seed: OptimusPolicy(),  # noqa: ARG005  # draws nothing
+    "tiresias": lambda seed: TiresiasPolicy(),  # noqa: ARG005  # draws nothing
+    "fifo": lambda seed: FifoPolicy(),  # noqa: ARG005  # draws nothing
+}
+"""Every policy with its defaults, by name."""
+
+
+def make_policy(name: str = DEFAULT_POLICY, *, seed: int = 0) -> Policy:
+    """Return a new policy.
+
+    Args:
+        name: one of `POLICIES`.
+        seed: of its random numbers, if it draws any.
+
+    Raises:
+        ValueError: no policy has this name; the message names those that there are.
+
+    Example:
+        >>> type(make_policy("pollux", seed=3)).__name__
+        'PolluxPolicy'
+    """
+    if name not in POLICIES:
+        close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
+    return POLICIES[name](seed)
