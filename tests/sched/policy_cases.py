@@ -18,10 +18,16 @@ from hypothesis import strategies as st
 
 from pipollux_sched.policy import (
     Allocation,
+    ExactPolicy,
+    FairSpeedup,
+    FifoPolicy,
     JobInfo,
     NodeInfo,
+    OptimusPolicy,
     PolluxPolicy,
     ReplicaShape,
+    SiaPolicy,
+    TiresiasPolicy,
     is_pinned,
     must_move,
     shape_of,
@@ -44,7 +50,15 @@ class Entry(NamedTuple):
 
 
 POLICIES: dict[str, Entry] = {
+    "exact": Entry(ExactPolicy),
+    # In Pollux's objective only who runs pays for a move: whoever was sent away is weighed anew.
+    "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup()), searches=True),
     "pollux": Entry(lambda: PolluxPolicy(population=16, generations=8), searches=True),
+    # Without backfilling, an arriving job waits for the next `optimize` (test_baselines.py).
+    "fifo": Entry(lambda: FifoPolicy(backfill=True)),
+    "tiresias": Entry(TiresiasPolicy),
+    "optimus": Entry(OptimusPolicy),
+    "sia": Entry(SiaPolicy),
 }
 """Every policy, by name; test_policy_rules.py holds all of them to docs/policies.md."""
 

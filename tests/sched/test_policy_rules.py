@@ -117,7 +117,7 @@ def test_where_nothing_can_be_put_only_pinned_jobs_hold_something(policy: str) -
 
 @every_policy
 def test_names_may_be_any_hashable(policy: str) -> None:
-    nodes = {(n, "rack"): NodeInfo({"slots": 2}) for n in range(2)}
+    nodes = {(n, "rack"): NodeInfo({"slots": 3}) for n in range(2)}
     jobs = {j: JobInfo({"slots": 1}, scaling(0.1), float(j), 1, 2) for j in range(3)}
     answer, _ = POLICIES[policy].make().optimize(jobs, nodes, {}, nodes[0, "rack"])
     assert violations(Case(jobs, nodes, {}), answer) == []

@@ -12,7 +12,10 @@ from .autoscaling import (
     plan_nodes,
     release_order,
 )
+from .completion_time import CompletionTime
+from .exact import Certificate, ExactPolicy
 from .feasibility import is_pinned, must_move, usable_nodes, violations
+from .fifo import FifoPolicy
 from .interface import Policy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
@@ -21,8 +24,12 @@ from .job_info import (
     ReplicaShape,
     SpeedupCallable,
 )
+from .objective import FairSpeedup, Objective, Worth
+from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
+from .sia import SiaPolicy
+from .tiresias import TiresiasPolicy
 from .utility import UtilityBand, utility
 
 __all__ = [
@@ -32,14 +39,24 @@ __all__ = [
     "Allocation",
     "AutoscalingRules",
     "AutoscalingState",
+    "Certificate",
+    "CompletionTime",
+    "ExactPolicy",
+    "FairSpeedup",
+    "FifoPolicy",
     "JobInfo",
     "NodeInfo",
     "NodePlan",
+    "Objective",
+    "OptimusPolicy",
     "Policy",
     "PolluxPolicy",
     "ReplicaShape",
+    "SiaPolicy",
     "SpeedupCallable",
+    "TiresiasPolicy",
     "UtilityBand",
+    "Worth",
     "autoscale",
     "best_size",
     "is_pinned",
