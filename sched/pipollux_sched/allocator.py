@@ -26,6 +26,7 @@ from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.explanation import explain
 from pipollux_sched.inventory import (
     free_resources,
+    including,
     job_info,
     node_template,
     preferring,
@@ -74,8 +75,9 @@ class Candidate:
             return self
         if not answer:
             return replace(self, allocation=())
-        stages = told or shape_of(self.info, answer, nodes).num_stages
-        return replace(self, allocation=tuple(answer), num_stages=stages)
+        shape = shape_with(self.info, told) if told else shape_of(self.info, answer, nodes)
+        info = including(self.info, shape)
+        return replace(self, info=info, allocation=tuple(answer), num_stages=shape.num_stages)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ class PolicyStrategy:
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
         """Ask the policy for a start, in as many stages as the job ran with last if it can be."""
-        return self.policy.allocate_job(preferring(candidate.info, candidate.num_stages), free)
+        info = preferring(candidate.info, candidate.num_stages)
+        answer = self.policy.allocate_job(info, free)
+        if not answer or isinstance(answer, Allocation):
+            return answer
+        return Allocation(answer, shape_of(info, answer, free))
 
     def optimize(
         self, candidates: Sequence[Candidate], nodes: Nodes
@@ -203,7 +209,7 @@ def _differ(old: Candidate, new: Candidate) -> bool:
 
 def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
     """Refuse what breaks a rule that was not broken already: a cap may have shrunk meanwhile."""
-    jobs = _jobs(before)
+    jobs = _jobs(after)  # with every shape that one of them is given
     base = {job.name: job.held for job in before}
     broken = violations(jobs, nodes, base, base)
     new = violations(jobs, nodes, base, {job.name: job.held for job in after})

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_perfmodel import Configuration, SchedHints, SpeedupFunction, stage_speedups
+from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
 
 from .policy import (
     DEFAULT_RESTART_SECONDS,
-    Allocation,
     JobInfo,
     NodeInfo,
     ReplicaShape,
@@ -155,6 +154,13 @@ def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
     return ReplicaShape(stages, resources, linear_speedup, info.gpu_type)
 
 
+def including(info: JobInfo, shape: ReplicaShape) -> JobInfo:
+    """Return the same job with a shape added, unless it has one of as many stages."""
+    if any(shape.num_stages == known.num_stages for known in info.all_shapes):
+        return info
+    return replace(info, shapes=(*info.shapes, shape))
+
+
 def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
     """Return the same job with its shape of K stages, if it has one, before all others."""
     first = next((s for s in info.all_shapes if s.num_stages == num_stages), None)
@@ -167,13 +173,6 @@ def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
         num_stages=first.num_stages,
         shapes=tuple(s for s in info.all_shapes if s.num_stages != first.num_stages),
     )
-
-
-def configuration(
-    info: JobInfo, allocation: Sequence[str], nodes: Mapping[str, NodeInfo]
-) -> Configuration | None:
-    """Return how a job would run on an allocation; None if it gets none or nothing is known."""
-    return Allocation(allocation, shape_of(info, allocation, nodes)).configuration
 
 
 def count_fitting(resources: Mapping[str, int], free: Mapping[str, int]) -> int:

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .explanation import explain, misfit
 from .inventory import (
-    configuration,
     free_resources,
     job_info,
     node_info,
@@ -36,7 +35,6 @@ __all__ = [
     "NodeUse",
     "Plan",
     "PlanError",
-    "configuration",
     "explain",
     "free_resources",
     "job_info",
@@ -78,6 +76,8 @@ class Assignment:
     goodput: float | None
     """Predicted, in samples per second; None: nothing is known."""
     why: str
+    allocation: Allocation = field(default_factory=Allocation, repr=False)
+    """`nodes`, with the shape of a replica."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,16 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
         return {
-            "assignments": [_plain(asdict(assignment)) for assignment in self.assignments],
+            "assignments": [_plain(assignment) for assignment in self.assignments],
             "nodes": [asdict(node) for node in self.nodes],
             "desired_nodes": self.desired_nodes,
         }
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in fields.items()}
+def _plain(assignment: Assignment) -> dict[str, Any]:
+    told = [entry.name for entry in fields(assignment) if entry.name != "allocation"]
+    values = {name: getattr(assignment, name) for name in told}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
 def plan(
@@ -170,11 +172,12 @@ def _assignment(
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
 ) -> Assignment:
-    config = configuration(info, allocation, nodes)
-    num_stages = shape_of(info, allocation, nodes).num_stages if allocation else job.num_stages
+    shape = shape_of(info, allocation, nodes)
+    given = Allocation(allocation, shape)
+    config = given.configuration
     return Assignment(
         job=job.name,
-        num_stages=num_stages,
+        num_stages=given.num_stages or job.num_stages,
         num_replicas=len(allocation),
         num_microbatches=config.num_microbatches if config else job.num_microbatches,
         nodes=tuple(allocation),
@@ -185,6 +188,7 @@ def _assignment(
         speedup=config.speedup if config else None,
         goodput=config.goodput if config else None,
         why=explain(info, job.allocation, allocation, nodes, free),
+        allocation=given,
     )
 
 

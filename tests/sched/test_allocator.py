@@ -93,11 +93,11 @@ def test_jobs_that_are_starting_are_shown_as_not_preemptible() -> None:
 @pytest.mark.parametrize(
     ("allocations", "says"),
     [
-        ({"one": ["a", "a", "a"]}, "more is given than there is"),
-        ({"two": ["a"]}, "more is given than there is"),  # one holds the other half of a
-        ({"one": ["c"]}, "nodes that are not there: {'c'}"),
-        ({"starting": []}, "'starting' was to be left where it is"),
-        ({"pair": ["b"]}, "given 1 replicas, its min_replicas is 2"),
+        ({"one": ["a", "a", "a"]}, "node 'a' has 2 slots but 3 are given away"),
+        ({"two": ["a"]}, "node 'a' has 2 slots but 3 are given away"),  # one holds a half of it
+        ({"one": ["c"]}, "job 'one' is given nodes that take nothing new: c"),
+        ({"starting": []}, r"job 'starting' is pinned to \['b'\] but is given \[\]"),
+        ({"pair": ["b"]}, "job 'pair' is given 1 replicas, it may have 2 to 8"),
     ],
 )
 def test_impossible_answers_are_refused(
@@ -118,7 +118,7 @@ def test_a_strategy_that_places_on_what_is_taken_is_refused() -> None:
         def allocate_job(self, *_: object) -> list[str]:
             return ["a"]
 
-    with pytest.raises(ValueError, match="more is given than there is"):
+    with pytest.raises(ValueError, match="node 'a' has 2 slots but 3 are given away"):
         place_new([job("one", stages=2), job("two")], NODES, PolicyStrategy(Blind()))
 
 

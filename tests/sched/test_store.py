@@ -255,7 +255,7 @@ def test_stores_that_cannot_be_read(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "new.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     connection.close()
-    with pytest.raises(StoreError, match="schema version 99, this version of Pipollux needs 1"):
+    with pytest.raises(StoreError, match="schema version 99, this version of Pipollux needs 2"):
         Store(tmp_path / "new.db")
 
 

@@ -70,7 +70,7 @@ def _complete(directory: StateDir) -> set[str]:
 
 
 def _carry_out(directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], plan: Plan) -> None:
-    allocations = {job.job: job.nodes for job in plan.assignments if job.nodes}
+    allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
     scheduler = Scheduler(directory, nodes, allocations=allocations, on_event=_print_event)
     with Interruption() as interruption:
         scheduler.start()
