@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,14 @@ from .errors import ConfigurationError
 from .layer_profile import num_samples, profile_layers
 from .ties import Tie, blocks_of, check_ties, find_ties, merge_layers
 
-__all__ = ["BALANCE_RULES", "CutRequest", "choose_balance", "choose_devices", "choose_num_stages"]
+__all__ = [
+    "BALANCE_RULES",
+    "Cut",
+    "CutRequest",
+    "choose_balance",
+    "choose_devices",
+    "choose_num_stages",
+]
 
 BALANCE_RULES = ("time", "memory", "parameters")
 DEVICE_SHARE = 0.9
@@ -56,6 +63,17 @@ class CutRequest:
         return num_samples(self.sample)
 
 
+class Cut(NamedTuple):
+    """How the layers are cut, and what that was decided by."""
+
+    balance: list[int]
+    """Number of layers of each stage."""
+    profile: LayerProfile | None
+    """What the layers cost; None without a sample."""
+    memory_limit: float | None
+    """Bytes of a device that stages may need; None: not bounded, or without a sample."""
+
+
 def choose_num_stages(
     env: JobEnvironment, num_stages: int | None, balance: Sequence[int] | str | None
 ) -> int:
@@ -85,10 +103,10 @@ def choose_balance(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     request: CutRequest,
-) -> tuple[list[int], LayerProfile | None]:
+) -> Cut:
     """Number of layers of each stage, and the profile of the layers if there is a sample.
 
-    Both are the same on all replicas: rank 0 measures, the others take its word. A balance that is
+    All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
     not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by the rule asked
     for, among those that keep tied layers together and fit the devices.
 
@@ -108,11 +126,12 @@ def choose_balance(
     limit = _limit(ctx, request, device) if profile is not None else None
     if given:
         _check_memory(profile, balance, request, limit)
-        return balance, profile
+        return Cut(balance, profile, limit)
     blocks = blocks_of(ties, len(module))
     counts = _cut(module, profile, blocks, request, limit)
     ends = iter(blocks)
-    return [sum(next(ends) for _ in range(count)) for count in counts], profile
+    balance = [sum(next(ends) for _ in range(count)) for count in counts]
+    return Cut(balance, profile, limit)
 
 
 def choose_devices(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 
 from pipollux_perfmodel import GoodputFunction, PerfParams, SchedHints, fit_perf_params
+from pipollux_perfmodel.wire import MAX_LAYERS
 
+from .balance import Cut
 from .context import JobContext
 from .limits import BatchSizeLimits
 from .microbatches import candidate_microbatches
@@ -38,6 +40,11 @@ class JobModel:
         self.shape_chosen = False
         """Whether this run has chosen the batch size it starts with."""
         self.num_stages = 1
+        self.cut: Cut | None = None
+        """How the layers are cut; None before a model was made."""
+        self.samples_left: float | None = None
+        """Samples to the end of the last epoch; None where the script does not say which that is.
+        """
         self._training_shape: BatchShape | None = None
         self._proposal = (0, 0, 0)
 
@@ -107,10 +114,15 @@ class JobModel:
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def hints(self) -> SchedHints | None:
-        """What the scheduler is to know; None before the first fit."""
+        """What the scheduler is to know; None before the first fit of this number of stages."""
         if self.perf_params is None or self.noise is None:
             return None
-        limits = self.limits
+        if self.perf_params.num_stages != self.num_stages:
+            return None  # what was measured before a restart in another number of stages
+        limits, cut = self.limits, self.cut
+        layers = cut.profile if cut else None
+        if layers is not None and layers.num_layers > MAX_LAYERS:
+            layers = None
         return SchedHints(
             init_batch_size=self.noise.init_batch_size,
             local_bsz_bounds=limits.local_bsz_bounds if limits else None,
@@ -122,7 +134,19 @@ class JobModel:
             perf_params=self.perf_params,
             num_stages=self.num_stages,
             num_microbatches=self._context.num_microbatches,
+            layers=layers,
+            balance=tuple(cut.balance) if cut and layers else None,
+            memory_limit=cut.memory_limit if cut else None,
+            remaining_samples=self._remaining_samples(),
         )
+
+    def _remaining_samples(self) -> float | None:
+        """What is left to train, in samples that are each worth one of the initial batch size."""
+        if self.samples_left is None or self.noise is None:
+            return None
+        scale = self._context.scale
+        efficiency = self.noise.gain(scale) / scale if scale > 1.0 else 1.0
+        return self.samples_left * efficiency
 
     def _better_shape(self) -> tuple[int, int, int]:
         shape, goodput_fn = self._training_shape, self.goodput_function()

@@ -91,6 +91,8 @@ class ElasticLoop(Generic[T]):
         self._init_batch_size = batch_size
         size = identity.get("samples", identity.get("tokens"))
         self._epoch_size = size if isinstance(size, int) else 0
+        # Positions in a text count tokens, of which a sample is a window.
+        self._sample_length = int(identity.get("bptt_len", 1))
         self._context = context()
         refuse_inside_loop(self._context, type(self).__name__)
         self._epochs = epoch_state(self._context)
@@ -187,7 +189,7 @@ class ElasticLoop(Generic[T]):
         ctx, metrics = self._context, self._context.metrics
         while True:
             self._choose_configuration()
-            metrics.begin_segment(self._epoch_size)
+            metrics.begin_segment(self._epoch_size, self._sample_length)
             is_first = True
             for part, batch in self._segment():
                 if is_first:

@@ -81,7 +81,9 @@ class Metrics(JobModel):
         self.rate_factor = 1.0
         """What the learning rate of the last step was multiplied by."""
         self.epoch_size = 0
-        """Samples of the loader in use, over all replicas."""
+        """Samples (of text: tokens) of the loader in use, over all replicas."""
+        self.sample_length = 1
+        """What one sample counts of them."""
         self._shape: BatchShape | None = None
         self._part: Part | None = None
         self._part_started = 0.0
@@ -111,9 +113,9 @@ class Metrics(JobModel):
         self._part_ended = None
         self._part = part
 
-    def begin_segment(self, epoch_size: int) -> None:
-        """Iterations of one batch shape begin, in an epoch of so many samples."""
-        self.epoch_size = epoch_size
+    def begin_segment(self, epoch_size: int, sample_length: int = 1) -> None:
+        """Iterations of one batch shape begin, in an epoch of so many samples (of text: tokens)."""
+        self.epoch_size, self.sample_length = epoch_size, sample_length
         self.interrupt_steps()
 
     def interrupt_steps(self) -> None:
@@ -172,6 +174,7 @@ class Metrics(JobModel):
                 disturbed=self._disturbed,
             )
         if part.is_optimizer_step:
+            self.samples_left = self._samples_left(part, epochs)
             self._point = self._make_point(part, epochs)
             self._step_time = 0.0
 
@@ -233,6 +236,13 @@ class Metrics(JobModel):
             return False
         self._last_save = now
         return self._context.env.checkpoint_dir is not None
+
+    def _samples_left(self, part: Part, epochs: EpochState) -> float | None:
+        if epochs.num_epochs is None or not self.epoch_size:
+            return None
+        to_come = max(epochs.num_epochs - epochs.epoch - 1, 0) * self.epoch_size
+        left = to_come + max(self.epoch_size - part.next_index, 0)
+        return left / self.sample_length
 
     def _make_point(self, part: Part, epochs: EpochState) -> Point:
         shape, env = self._shape, self._context.env

@@ -132,11 +132,12 @@ class HybridParallel(PlainFace):
             checkpoint=ctx.checkpoint_mode,
             memory_limit=memory_limit,
         )
-        balance, self._layer_profile = choose_balance(ctx, module, optimizer, chosen[0], request)
+        cut = choose_balance(ctx, module, optimizer, chosen[0], request)
+        ctx.metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
-        self.__dict__["_engine"] = PipelineEngine(module, balance, chosen, checkpoint)
+        self.__dict__["_engine"] = PipelineEngine(module, cut.balance, chosen, checkpoint)
         self._engine: PipelineEngine
-        self.balance = list(balance)
+        self.balance = list(cut.balance)
         if ctx.env.rank == 0:
             ctx.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._rule = scaling_rule or default_rule(optimizer)

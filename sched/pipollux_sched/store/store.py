@@ -148,7 +148,9 @@ class Store:
             journal.check_present(journal.find_job(session, name), generation)
             row = HintsRow(job=name, generation=generation, time=now, hints=dict(hints))
             session.merge(row)
-            journal.log(session, now, "hints", name, generation, {"hints": dict(hints)})
+            # Layers are many, and measured once: the log would keep them again every few seconds.
+            told = {key: value for key, value in hints.items() if key != "layers"}
+            journal.log(session, now, "hints", name, generation, {"hints": told})
 
     def hints(self) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON."""
