@@ -114,6 +114,9 @@ def test_hints_and_points_arrive(listener: Listener) -> None:
     assert (last.num_stages, last.num_microbatches) == (2, 2)
     assert (last.init_batch_size, last.max_batch_size) == (16, 64)
     assert last.max_profiled_replicas == 2
+    assert (last.layers, last.memory_limit) == (None, None), "there was no sample to measure"
+    assert last.remaining_samples is not None
+    assert 0 < last.remaining_samples < 10_000 * 256
     goodput = last.goodput_function()
     assert goodput is not None
     assert goodput.evaluate(1, 2, 8, 0, 2) > 0.0

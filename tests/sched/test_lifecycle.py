@@ -46,6 +46,7 @@ CREATED = JobState()
 QUEUED = state_in(Phase.QUEUED)
 STARTING = state_in(Phase.RUNNING, allocation=AB, launched=AB)
 TRAINING = replace(STARTING, settled=True)
+TRAINING_IN_TWO = replace(TRAINING, num_stages=2, launched_stages=2)
 MOVING = replace(
     state_in(Phase.RESTARTING, allocation=B, launched=AB), settled=True, intent=Intent.MOVE
 )
@@ -89,6 +90,15 @@ TABLE = [
     (
         *(TRAINING, Allocate(B, "shrink"), Phase.RESTARTING, "Moving", Intent.MOVE, B),
         ["allocated", "stopping", Stop(1, "shrink")],
+    ),
+    (TRAINING_IN_TWO, Allocate(AB, "same", {}, 2), Phase.RUNNING, "Test", None, AB, []),
+    (
+        *(TRAINING_IN_TWO, Allocate(AB, "cut", {}, 4), Phase.RESTARTING, "Moving", Intent.MOVE, AB),
+        ["allocated", "stopping", Stop(1, "cut")],
+    ),
+    (
+        *(replace(MOVING, num_stages=4), SAVED, Phase.RUNNING, "Starting", None, B),
+        ["stopped", Launch(2, B, 4)],
     ),
     (
         *(TRAINING, Allocate((), "out"), Phase.RUNNING, "Stopping", Intent.SUSPEND, ()),
@@ -192,7 +202,13 @@ def test_every_failure_waits_longer_until_there_were_too_many() -> None:
 
 
 EVENTS = st.one_of(
-    st.builds(Allocate, st.lists(st.sampled_from("abc"), max_size=3), st.just("why")),
+    st.builds(
+        Allocate,
+        st.lists(st.sampled_from("abc"), max_size=3),
+        st.just("why"),
+        st.just({}),
+        st.sampled_from([None, 1, 2]),
+    ),
     st.builds(FirstStep, st.integers(0, 4), st.just(1)),
     st.builds(Exited, st.integers(0, 4), st.sampled_from(Outcome)),
     st.builds(Retry, st.integers(0, 4)),
@@ -212,6 +228,7 @@ def test_whatever_happens_the_state_makes_sense(events: list[Event]) -> None:
             assert not before.launched or isinstance(event, Exited)
             assert [launch.generation for launch in launches] == [before.generation + 1]
             assert state.launched == state.allocation == launches[0].nodes != ()
+            assert state.launched_stages == state.num_stages == launches[0].num_stages
         for action in actions:
             if isinstance(action, Stop):
                 assert action.generation == state.generation

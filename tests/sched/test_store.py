@@ -259,6 +259,50 @@ def test_stores_that_cannot_be_read(tmp_path: Path) -> None:
         Store(tmp_path / "new.db")
 
 
+def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path, clock: Clock) -> None:
+    """Which knew no number of stages but the one that a job was submitted with."""
+    path = tmp_path / "old.db"
+    with Store(path, create=True, clock=clock) as store:
+        for name, spec in (("wide", {"name": "wide", "num_stages": 4}), ("toy", {"name": "toy"})):
+            store.submit(name, spec, "token", max_restarts=1)
+            store.transition(name, Allocate(["a", "b"], "free"))
+    with sqlite3.connect(path) as connection:
+        for column in ("jobs.num_stages", "jobs.launched_stages", "generations.num_stages"):
+            table, name = column.split(".")
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
+        connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    connection.close()
+    clock.now += 10
+    for _ in range(2):  # the second time there is nothing to do
+        with Store(path, clock=clock) as store:
+            assert [store.generations(name)[0].num_stages for name in ("wide", "toy")] == [4, 1]
+            assert store.attained_service() == {"wide": 80.0, "toy": 20.0}
+            state = store.job("wide").state
+            assert (state.num_stages, state.launched, state.launched_stages) == (
+                None,
+                ("a", "b"),
+                None,
+            )
+
+
+def test_what_a_job_has_held(store: Store, clock: Clock) -> None:
+    """Slots of every launch, from its start to its end, or until now."""
+    submit(store)
+    assert store.attained_service() == {}
+    store.transition("toy", Allocate(["a", "b"], "free", num_stages=2))
+    clock.now += 10
+    assert store.attained_service() == {"toy": 40.0}
+    store.transition("toy", Exited(1, Outcome.FAILED))
+    clock.now += 100
+    assert store.attained_service() == {"toy": 40.0}
+    store.transition("toy", Recover())
+    store.transition("toy", Allocate(["a"], "free", num_stages=4))
+    clock.now += 5
+    store.transition("toy", Recover())
+    clock.now += 100
+    assert store.attained_service() == {"toy": 60.0}
+
+
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store = Store(tmp_path / "pipollux.db", create=True)
     store.close()

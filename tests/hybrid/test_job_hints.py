@@ -1,0 +1,109 @@
+"""What a job tells the scheduler beside its speed: its layers, its cut, and what is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pipollux_hybrid import (
+    AdaptiveBPTTIterator,
+    AdaptiveDataLoader,
+    HybridParallel,
+    remaining_epochs_until,
+)
+from pipollux_hybrid import job_model as job_models
+from pipollux_hybrid.context import context
+from pipollux_hybrid.metrics import Metrics
+from tests.hybrid.replicas import run_replicas
+
+
+def train(*, with_sample: bool = True) -> tuple[HybridParallel, Metrics, list[float | None]]:
+    """Train on 18 samples in batches of 4, for two epochs; and what was left after each step."""
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    inputs = torch.randn(18, 6)
+    loader = AdaptiveDataLoader(TensorDataset(inputs), batch_size=4)
+    sample = inputs[:4] if with_sample else None
+    model = HybridParallel(module, optimizer, num_stages=2, sample=sample, memory_limit=None)
+    metrics, left = context().metrics, []
+    for _ in remaining_epochs_until(2):
+        for (batch,) in loader:
+            left.append(metrics.samples_left)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    left.append(metrics.samples_left)
+    metrics.fit()
+    return model, metrics, left
+
+
+def tell_everything() -> None:
+    model, metrics, left = train()
+    assert left == [None, 32, 28, 24, 20, 18, 14, 10, 6, 2, 0]
+    hints = metrics.hints()
+    assert hints is not None
+    assert hints.layers == model.layer_profile
+    assert hints.layers is not None
+    assert hints.layers.num_layers == 4
+    assert hints.balance == tuple(model.balance)
+    assert (hints.num_stages, hints.memory_limit, hints.remaining_samples) == (2, None, 0.0)
+
+    # Of a batch twice the initial one, a sample is worth less, by as much as AdaScale's gain says.
+    metrics.samples_left, context().scale = 100.0, 2.0
+    noise = metrics.noise
+    assert noise is not None
+    worth = metrics.hints()
+    assert worth is not None
+    assert worth.remaining_samples == pytest.approx(100.0 * noise.gain(2.0) / 2.0)
+    metrics.samples_left = None
+    unknown = metrics.hints()
+    assert unknown is not None
+    assert unknown.remaining_samples is None
+
+    # Too many layers to be sent: the rest is.
+    job_models.MAX_LAYERS = 3  # type: ignore[attr-defined]  # imported there, not handed on
+    fewer = metrics.hints()
+    assert fewer is not None
+    assert (fewer.layers, fewer.balance) == (None, None)
+
+    # A restart in another number of stages: what was fitted before says nothing of these.
+    metrics.num_stages = 3
+    assert metrics.hints() is None
+
+
+def test_layers_cut_and_rest_are_told() -> None:
+    run_replicas(tell_everything, 1)
+
+
+def tell_without_sample() -> None:
+    hints = train(with_sample=False)[1].hints()
+    assert hints is not None
+    assert (hints.layers, hints.balance, hints.memory_limit) == (None, None, None)
+
+
+def test_without_a_sample_there_are_no_layers() -> None:
+    run_replicas(tell_without_sample, 1)
+
+
+def read_text() -> None:
+    """41 tokens make 40 targets, 20 in each of two rows: four windows of five tokens."""
+    module = nn.Sequential(nn.Embedding(41, 4), nn.Linear(4, 41))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    loader = AdaptiveBPTTIterator(torch.arange(41), batch_size=2, bptt_len=5)
+    model, left = HybridParallel(module, optimizer), []
+    for _ in remaining_epochs_until(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            left.append(context().metrics.samples_left)
+    windows = 41 / 5
+    told = [windows + (41 - 10 * step) / 5 for step in range(1, 4)]
+    assert left[1:4] == pytest.approx(told)
+
+
+def test_of_a_text_the_windows_count() -> None:
+    run_replicas(read_text, 1)
