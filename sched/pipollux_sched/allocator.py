@@ -161,7 +161,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
         if not (job.allocation or job.pinned or job.suspended):
             free = _with_resources(nodes, _free(nodes, list(placed.values())))
             placed[job.name] = job.given(strategy.place(job, free), nodes)
-    return _decisions(candidates, list(placed.values()), nodes)
+    return _decisions(candidates, list(placed.values()), nodes, strategy)
 
 
 def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
@@ -174,7 +174,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
         return []
     result = strategy.optimize(candidates, nodes)
     after = [job.given(result.get(job.name, ()), nodes) for job in candidates]
-    return _decisions(candidates, after, nodes)
+    return _decisions(candidates, after, nodes, strategy)
 
 
 def why_waiting(job: Candidate, candidates: Sequence[Candidate], nodes: Nodes) -> str:
@@ -190,12 +190,15 @@ def is_pinned(state: JobState) -> bool:
 
 
 def _decisions(
-    before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
+    before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
     """Return what changes, with reasons, once it is known to be possible."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
     if not pairs:
         return []
+    if isinstance(strategy, FixedStrategy):
+        # What was decided beforehand is not held to what has been measured since.
+        before, after = ([_uncapped(job) for job in jobs] for jobs in (before, after))
     _check(before, after, nodes)
     free = _free(nodes, after)
     return [_decision(old, new, nodes, free) for old, new in pairs]
@@ -216,6 +219,11 @@ def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
     found = [sentence for sentence in new if sentence not in broken]
     if found:
         raise ValueError("; ".join(found))
+
+
+def _uncapped(job: Candidate) -> Candidate:
+    most = max(job.info.max_replicas, len(job.allocation))
+    return replace(job, info=replace(job.info, max_replicas=most))
 
 
 def _jobs(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:

@@ -138,6 +138,16 @@ def test_fixed_allocations_are_given_whole_or_not_at_all() -> None:
     assert reallocate([job("one", "a", "b"), job("two")], NODES, fixed) == []
 
 
+def test_what_was_fixed_is_not_held_to_what_was_measured_since() -> None:
+    """Hints of an earlier run may say that one replica was all it ever ran on."""
+    small = job("one")
+    small = replace(small, info=replace(small.info, max_replicas=1))
+    (decision,) = place_new([small], NODES, FixedStrategy({"one": ["a", "b"]}))
+    assert decision.nodes == ("a", "b")
+    with pytest.raises(ValueError, match="'one' is given 2 replicas, it may have 1 to 1"):
+        reallocate([small], NODES, PolicyStrategy(Answer({"one": ["a", "b"]})))
+
+
 def test_pollux_itself_leaves_a_starting_job_alone() -> None:
     """With the real policy: one that starts stays, one that waits gets the rest."""
     candidates = [job("new", "a", stages=2, pinned=True), job("waiting", stages=2)]

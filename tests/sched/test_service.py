@@ -117,7 +117,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
 def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        scheduler.submit(toy("toy", num_stages=2))
+        scheduler.submit(toy("toy", num_stages=2, requested_replicas=2))
         assert scheduler.wait(training("toy"), timeout=60)
         policy.allocations = {"toy": ["node-a", "node-b"]}
         grown = ("node-a", "node-b")

@@ -38,6 +38,7 @@ class JobRecord:
             "submitted_at": self.submitted_at,
             "ended_at": self.ended_at,
             **state,
+            "num_stages": self.state.num_stages or self.spec.get("num_stages", 1),
             "reason": self.state.reason,
             "message": self.state.message,
             "conditions": conditions,
