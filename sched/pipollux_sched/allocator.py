@@ -20,64 +20,40 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.explanation import explain
-from pipollux_sched.inventory import (
-    free_resources,
-    including,
-    job_info,
-    node_template,
-    preferring,
-    shape_with,
-)
+from pipollux_sched.inventory import job_info
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
-from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, Policy, shape_of, violations
+from pipollux_sched.policy import violations
 from pipollux_sched.spec import parse_job
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
+from pipollux_sched.strategy import (
+    Candidate,
+    FixedStrategy,
+    Nodes,
+    PolicyStrategy,
+    Strategy,
+    free_of,
+    jobs_of,
+)
+
+__all__ = [
+    "Allocator",
+    "Candidate",
+    "Decision",
+    "FixedStrategy",
+    "PolicyStrategy",
+    "Strategy",
+    "is_pinned",
+    "place_new",
+    "reallocate",
+    "why_waiting",
+]
 
 _LOG = logging.getLogger(__name__)
-
-Nodes: TypeAlias = Mapping[str, NodeInfo]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A job that has not ended, as the allocator sees it."""
-
-    name: str
-    info: JobInfo
-    allocation: tuple[str, ...] = ()
-    """Node of each replica that it holds or was promised."""
-    pinned: bool = False
-    """Whether it is to be left where it is for now."""
-    suspended: bool = False
-    """Whether the policy took everything from it, and so alone may give it something again."""
-    num_stages: int | None = None
-    """K of these replicas, or of the last that it held; None: the job's own."""
-
-    @property
-    def held(self) -> Allocation:
-        """The same as policies have it."""
-        if not self.allocation:
-            return Allocation()
-        return Allocation(self.allocation, shape_with(self.info, self.num_stages))
-
-    def given(self, answer: Sequence[str], nodes: Nodes) -> Candidate:
-        """Return the job with what a strategy gives it.
-
-        An answer that does not tell its number of stages leaves it as it is on the same nodes, and
-        else is of the job's own.
-        """
-        told = getattr(answer, "num_stages", None)
-        if told is None and sorted(answer) == sorted(self.allocation):
-            return self
-        if not answer:
-            return replace(self, allocation=())
-        shape = shape_with(self.info, told) if told else shape_of(self.info, answer, nodes)
-        info = including(self.info, shape)
-        return replace(self, info=info, allocation=tuple(answer), num_stages=shape.num_stages)
 
 
 @dataclass(frozen=True)
@@ -95,61 +71,6 @@ class Decision:
     """K of each replica; None where it gets nothing."""
 
 
-class Strategy(Protocol):
-    """How decisions are come by; answers are `Allocation` where K is not the job's own."""
-
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Give a job that holds nothing a start on what is free, or nothing."""
-
-    def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
-    ) -> Mapping[str, Sequence[str]]:
-        """Give every job its share of all nodes."""
-
-
-@dataclass(frozen=True)
-class PolicyStrategy:
-    """Asks an allocation policy."""
-
-    policy: Policy
-
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Ask the policy for a start, in as many stages as the job ran with last if it can be."""
-        info = preferring(candidate.info, candidate.num_stages)
-        answer = self.policy.allocate_job(info, free)
-        if not answer or isinstance(answer, Allocation):
-            return answer
-        return Allocation(answer, shape_of(info, answer, free))
-
-    def optimize(
-        self, candidates: Sequence[Candidate], nodes: Nodes
-    ) -> Mapping[str, Sequence[str]]:
-        """Ask the policy for all; what is to be left where it is, it is told not to preempt."""
-        base = {job.name: job.held for job in candidates if job.allocation}
-        return self.policy.optimize(_jobs(candidates), nodes, base, node_template(nodes))[0]
-
-
-@dataclass(frozen=True)
-class FixedStrategy:
-    """Gives each job exactly what was decided beforehand, as soon as it is free."""
-
-    allocations: Mapping[str, Sequence[str]]
-    """By job; `Allocation` where K is not the job's own."""
-
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Give a job its allocation if all of it is free."""
-        fixed = self.allocations.get(candidate.name, ())
-        return fixed if _fits(free, [candidate.given(fixed, free)]) else ()
-
-    def optimize(
-        self,
-        candidates: Sequence[Candidate],
-        nodes: Nodes,  # noqa: ARG002  # the protocol's
-    ) -> Mapping[str, Sequence[str]]:
-        """Leave everything as it is."""
-        return {job.name: job.held for job in candidates}
-
-
 def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
     """Start jobs that hold nothing on what is free, those that came first before the others.
 
@@ -159,7 +80,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     placed = {job.name: job for job in candidates}
     for job in candidates:
         if not (job.allocation or job.pinned or job.suspended):
-            free = _with_resources(nodes, _free(nodes, list(placed.values())))
+            free = _with_resources(nodes, free_of(nodes, list(placed.values())))
             placed[job.name] = job.given(strategy.place(job, free), nodes)
     return _decisions(candidates, list(placed.values()), nodes, strategy)
 
@@ -179,7 +100,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 
 def why_waiting(job: Candidate, candidates: Sequence[Candidate], nodes: Nodes) -> str:
     """Say why a job that holds nothing gets nothing at the moment."""
-    return explain(job.info, (), (), nodes, _free(nodes, candidates))
+    return explain(job.info, (), (), nodes, free_of(nodes, candidates))
 
 
 def is_pinned(state: JobState) -> bool:
@@ -197,10 +118,13 @@ def _decisions(
     if not pairs:
         return []
     if isinstance(strategy, FixedStrategy):
-        # What was decided beforehand is not held to what has been measured since.
+        # What was decided beforehand is not held to what has been measured since, and a job that
+        # may stay on a node that drains is started there.
         before, after = ([_uncapped(job) for job in jobs] for jobs in (before, after))
-    _check(before, after, nodes)
-    free = _free(nodes, after)
+        _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
+    else:
+        _check(before, after, nodes)
+    free = free_of(nodes, after)
     return [_decision(old, new, nodes, free) for old, new in pairs]
 
 
@@ -212,7 +136,7 @@ def _differ(old: Candidate, new: Candidate) -> bool:
 
 def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
     """Refuse what breaks a rule that was not broken already: a cap may have shrunk meanwhile."""
-    jobs = _jobs(after)  # with every shape that one of them is given
+    jobs = jobs_of(after)  # with every shape that one of them is given
     base = {job.name: job.held for job in before}
     broken = violations(jobs, nodes, base, base)
     new = violations(jobs, nodes, base, {job.name: job.held for job in after})
@@ -224,14 +148,6 @@ def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes
 def _uncapped(job: Candidate) -> Candidate:
     most = max(job.info.max_replicas, len(job.allocation))
     return replace(job, info=replace(job.info, max_replicas=most))
-
-
-def _jobs(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
-    """Return the jobs as policies are to see them: what is left alone is not preempted."""
-    return {
-        job.name: replace(job.info, preemptible=False) if job.pinned else job.info
-        for job in candidates
-    }
 
 
 def _decision(
@@ -249,17 +165,6 @@ def _decision(
     }
     why = explain(new.info, old.held, given, nodes, free)
     return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
-
-
-def _free(nodes: Nodes, candidates: Sequence[Candidate]) -> dict[str, dict[str, int]]:
-    """Return what the jobs leave of every node; negative where they hold more than there is."""
-    infos = {job.name: job.info for job in candidates}
-    return free_resources(nodes, infos, {job.name: job.held for job in candidates})
-
-
-def _fits(nodes: Nodes, candidates: Sequence[Candidate]) -> bool:
-    left = _free(nodes, candidates)
-    return all(amount >= 0 for resources in left.values() for amount in resources.values())
 
 
 def _with_resources(nodes: Nodes, resources: Mapping[str, Mapping[str, int]]) -> Nodes:
@@ -298,6 +203,7 @@ class Allocator:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._stated = dict(nodes)
         self._nodes = dict(nodes)
         self._strategy = strategy
         self._carry_out = carry_out
@@ -332,6 +238,23 @@ class Allocator:
         ]
         # Pinned to nothing: it is being stopped, and can be weighed again when it has.
         return [job for job in found if job.allocation or not job.pinned]
+
+    def adjust(self, autoscaler: Autoscaler) -> bool:
+        """Let the number of nodes be looked after, with what was decided last.
+
+        Returns:
+            Whether other nodes drain now than before, so that jobs have to be weighed again.
+        """
+        candidates = self.candidates()
+        allocations = {job.name: job.held for job in candidates if job.allocation}
+        busy = {node for job in self._store.jobs() for node in job.state.launched}
+        drain = autoscaler.round(jobs_of(candidates), self._nodes, allocations, busy)
+        before = self._nodes
+        self._nodes = {
+            name: replace(node, draining=node.draining or name in drain)
+            for name, node in self._stated.items()
+        }
+        return self._nodes != before
 
     def _candidate(
         self, job: JobRecord, hints: Mapping[str, Any] | None, *, launches: int, service: float

@@ -43,6 +43,8 @@ def _text(event: Mapping[str, Any]) -> str | None:
             return f"failed: {_first_line(event['why'])}"
         case "cancelled":
             return "cancelled"
+        case "autoscaling":
+            return _autoscaling(event)
         case _:
             return None
 
@@ -51,6 +53,13 @@ def _complete(event: Mapping[str, Any]) -> str:
     if event["step"] is None:
         return "complete"
     return f"complete at step {event['step']}, epochs done: {event['epoch']}"
+
+
+def _autoscaling(event: Mapping[str, Any]) -> str:
+    lists = {"to be left": event["drain"], "to be given back": event["release"]}
+    parts = [f"{', '.join(names)} {what}" for what, names in lists.items() if names]
+    nodes = "node" if event["desired"] == 1 else "nodes"
+    return "; ".join([f"wants {event['desired']} {nodes}", *parts])
 
 
 def _first_line(text: str) -> str:

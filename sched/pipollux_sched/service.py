@@ -23,16 +23,24 @@ from typing import Any, Self
 
 from pipollux_sched.admission import admitted, workload
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
 from pipollux_sched.backend.processes import POLL_INTERVAL
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
+from pipollux_sched.expander import Expander
 from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Recover, Shutdown
-from pipollux_sched.policy import DEFAULT_POLICY, Policy, make_policy
+from pipollux_sched.policy import (
+    DEFAULT_POLICY,
+    AutoscalingRules,
+    NodePlan,
+    Policy,
+    make_policy,
+)
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import UnavailableError, create_app
@@ -69,6 +77,8 @@ class Scheduler:
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
+        autoscaling: between which bounds the number of nodes is looked after; with `expander`.
+        expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
     """
@@ -87,15 +97,22 @@ class Scheduler:
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
+        autoscaling: AutoscalingRules | None = None,
+        expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._cluster = cluster
         self._nodes = {node.name: node_info(node) for node in cluster.nodes}
+        self._autoscaler: Autoscaler | None = None
         if allocations is None:
             policy = policy or make_policy(DEFAULT_POLICY)
             self._strategy: Strategy = PolicyStrategy(policy)
             self._policy_name = type(policy).__name__
+            if autoscaling is not None and expander is not None:
+                self._autoscaler = Autoscaler(
+                    autoscaling, expander, policy, on_change=self._note_nodes
+                )
         else:
             self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
         self._interval = interval
@@ -137,6 +154,9 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
+            if self._autoscaler is not None:
+                resources.callback(self._autoscaler.stop)
+                self._autoscaler.start()
             self._start_thread(resources, "executor", self._execute, self._executor.woken)
             self._start_thread(resources, "allocator", self._allocate, self._reconsider)
             self._resources = resources.pop_all()
@@ -328,11 +348,17 @@ class Scheduler:
             self._reconsider.clear()
             try:
                 allocator.run_once()
+                if self._autoscaler is not None and allocator.adjust(self._autoscaler):
+                    self._reconsider.set()
             except Exception:  # a thread that dies would leave all jobs where they are for ever
                 if self._stopping:
                     return
                 _LOG.exception("the allocator failed; it goes on at the next occasion")
             self._reconsider.wait(self._interval)
+
+    def _note_nodes(self, plan: NodePlan) -> None:
+        data = {"desired": plan.num_nodes, "drain": plan.drain, "release": plan.release}
+        self._store.add_event("autoscaling", data)
 
     def _make_allocator(self) -> Allocator:
         return Allocator(

@@ -31,6 +31,8 @@ jobs:
   - {{name: long, script: {TOY}, num_stages: 2}}
 """
 
+SERVE = ("serve", "--cluster", "cluster.yaml")
+
 
 class Cli:
     """Runs `pipollux` in a folder of its own, with a state directory of its own."""
@@ -284,6 +286,12 @@ jobs:
         (["submit", "lost.yaml"], 2, "job 'lost': script: there is no file"),
         (["serve", "--cluster", "nothing.yaml"], 2, "nothing.yaml: there is no such file"),
         (["serve", "--cluster", "cluster.yaml", "--port", "99999"], 2, "--port"),
+        ([*SERVE, "--policy", "none"], 2, "'none' is not known"),
+        ([*SERVE, "--autoscale", "1:4"], 2, "'--autoscale': needs --expander-command, too"),
+        ([*SERVE, "--expander-command", "true"], 2, "needs --autoscale, too"),
+        ([*SERVE, "--autoscale", "4", "--expander-command", "true"], 2, "'4' is not MIN:MAX"),
+        ([*SERVE, "--autoscale", "4:1", "--expander-command", "true"], 2, "min_nodes: 4"),
+        ([*SERVE, "--autoscale", "1:4", "--expander-command", "true"], 2, "{desired}"),
         (["serve", "--cluster", "cluster.yaml", "--state-dir", "jobs.yaml"], 1, "--state-dir"),
         (["apply", "--cluster", "cluster.yaml", "--jobs", "wide.yaml"], 1, "fits no node"),
         (["cancel"], 2, "NAME"),

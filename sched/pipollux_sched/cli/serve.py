@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from pipollux_sched.event_line import event_line
+from pipollux_sched.expander import CommandExpander
 from pipollux_sched.interruption import Interruption
-from pipollux_sched.policy import DEFAULT_POLICY, make_policy
+from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.service import STOP_GRACE, Scheduler
 from pipollux_sched.spec import load_cluster
 from pipollux_sched.store import StateDir
@@ -35,6 +36,22 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds that a job has to save when it is stopped.")
     ] = STOP_GRACE,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Say how many nodes there should be; needs --expander-command.",
+            show_default=False,
+        ),
+    ] = None,
+    expander_command: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Asks for nodes: run with {desired}, {current}, {release} filled in.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")
     ] = 0,
@@ -53,6 +70,7 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     with one_sentence():
         nodes = load_cluster(cluster)
+        rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
         directory = StateDir.choose(state_dir)
         scheduler = Scheduler(
             directory,
@@ -63,6 +81,8 @@ def serve(
             checkpoint_interval=checkpoint_interval,
             grace=grace,
             port=port,
+            autoscaling=rules,
+            expander=expander,
             on_event=_print_event,
         )
         with Interruption() as interruption:
@@ -75,6 +95,28 @@ def serve(
             interruption.wait()
             typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
             scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
+def _autoscaling(
+    bounds: str | None, command: str | None, num_nodes: int
+) -> tuple[AutoscalingRules | None, CommandExpander | None]:
+    """Read the two options that belong together."""
+    if bounds is None and command is None:
+        return None, None
+    if bounds is None or command is None:
+        given, missing = ("--autoscale", "--expander-command")[:: 1 if bounds else -1]
+        raise typer.BadParameter(f"needs {missing}, too", param_hint=f"'{given}'")
+    least, colon, most = bounds.partition(":")
+    try:
+        if not (colon and least.isdecimal() and most.isdecimal()):
+            raise ValueError(f"{bounds!r} is not MIN:MAX, two whole numbers as in 1:16")
+        rules = AutoscalingRules(min_nodes=int(least), max_nodes=int(most))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--autoscale'") from None
+    try:
+        return rules, CommandExpander(command, count=lambda: num_nodes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--expander-command'") from None
 
 
 def _print_event(event: Mapping[str, Any]) -> None:
