@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -72,6 +73,17 @@ class Cut(NamedTuple):
     """What the layers cost; None without a sample."""
     memory_limit: float | None
     """Bytes of a device that stages may need; None: not bounded, or without a sample."""
+    blocks: list[int]
+    """Number of layers of each block that has to stay in one stage."""
+
+    def in_blocks(self) -> tuple[LayerProfile, tuple[int, ...]] | None:
+        """What the blocks cost, and the number of them in each stage; None without a sample."""
+        if self.profile is None:
+            return None
+        ends = list(itertools.accumulate(self.blocks))
+        cuts = [0, *(ends.index(end) + 1 for end in itertools.accumulate(self.balance))]
+        counts = tuple(end - start for start, end in itertools.pairwise(cuts))
+        return merge_layers(self.profile, self.blocks), counts
 
 
 def choose_num_stages(
@@ -115,6 +127,7 @@ def choose_balance(
     """
     _check_limit(request)
     ties, given = find_ties(module), request.rule is None
+    blocks = blocks_of(ties, len(module))
     if given:
         balance = _checked(request.balance, request.num_stages, len(module))
         check_ties(ties, balance)
@@ -126,12 +139,11 @@ def choose_balance(
     limit = _limit(ctx, request, device) if profile is not None else None
     if given:
         _check_memory(profile, balance, request, limit)
-        return Cut(balance, profile, limit)
-    blocks = blocks_of(ties, len(module))
+        return Cut(balance, profile, limit, blocks)
     counts = _cut(module, profile, blocks, request, limit)
     ends = iter(blocks)
     balance = [sum(next(ends) for _ in range(count)) for count in counts]
-    return Cut(balance, profile, limit)
+    return Cut(balance, profile, limit, blocks)
 
 
 def choose_devices(

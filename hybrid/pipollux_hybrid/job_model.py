@@ -120,9 +120,9 @@ class JobModel:
         if self.perf_params.num_stages != self.num_stages:
             return None  # what was measured before a restart in another number of stages
         limits, cut = self.limits, self.cut
-        layers = cut.profile if cut else None
+        layers, balance = (cut.in_blocks() if cut else None) or (None, None)
         if layers is not None and layers.num_layers > MAX_LAYERS:
-            layers = None
+            layers = balance = None
         return SchedHints(
             init_batch_size=self.noise.init_batch_size,
             local_bsz_bounds=limits.local_bsz_bounds if limits else None,
@@ -135,7 +135,7 @@ class JobModel:
             num_stages=self.num_stages,
             num_microbatches=self._context.num_microbatches,
             layers=layers,
-            balance=tuple(cut.balance) if cut and layers else None,
+            balance=balance,
             memory_limit=cut.memory_limit if cut else None,
             remaining_samples=self._remaining_samples(),
         )

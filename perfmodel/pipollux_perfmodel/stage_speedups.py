@@ -15,6 +15,7 @@ from functools import cached_property
 from .goodput import GoodputFunction
 from .hints import SchedHints
 from .layers import LayerProfile
+from .memory import stage_memory
 from .params import PerfParams
 from .partition import partition
 from .plan import StagePlan, correct_profile, plan_stages, restage
@@ -36,8 +37,9 @@ def stage_speedups(
 
     Returns:
         By K, the own one first: always the own K once the goodput is known at all, and the measured
-        one if it is among the choices; others where there is a layer profile that can be cut so
-        within the memory of the devices. Empty: the goodput is not known yet.
+        one if it is among the choices; others where there is a layer profile that can be cut so,
+        and every batch that the job may choose fits the memory of the devices. Empty: the goodput
+        is not known yet.
 
     Example:
         >>> from pipollux_perfmodel import GradParams, Layer
@@ -77,12 +79,9 @@ class _Pricing:
         profile = self._profile
         if profile is None or num_stages == self.hints.num_stages:
             return None
-        count = self._microbatches(num_stages)[-1]
-        # The batch may be smaller than the initial one, and be accumulated.
-        sizes = self._micro_bsz(count), self._least_micro_bsz(count)
-        cuts = (self._cut(profile, num_stages, count, size) for size in sizes)
-        plan = next((cut for cut in cuts if cut is not None), None)
-        if plan is None:
+        counts = self._microbatches(num_stages)
+        plan = self._cut(profile, num_stages, counts[-1])
+        if plan is None or not all(self._fits(profile, plan, count) for count in counts):
             return None
         if self.measured.num_stages > 1 and not self.measured.gradient_shares:
             # The network was fitted as what the backward does not hide.
@@ -90,8 +89,10 @@ class _Pricing:
         return plan
 
     def _cut(
-        self, profile: LayerProfile, num_stages: int, num_microbatches: int, micro_bsz: float
+        self, profile: LayerProfile, num_stages: int, num_microbatches: int
     ) -> StagePlan | None:
+        bounded = self.hints.memory_limit is not None
+        micro_bsz = (self._most_micro_bsz if bounded else self._micro_bsz)(num_microbatches)
         try:
             return plan_stages(
                 profile,
@@ -105,6 +106,18 @@ class _Pricing:
         except ValueError:
             # The arguments are checked, so there are fewer layers than stages or too little memory.
             return None
+
+    def _fits(self, profile: LayerProfile, plan: StagePlan, num_microbatches: int) -> bool:
+        """Say whether any batch that the job may choose fits: nobody asks for memory then."""
+        limit = self.hints.memory_limit
+        if limit is None:
+            return True
+        micro_bsz = self._most_micro_bsz(num_microbatches)
+        checkpoint = self.measured.checkpoint
+        needed = stage_memory(
+            profile, plan.balance, micro_bsz, num_microbatches, checkpoint=checkpoint
+        )
+        return bool(needed.max() <= limit)
 
     def speedup(
         self, num_stages: int, plan: StagePlan | None, base_goodput: float | None
@@ -137,9 +150,12 @@ class _Pricing:
         samples = max(self.hints.init_batch_size or 1, low or 1)
         return max(min(samples, high or samples) / num_microbatches, 1.0)
 
-    def _least_micro_bsz(self, num_microbatches: int) -> float:
-        low, _ = self.hints.local_bsz_bounds or (None, None)
-        return max((low or 1) / num_microbatches, 1.0)
+    def _most_micro_bsz(self, num_microbatches: int) -> float:
+        """Return b with the largest atomic batch that the job may choose."""
+        _, high = self.hints.local_bsz_bounds or (None, None)
+        bounds = [size for size in (high, self.hints.max_batch_size) if size is not None]
+        samples = min(bounds, default=self.hints.init_batch_size or 1)
+        return max(samples / num_microbatches, 1.0)
 
     @cached_property
     def _profile(self) -> LayerProfile | None:

@@ -78,6 +78,26 @@ def test_layers_cut_and_rest_are_told() -> None:
     run_replicas(tell_everything, 1)
 
 
+def tell_of_ties() -> None:
+    """Layers 1 to 3 share a weight: to the scheduler they are one, which nobody cuts."""
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    module[3].weight = module[1].weight
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = HybridParallel(module, optimizer, balance=[1, 4], sample=torch.randn(4, 6))
+    cut, profile = context().metrics.cut, model.layer_profile
+    assert cut is not None
+    assert profile is not None
+    merged = cut.in_blocks()
+    assert merged is not None
+    assert (merged[0].num_layers, merged[1]) == (3, (1, 2))
+    alphas = [layer.forward_alpha for layer in profile.layers]
+    assert merged[0].layers[1].forward_alpha == pytest.approx(sum(alphas[1:4]))
+
+
+def test_tied_layers_are_told_as_one() -> None:
+    run_replicas(tell_of_ties, 1)
+
+
 def tell_without_sample() -> None:
     hints = train(with_sample=False)[1].hints()
     assert hints is not None

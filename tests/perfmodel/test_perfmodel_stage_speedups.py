@@ -14,6 +14,7 @@ from pipollux_perfmodel import (
     PerfParams,
     SchedHints,
     price_stages,
+    stage_memory,
     stage_speedups,
 )
 
@@ -90,9 +91,16 @@ def test_what_cannot_be_cut_is_not_offered() -> None:
     assert list(stage_speedups(small, 1, [2, 4])) == [1, 2, 4]
 
 
-def test_memory_bounds_the_micro_batches_of_other_cuts() -> None:
-    free, tight = (stage_speedups(hints(2, memory_limit=m), 2, [4])[4] for m in (None, 5e6))
-    assert tight.configuration(1, 1).atomic_bsz < free.configuration(1, 1).atomic_bsz
+def test_whatever_batch_the_job_chooses_has_to_fit() -> None:
+    """It chooses by its own model, and asks nobody for memory."""
+    by_hand = {
+        count: float(stage_memory(LAYERS, [2] * 4, 256 / count, count).max()) for count in (8, 16)
+    }
+    needed = max(by_hand.values())
+    assert list(stage_speedups(hints(2, memory_limit=1.001 * needed), 2, [4])) == [2, 4]
+    assert list(stage_speedups(hints(2, memory_limit=0.999 * needed), 2, [4])) == [2]
+    modest = hints(2, memory_limit=0.999 * needed, local_bsz_bounds=(16, 128))
+    assert list(stage_speedups(modest, 2, [4])) == [2, 4]
 
 
 def test_without_layers_only_its_own_and_what_runs() -> None:
