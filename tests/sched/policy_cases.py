@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from pipollux_sched.policy import (
     Allocation,
+    ExactPolicy,
+    FairSpeedup,
     FifoPolicy,
     JobInfo,
     NodeInfo,
@@ -48,6 +50,8 @@ class Entry(NamedTuple):
 
 
 POLICIES: dict[str, Entry] = {
+    "exact": Entry(ExactPolicy),
+    "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup())),
     "pollux": Entry(lambda: PolluxPolicy(population=16, generations=8), searches=True),
     # Without backfilling, an arriving job waits for the next `optimize` (test_baselines.py).
     "fifo": Entry(lambda: FifoPolicy(backfill=True)),

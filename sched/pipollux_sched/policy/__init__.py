@@ -12,6 +12,8 @@ from .autoscaling import (
     plan_nodes,
     release_order,
 )
+from .completion_time import CompletionTime
+from .exact import Certificate, ExactPolicy
 from .feasibility import is_pinned, must_move, usable_nodes, violations
 from .fifo import FifoPolicy
 from .job_info import (
@@ -21,6 +23,7 @@ from .job_info import (
     ReplicaShape,
     SpeedupCallable,
 )
+from .objective import FairSpeedup, Objective, Worth
 from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
 from .sia import SiaPolicy
@@ -32,10 +35,15 @@ __all__ = [
     "Allocation",
     "AutoscalingRules",
     "AutoscalingState",
+    "Certificate",
+    "CompletionTime",
+    "ExactPolicy",
+    "FairSpeedup",
     "FifoPolicy",
     "JobInfo",
     "NodeInfo",
     "NodePlan",
+    "Objective",
     "OptimusPolicy",
     "PolluxPolicy",
     "ReplicaShape",
@@ -43,6 +51,7 @@ __all__ = [
     "SpeedupCallable",
     "TiresiasPolicy",
     "UtilityBand",
+    "Worth",
     "autoscale",
     "best_size",
     "is_pinned",

@@ -1,194 +1,181 @@
-"""wip"""
+"""The exact policy: a knapsack over all options of all jobs, then a placement, with a proof.
+
+Written down as a sum over jobs (`objective`), the best allocation that the cluster's slots allow is
+a multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds what any
+allocation can reach. The placement (`assignment`) mostly reaches it, and is then optimal; where it
+does not, small clusters are solved whole as a mixed-integer program (`program`), and for large
+ones the gap between both values says how much may have been lost at most.
+
+Further than the knapsack goes the policy is as stubborn as the objective: what does not gain is not
+moved, and an allocation that is kept keeps its very list.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from .allocation import Allocation, shape_of
-from .floor import Floor
+from .assignment import Assignment, Placed
+from .completion_time import CompletionTime
 from .job_info import JobInfo, NodeInfo
-from .knapsack import knapsack
-from .options import NOTHING, Floats, Instance, JobOptions, Row, build_instance
-from .objective import Objective
+from .objective import Objective, Worth
+from .options import Floats, Instance, JobOptions, build_instance
+from .placement import place_arrival
+from .program import solve_whole
+from .relaxation import relax
+
+_TOLERANCE = 1e-9
+_SMALL = 1500
+"""Cells, jobs times nodes times shapes, up to which a cluster is solved whole."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How good an answer is."""
+
+    value: float
+    """The sum of gains that was reached."""
+    bound: float
+    """A sum that no allocation can exceed."""
+
+    @property
+    def gap(self) -> float:
+        """What may have been lost at most, relative to the bound; 0.0: the answer is optimal."""
+        return max(self.bound - self.value, 0.0) / max(abs(self.bound), 1e-300)
 
 
 class ExactPolicy:
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self.gaps = []
+    """Allocates by exact optimisation.
 
-    def optimize(self, jobs, nodes, base_allocations, node_template):
-        instance = build_instance(jobs, nodes, base_allocations)
-        gains = self._objective.gains(instance)
-        problem = _Problem(instance, gains, self._objective)
-        chosen, bound = problem.relax()
-        state = problem.place(chosen)
-        problem.improve(state)
-        stay = problem.staying()
-        v, v0 = problem.value(state), problem.value(stay) if stay is not None else -np.inf
-        if stay is not None and v <= v0 + 1e-9 * abs(v0):
-            state = stay
-            v = v0
-        self.gaps.append((bound, v))
-        out = {name: list(a) for name, a in instance.pinned.items()}
-        for j, o in enumerate(instance.jobs):
-            out[o.name] = problem.allocation(state, j, base_allocations)
-        return out, len(nodes)
+    Args:
+        objective: what is to be as great as possible; None: `CompletionTime()`. With
+            `FairSpeedup()` it solves Pollux's own problem.
+
+    Example:
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
+        >>> node = NodeInfo({"slots": 4})
+        >>> ExactPolicy().optimize({"a": job}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n', 'n', 'n']}
+    """
+
+    adapts_batch_size: ClassVar[bool] = True
+
+    def __init__(self, objective: Objective | None = None) -> None:
+        self._objective = CompletionTime() if objective is None else objective
+
+    def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
+        """Place one arriving job without moving any other (`place_arrival`).
+
+        Args:
+            job_info: the job.
+            nodes: nodes with what is FREE on them.
+        """
+        return place_arrival(job_info, nodes)
+
+    def optimize(
+        self,
+        jobs: Mapping[Any, JobInfo],
+        nodes: Mapping[Any, NodeInfo],
+        base_allocations: Mapping[Any, Sequence[Any]],
+        node_template: NodeInfo,
+    ) -> tuple[dict[Any, Allocation], int]:
+        """Allocate the whole cluster anew.
+
+        Args:
+            jobs: all jobs that are not done, by name.
+            nodes: all nodes with what jobs may use of them, by name.
+            base_allocations: one node name per replica of each running job.
+            node_template: a node as could be rented; fair shares count what such a node holds.
+
+        Returns:
+            The allocation of every job (an empty list: it waits), and the number of nodes there
+            are: how many there should be is `autoscale`'s question.
+        """
+        allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
+        return allocations, len(nodes)
+
+    def solve(
+        self,
+        jobs: Mapping[Any, JobInfo],
+        nodes: Mapping[Any, NodeInfo],
+        base_allocations: Mapping[Any, Sequence[Any]],
+        node_template: NodeInfo,
+    ) -> tuple[dict[Any, Allocation], Certificate]:
+        """Allocate as `optimize` does, and say how good the answer is."""
+        instance = build_instance(jobs, nodes, base_allocations, node_template)
+        result = {
+            name: Allocation(held, shape_of(jobs[name], held, nodes))
+            for name, held in instance.pinned.items()
+        }
+        worth = self._objective.judge(instance)
+        gains = [worth.gains(job) for job in range(len(instance.jobs))]
+        placed, certificate = _solve(instance, worth, gains)
+        for options, found in zip(instance.jobs, placed, strict=True):
+            held = base_allocations.get(options.name, ())
+            result[options.name] = _allocation(instance, options, found, held)
+        return {name: result[name] for name in jobs}, certificate
 
 
-class _Problem:
-    def __init__(self, instance, gains, objective):
-        self.instance, self.gains, self.objective = instance, gains, objective
-        self.J = len(instance.jobs)
-        usable = instance.free.sum(axis=0)
-        # resource in scarcest supply
-        self.kind = (
-            int(
-                np.argmin(
-                    [
-                        usable[t]
-                        / max(
-                            max(
-                                (
-                                    max((instance.need(s)[t] for s in o.job.all_shapes))
-                                    for o in instance.jobs
-                                ),
-                                default=1,
-                            ),
-                            1,
-                        )
-                        if any(instance.need(o.job.all_shapes[0])[t] for o in instance.jobs)
-                        else np.inf
-                        for t in range(len(instance.kinds))
-                    ]
-                )
-            )
-            if instance.kinds
-            else 0
-        )
-        self.capacity = int(usable[self.kind]) if instance.kinds else 0
-        self.costs = []
-        for o in instance.jobs:
-            unit = np.array([instance.need(s)[self.kind] for s in o.job.all_shapes])
-            self.costs.append(o.replicas * unit[o.shape])
+def _solve(
+    instance: Instance, worth: Worth, gains: Sequence[Floats]
+) -> tuple[list[Placed], Certificate]:
+    if not instance.jobs or not instance.nodes.names:
+        nothing = [Placed(0, (), float(gain[0])) for gain in gains]
+        total = float(sum(found.gain for found in nothing))
+        return nothing, Certificate(total, total)
+    chosen, bound = relax(instance, gains)
+    best = _arrange(instance, worth, gains, chosen)
+    certificate = Certificate(best.total, bound)
+    placed = best.placed
+    if certificate.gap > _TOLERANCE and _is_small(instance):
+        whole = solve_whole(instance, worth, gains)
+        if whole is not None:
+            total = float(sum(found.gain for found in whole))
+            if total > best.total + _TOLERANCE * abs(total):
+                placed, certificate = whole, Certificate(total, bound)
+    return placed, certificate
 
-    def relax(self):
-        vals = []
-        for o, g in zip(self.instance.jobs, self.gains):
-            g = g.copy()
-            if o.stay is not None:
-                g[o.stay] += 1e-9 * abs(g[o.stay])
-            vals.append(g)
-        return knapsack(self.costs, vals, self.capacity)
 
-    def staying(self):
-        floor = Floor(self.instance)
-        rows = []
-        for o in self.instance.jobs:
-            if o.base:
-                s = o.job.all_shapes[o.shape[-1]]
-                if not floor.accepts(o.base, self.instance.need(s)):
-                    return None
-                floor.put(o.base, self.instance.need(s))
-                rows.append((int(o.shape[-1]), o.base))
-            else:
-                rows.append((0, ()))
-        return {"floor": floor, "rows": rows}
+def _arrange(
+    instance: Instance, worth: Worth, gains: Sequence[Floats], chosen: Sequence[int]
+) -> Assignment:
+    """Try several arrangements; of those that are as good the one that moves least comes first."""
+    unmoved = Assignment(instance, worth, gains)
+    tried = [unmoved] if unmoved.stay() else []
+    first = Assignment(instance, worth, gains)
+    complete = first.fill(chosen, keep=True)
+    first.improve()
+    tried.append(first)
+    if not complete:
+        second = Assignment(instance, worth, gains)
+        second.fill(chosen, keep=False)
+        second.improve()
+        tried.append(second)
+    best = tried[0]
+    for other in tried[1:]:
+        if other.total > best.total + _TOLERANCE * abs(best.total):
+            best = other
+    return best
 
-    def row_gain(self, j, shape, row):
-        o = self.instance.jobs[j]
-        if not row:
-            return self.gains[j][NOTHING]
-        if o.base and row == o.base and shape == o.shape[-1]:
-            return self.gains[j][o.stay]
-        R = sum(c for _, c in row)
-        m = len(row)
-        k = np.flatnonzero((o.shape == shape) & (o.replicas == R) & (o.num_nodes == m))
-        k = [i for i in k if i != o.stay and i != NOTHING]
-        if k:
-            return self.gains[j][k[0]]
-        sp = float(o.job.all_shapes[shape].speedup_fn(m, R))
-        return float(self.objective.gain(self.instance, j, np.array([sp]))[0])
 
-    def value(self, state):
-        return sum(self.row_gain(j, *r) for j, r in enumerate(state["rows"]))
+def _is_small(instance: Instance) -> bool:
+    rows = sum(len(options.shapes) for options in instance.jobs)
+    return rows * len(instance.nodes.names) <= _SMALL
 
-    def place(self, chosen):
-        inst = self.instance
-        floor = Floor(inst)
-        rows = [(0, ())] * self.J
-        todo = []
-        for j, (o, c) in enumerate(zip(inst.jobs, chosen)):
-            if o.stay is not None and c == o.stay:
-                floor.put(o.base, inst.need(o.job.all_shapes[o.shape[c]]))
-                rows[j] = (int(o.shape[c]), o.base)
-            elif c != NOTHING:
-                todo.append((j, c))
-        todo.sort(key=lambda t: (-inst.jobs[t[0]].num_nodes[t[1]], -self.costs[t[0]][t[1]], t[0]))
-        state = {"floor": floor, "rows": rows}
-        for j, c in todo:
-            o = inst.jobs[j]
-            s = int(o.shape[c])
-            shape = o.job.all_shapes[s]
-            row = floor.find(inst.need(shape), inst.runs_on(shape), int(o.replicas[c]))
-            if row is None:
-                self.best(state, j)
-            else:
-                floor.put(row, inst.need(shape))
-                rows[j] = (s, row)
-        return state
 
-    def best(self, state, j):
-        """Give job j the best that fits."""
-        inst = self.instance
-        o = inst.jobs[j]
-        floor, rows = state["floor"], state["rows"]
-        s0, r0 = rows[j]
-        if r0:
-            floor.take(r0, inst.need(o.job.all_shapes[s0]))
-        g = self.row_gain(j, s0, r0)
-        best = (s0, r0)
-        order = np.argsort(-self.gains[j], kind="stable")
-        for c in order:
-            if self.gains[j][c] <= g + 1e-12 * abs(g):
-                break
-            s = int(o.shape[c])
-            need = inst.need(o.job.all_shapes[s])
-            if c == NOTHING:
-                row = ()
-            elif c == o.stay:
-                row = o.base if floor.accepts(o.base, need) else None
-            else:
-                row = floor.find(need, inst.runs_on(o.job.all_shapes[s]), int(o.replicas[c]))
-            if row is None:
-                continue
-            gg = self.row_gain(j, s, row)
-            if gg > g + 1e-12 * abs(g):
-                g, best = gg, (s, row)
-        s, r = best
-        if r:
-            floor.put(r, inst.need(o.job.all_shapes[s]))
-        rows[j] = best
-        return best != (s0, r0)
+def _allocation(
+    instance: Instance, options: JobOptions, found: Placed, held: Sequence[Any]
+) -> Allocation:
+    if not found.row:
+        return Allocation()
+    shape = options.shapes[found.shape]
+    stay = options.stay
+    if stay is not None and found.row == options.base and options.shape[stay] == found.shape:
+        return Allocation(held, shape)
+    names = instance.nodes.names
+    return Allocation([names[node] for node, count in found.row for _ in range(count)], shape)
 
-    def improve(self, state):
-        for _ in range(3):
-            changed = False
-            for j in range(self.J):
-                changed |= self.best(state, j)
-            if not changed:
-                break
 
-    def allocation(self, state, j, base_allocations):
-        o = self.instance.jobs[j]
-        s, row = state["rows"][j]
-        if not row:
-            return Allocation()
-        if o.base and row == o.base and s == o.shape[-1]:
-            return Allocation(base_allocations[o.name], o.job.all_shapes[s])
-        return Allocation(
-            [self.instance.node_names[n] for n, c in row for _ in range(c)], o.job.all_shapes[s]
-        )
+__all__ = ["Certificate", "ExactPolicy"]

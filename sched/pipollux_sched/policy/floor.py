@@ -6,24 +6,25 @@ one such; so a node with room may still be closed to a distributed job.
 
 from __future__ import annotations
 
-
 import numpy as np
 
-from .options import Bools, Instance, Ints, Row, room
+from .cluster import room
+from .options import Bools, Ints, Nodes, Row
+
+_NONE = np.iinfo(np.int64).max
 
 
 class Floor:
-    """What is left of the nodes.
+    """What is left of the nodes while jobs are put on them.
 
     Args:
-        instance: the nodes.
+        nodes: the nodes.
     """
 
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-        self.free: Ints = instance.free.copy()
+    def __init__(self, nodes: Nodes) -> None:
+        self.free: Ints = nodes.free.copy()
         """(N, T)."""
-        self._distributed = np.zeros(len(instance.node_names), dtype=np.int64)
+        self._distributed = np.zeros(len(nodes.names), dtype=np.int64)
 
     def put(self, row: Row, need: Ints) -> None:
         """Put a job's replicas on their nodes."""
@@ -45,32 +46,20 @@ class Floor:
             The row, or None where they do not fit.
         """
         counts = np.where(allowed, room(need, self.free), 0)
-        node = _tightest(counts, num_replicas)
-        if node is not None:
-            return ((node, num_replicas),)
+        tightest = _tightest(counts, num_replicas)
+        if tightest is not None:
+            return ((tightest, num_replicas),)
         counts[self._distributed > 0] = 0
-        row: list[tuple[int, int]] = []
-        left = num_replicas
-        for node in np.argsort(-counts, kind="stable").tolist():
-            if counts[node] >= left:
-                last = _tightest(counts, left)
-                assert last is not None  # noqa: S101  # this very node has room
-                row.append((last, left))
-                return tuple(sorted(row))
-            if counts[node] == 0:
-                return None
-            row.append((node, int(counts[node])))
-            left -= int(counts[node])
-            counts[node] = 0
-        return None
+        if counts.sum() < num_replicas:
+            return None
+        return _spread(counts, num_replicas)
 
     def accepts(self, row: Row, need: Ints) -> bool:
         """Tell whether a job could be put on these nodes."""
-        nodes = np.array([node for node, _ in row], dtype=np.int64)
-        counts = np.array([count for _, count in row], dtype=np.int64)
+        nodes = [node for node, _ in row]
         if len(row) > 1 and self._distributed[nodes].any():
             return False
-        return bool((room(need, self.free[nodes]) >= counts).all())
+        return bool((room(need, self.free[nodes]) >= [count for _, count in row]).all())
 
     def _change(self, row: Row, need: Ints, sign: int) -> None:
         for node, count in row:
@@ -80,7 +69,20 @@ class Floor:
 
 def _tightest(counts: Ints, num_replicas: int) -> int | None:
     """Return the first of the nodes with just enough room, if one has enough."""
-    enough = counts >= num_replicas
-    if not enough.any():
-        return None
-    return int(np.where(enough, counts, np.iinfo(np.int64).max).argmin())
+    enough = np.where(counts >= num_replicas, counts, _NONE)
+    node = int(enough.argmin())
+    return node if enough[node] < _NONE else None
+
+
+def _spread(counts: Ints, num_replicas: int) -> Row:
+    """Fill the roomiest nodes, and put what is left on the tightest node that holds it."""
+    row, left = [], num_replicas
+    for node in np.argsort(-counts, kind="stable").tolist():
+        if counts[node] >= left:
+            break
+        row.append((node, int(counts[node])))
+        left -= int(counts[node])
+        counts[node] = 0
+    last = _tightest(counts, left)
+    assert last is not None  # noqa: S101  # the caller has counted
+    return tuple(sorted([*row, (last, left)]))

@@ -25,7 +25,7 @@ def knapsack(
 
     Args:
         costs: per job, what each option takes; some option must take nothing.
-        values: per job, what each option is worth; of equal ones the one that takes least is chosen.
+        values: per job, what each option is worth; of equal ones that which takes least is chosen.
         capacity: units that there are.
 
     Returns:

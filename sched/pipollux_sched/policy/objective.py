@@ -1,161 +1,93 @@
-"""wip"""
+"""What allocations are worth: sums over jobs, so that the best one is a knapsack.
+
+An objective gives every option of every job a gain, in any unit; the exact policy makes the sum of
+gains as great as it can. What a job gains must not depend on what others get.
+
+`FairSpeedup` is Pollux's fitness (`problem`): the power mean is a monotone function of the sum of
+the jobs' terms, so the greatest sum is the greatest fitness.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Protocol
+
 import numpy as np
-from .options import Floats, Instance, NOTHING
-from .problem import FLOOR, restart_factor
+
+from .options import Floats, Instance, JobOptions
+from .problem import FLOOR, TOLERANCE, restart_factor
+
+
+class Worth(Protocol):
+    """The gains of one instance."""
+
+    def gains(self, job: int) -> Floats:
+        """Return the gain of every option of a job: (C,)."""
+
+    def moved(self, job: int, speedup: float) -> float:
+        """Return the gain of a job that gets another allocation than it has, by its speedup."""
 
 
 class Objective(Protocol):
-    def gains(self, instance: Instance) -> list[Floats]: ...
-    def gain(self, instance: Instance, j: int, speedups: Floats) -> Floats: ...
+    """What is to be as great as possible."""
+
+    def judge(self, instance: Instance) -> Worth:
+        """Look at all jobs once, and return what their options are worth."""
 
 
 class FairSpeedup:
-    def __init__(self, power=-1.0):
-        self.p = power
+    """Pollux's objective: the power mean of speedups over the fair share, with restart factors.
 
-    def fair(self, instance, j):
-        o = instance.jobs[j]
-        shape = o.job.all_shapes[0]
-        need = instance.need(shape)
-        share = max(need[t] / instance.total[t] for t in range(len(need)) if need[t])
-        R = int(
-            np.clip(
-                np.ceil(1.0 / (share * instance.num_jobs) - 1e-9),
-                max(o.job.min_replicas, 1),
-                o.job.max_replicas,
-            )
-        )
-        per = max(int(instance.fits(shape).max()), 1)
-        v = float(shape.speedup_fn(-(-R // per), R))
-        return v if v > 0 else 1.0
+    Args:
+        power: p of the power mean; −1 is the paper's.
 
-    def f(self, v):
-        return np.sign(self.p) * np.maximum(v, FLOOR) ** self.p
+    Raises:
+        ValueError: the power is 0 or not finite.
+    """
 
-    def gains(self, instance):
-        self._fair = [self.fair(instance, j) for j in range(len(instance.jobs))]
-        out = []
-        for j, o in enumerate(instance.jobs):
-            g = self.gain(instance, j, o.speedup)
-            if o.stay is not None:
-                g[o.stay] = self.f(o.speedup[o.stay] / self._fair[j])
-            out.append(g)
-        return out
+    def __init__(self, power: float = -1.0) -> None:
+        if power == 0 or not np.isfinite(power):
+            raise ValueError(f"power: {power} must be a finite number other than 0")
+        self._power = power
 
-    def gain(self, instance, j, speedups):
-        o = instance.jobs[j]
-        v = speedups / self._fair[j]
-        if o.runs:
-            v = v * restart_factor(o.job)
-        return self.f(v)
+    def judge(self, instance: Instance) -> Worth:
+        """Return every option's term of the power mean."""
+        fair = [fair_speedup(instance, options) for options in instance.jobs]
+        return _FairWorth(instance.jobs, fair, self._power)
 
 
-class Progress:
-    """sum of w_j * speedup * (H - D)/H"""
+class _FairWorth:
+    def __init__(self, jobs: Sequence[JobOptions], fair: Sequence[float], power: float) -> None:
+        self._jobs, self._fair, self._power = jobs, fair, power
 
-    def __init__(self, a=0.5, horizon=600.0, phi=0.0, unknown="min", conc=1.0, minH=60.0):
-        self.a, self.h, self.phi, self.unknown, self.conc, self.minH = (
-            a,
-            horizon,
-            phi,
-            unknown,
-            conc,
-            minH,
-        )
+    def gains(self, job: int) -> Floats:
+        options = self._jobs[job]
+        values = options.speedup / self._fair[job]
+        if options.runs:
+            factors = np.full(len(values), restart_factor(options.job))
+            if options.stay is not None:
+                factors[options.stay] = 1.0
+            values = values * factors
+        return self._term(values)
 
-    def weights(self, instance):
-        n = len(instance.jobs)
-        rem = []
-        for o in instance.jobs:
-            r = o.job.remaining_work
-            rem.append(r if r is not None else (0.0 if self.unknown == "min" else np.inf))
-        rem = np.array(rem)
-        rank = np.empty(n)
-        order = np.argsort(-rem, kind="stable")
-        rank[order] = np.arange(1, n + 1)
-        return rank**self.a
+    def moved(self, job: int, speedup: float) -> float:
+        options = self._jobs[job]
+        factor = restart_factor(options.job) if options.runs else 1.0
+        return float(self._term(np.array(speedup / self._fair[job] * factor)))
 
-    def gains(self, instance):
-        self._w = self.weights(instance)
-        out = []
-        for j, o in enumerate(instance.jobs):
-            g = self.gain(instance, j, o.speedup)
-            if o.stay is not None:
-                g[o.stay] = self._w[j] * o.speedup[o.stay] ** self.conc + 0.0
-            g[NOTHING] = 0.0
-            out.append(g)
-        return out
-
-    def gain(self, instance, j, speedups):
-        o = instance.jobs[j]
-        s = np.maximum(speedups, 1e-9)
-        if not o.runs:
-            return self._w[j] * speedups**self.conc
-        rem = o.job.remaining_work
-        T = (np.inf if rem is None else rem) / s
-        H = np.clip(np.minimum(T, self.h), self.minH, None)
-        f = np.maximum(1 - o.job.restart_seconds / H, 0.0)
-        return self._w[j] * speedups**self.conc * f
+    def _term(self, values: Floats) -> Floats:
+        terms: Floats = np.sign(self._power) * np.maximum(values, FLOOR) ** self._power
+        return terms
 
 
-class Price:
-    """sum of w_j * speedup; w_j = min_k (1 + k/fair)/s(k) * age factor"""
-
-    def __init__(self, a=0.5, horizon=600.0, mode="rank", new="short", lam=1.0, minH=60.0, p=1.0):
-        self.a, self.h, self.mode, self.new, self.lam, self.minH, self.p = (
-            a,
-            horizon,
-            mode,
-            new,
-            lam,
-            minH,
-            p,
-        )
-
-    def gains(self, instance):
-        n = len(instance.jobs)
-        t = int(instance.total.argmin()) if len(instance.total) else 0
-        G = float(instance.total[t])
-        kf = G / max(instance.num_jobs, 1) / self.lam
-        base, T = [], []
-        for o in instance.jobs:
-            unit = np.array([instance.need(s)[t] for s in o.job.all_shapes])
-            c = o.replicas * unit[o.shape]
-            ok = o.speedup > 0
-            # one that may grow is judged by what it could have, not by what it may have now
-            cost = (1 + c[ok] / kf) / o.speedup[ok]
-            k = int(cost.argmin()) if ok.any() else 0
-            base.append(float(cost[k]) if ok.any() else 0.0)
-            r = o.job.remaining_work
-            T.append(np.nan if r is None or not ok.any() else r * float(cost[k]))
-        T = np.array(T)
-        known = ~np.isnan(T)
-        T[~known] = 0.0 if self.new == "short" else (np.median(T[known]) if known.any() else 0.0)
-        if self.mode == "rank":
-            rank = np.empty(n)
-            rank[np.argsort(-T, kind="stable")] = np.arange(1, n + 1)
-            f = (rank / n) ** self.a
-        else:
-            f = (np.maximum(T, 60.0)) ** -self.a
-        self._w = np.array(base) * f
-        out = []
-        for j, o in enumerate(instance.jobs):
-            g = self.gain(instance, j, o.speedup)
-            if o.stay is not None:
-                g[o.stay] = self._w[j] * o.speedup[o.stay]
-            g[NOTHING] = 0.0
-            out.append(g)
-        return out
-
-    def gain(self, instance, j, speedups):
-        o = instance.jobs[j]
-        g = self._w[j] * speedups
-        if not o.runs:
-            return g
-        rem = o.job.remaining_work
-        T = (np.inf if rem is None else rem) / np.maximum(speedups, 1e-9)
-        H = np.clip(np.minimum(T, self.h), self.minH, None)
-        return g * np.maximum(1 - o.job.restart_seconds / H, 0.0)
+def fair_speedup(instance: Instance, options: JobOptions) -> float:
+    """Return a job's speedup on 1/J of the nodes that it can run on, in its best shape."""
+    nodes, job = instance.nodes, options.job
+    found = [0.0]
+    for shape in options.shapes:
+        if not nodes.per_node(shape):
+            continue
+        equal = np.ceil(1.0 / (nodes.share(shape) * instance.num_jobs) - TOLERANCE)
+        replicas = int(min(max(equal, job.min_replicas, 1), job.most_replicas(shape)))
+        found.append(float(shape.speedup_fn(-(-replicas // nodes.per_node(shape)), replicas)))
+    return max(found) or 1.0

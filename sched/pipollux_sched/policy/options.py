@@ -10,14 +10,15 @@ Resources are counted after what pinned jobs hold has been taken off the nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocation import Allocation, shape_of
+from .allocation import shape_of
+from .cluster import by_safety, room
 from .feasibility import is_pinned, must_move, usable_nodes
 from .job_info import JobInfo, NodeInfo, ReplicaShape
 
@@ -25,7 +26,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 Row: TypeAlias = tuple[tuple[int, int], ...]
-"""(node, number of replicas) of every node that a job lies on."""
+"""(node, number of replicas) of every node that a job lies on, in the order of the nodes."""
 
 NOTHING = 0
 """The option to get nothing."""
@@ -37,8 +38,10 @@ class JobOptions:
 
     name: Any
     job: JobInfo
+    shapes: tuple[ReplicaShape, ...]
+    """The job's shapes that count (`counting_shapes`)."""
     shape: Ints
-    """Index into `job.all_shapes`; of no meaning for `NOTHING`."""
+    """Index into `shapes`; of no meaning for `NOTHING`."""
     replicas: Ints
     num_nodes: Ints
     speedup: Floats
@@ -46,7 +49,7 @@ class JobOptions:
     base: Row
     """Where it lies now; empty if it holds nothing, or cannot stay there."""
     runs: bool
-    """Whether it held something, so that whatever it gets but `base` is a restart."""
+    """Whether it holds something, so that whatever it gets but `base` is a restart."""
 
     @property
     def stay(self) -> int | None:
@@ -55,117 +58,151 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
-class Instance:
-    """An allocation problem in numbers; jobs and nodes are in an order of their own."""
+class Nodes:
+    """N usable nodes with T kinds of resources, in an order of their own."""
 
-    node_names: Sequence[Any]
-    """Usable nodes; those that may be taken away come last."""
-    free: Ints
-    """(N, T): what pinned jobs leave."""
-    gpu_types: Sequence[str]
+    names: Sequence[Any]
+    """Those that may be taken away come last."""
+    gpu_types: NDArray[np.str_]
+    """(N,)"""
     kinds: Sequence[str]
     """Names of the T resources."""
+    capacity: Ints
+    """(N, T): what they have."""
+    free: Ints
+    """(N, T): what pinned jobs leave of it."""
+    template: NodeInfo
+    """A node as could be rented; it counts where only what a node can hold is asked."""
+    _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
+    """What was asked for before, by what was asked and the kind of replica."""
+
+    def need(self, shape: ReplicaShape) -> Ints:
+        """Return what one replica of a shape holds: (T,)."""
+        need: Ints = self._keep("need", shape, self._need)
+        return need
+
+    def allowed(self, shape: ReplicaShape) -> Bools:
+        """Tell which nodes have GPUs that a shape is for: (N,)."""
+        allowed: Bools = self._keep("allowed", shape, self._allowed)
+        return allowed
+
+    def reach(self, shape: ReplicaShape) -> Ints:
+        """Return how many replicas of a shape the roomiest 1, 2, … nodes hold: (N,)."""
+        reach: Ints = self._keep("reach", shape, self._reach)
+        return reach
+
+    def per_node(self, shape: ReplicaShape) -> int:
+        """Return how many replicas of a shape the roomiest node, rented or not, holds if it is empty."""
+        per_node: int = self._keep("per_node", shape, self._per_node)
+        return per_node
+
+    def share(self, shape: ReplicaShape) -> float:
+        """Return the largest share of any resource of the nodes it may use that a replica holds."""
+        share: float = self._keep("share", shape, self._share)
+        return share
+
+    def _keep(self, what: str, shape: ReplicaShape, find: Callable[[ReplicaShape], Any]) -> Any:
+        key = what, (shape.gpu_type, frozenset(shape.resources.items()))
+        if key not in self._kept:
+            self._kept[key] = find(shape)
+        return self._kept[key]
+
+    def _need(self, shape: ReplicaShape) -> Ints:
+        return np.array([shape.resources.get(kind, 0) for kind in self.kinds], dtype=np.int64)
+
+    def _allowed(self, shape: ReplicaShape) -> Bools:
+        if shape.gpu_type is None:
+            return np.ones(len(self.names), dtype=bool)
+        allowed: Bools = self.gpu_types == shape.gpu_type
+        return allowed
+
+    def _reach(self, shape: ReplicaShape) -> Ints:
+        fits = np.where(self.allowed(shape), room(self.need(shape), self.free), 0)
+        return np.cumsum(np.sort(fits)[::-1])
+
+    def _per_node(self, shape: ReplicaShape) -> int:
+        fits = np.where(self.allowed(shape), room(self.need(shape), self.capacity), 0)
+        amounts = np.array([self.template.resources.get(kind, 0) for kind in self.kinds])
+        rented = int(room(self.need(shape), amounts)) if shape.runs_on(self.template) else 0
+        return max(int(fits.max(initial=0)), rented)
+
+    def _share(self, shape: ReplicaShape) -> float:
+        need, total = self.need(shape), self.capacity[self.allowed(shape)].sum(axis=0)
+        # Of what no node has, a replica takes all there is.
+        shares = np.where(total > 0, need / np.maximum(total, 1), 1.0)
+        return float(shares[need > 0].max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An allocation problem in numbers."""
+
+    nodes: Nodes
     jobs: Sequence[JobOptions]
     """Jobs that are not pinned, the oldest first."""
     pinned: Mapping[Any, Sequence[Any]]
     """Allocations that are not touched."""
-    total: Ints
-    """(T,): what all usable nodes have, pinned jobs' part included."""
     num_jobs: int
     """Pinned ones included."""
-    _needs: dict[int, Ints] = field(default_factory=dict)
-
-    def need(self, shape: ReplicaShape) -> Ints:
-        """Return what one replica of a shape holds: (T,)."""
-        known = self._needs.get(id(shape))
-        if known is None:
-            known = np.array([shape.resources.get(kind, 0) for kind in self.kinds], dtype=np.int64)
-            self._needs[id(shape)] = known
-        return known
-
-    def runs_on(self, shape: ReplicaShape) -> Bools:
-        """Tell which nodes have GPUs that a shape is for: (N,)."""
-        if shape.gpu_type is None:
-            return np.ones(len(self.node_names), dtype=bool)
-        return np.array([kind == shape.gpu_type for kind in self.gpu_types], dtype=bool)
-
-    def fits(self, shape: ReplicaShape) -> Ints:
-        """Return how many replicas of a shape each node holds if nothing else is there: (N,)."""
-        return np.where(self.runs_on(shape), room(self.need(shape), self.free), 0)
-
-
-def room(need: Ints, free: Ints) -> Ints:
-    """Return how many replicas fit: need (T,), free (..., T) -> (...,)."""
-    asked = need > 0
-    counts: Ints = (free[..., asked] // need[asked]).min(axis=-1)
-    return np.maximum(counts, 0)
 
 
 def build_instance(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
     base_allocations: Mapping[Any, Sequence[Any]],
+    node_template: NodeInfo,
 ) -> Instance:
     """Bring jobs and nodes into numbers, whatever the order of the mappings."""
-    usable = usable_nodes(nodes)
-    names = sorted(usable, key=lambda name: (usable[name].preemptible, str(name)))
-    kinds = sorted({k for job in jobs.values() for s in job.all_shapes for k in s.resources})
-    capacity = np.array(
-        [[usable[name].resources.get(kind, 0) for kind in kinds] for name in names], dtype=np.int64
-    ).reshape(len(names), len(kinds))
-    index = {name: number for number, name in enumerate(names)}
     pinned = {
         name: base_allocations[name]
         for name, job in jobs.items()
         if is_pinned(job, base_allocations.get(name, ()), nodes)
     }
-    instance = Instance(
-        node_names=names,
-        free=capacity.copy(),
-        gpu_types=[usable[name].gpu_type for name in names],
-        kinds=kinds,
-        jobs=[],
-        pinned=pinned,
-        total=capacity.sum(axis=0),
-        num_jobs=len(jobs),
-    )
-    for name, allocation in pinned.items():
-        need = instance.need(shape_of(jobs[name], allocation, nodes))
-        for node in allocation:
-            if node in index:
-                instance.free[index[node]] -= need
-    np.maximum(instance.free, 0, out=instance.free)
-    order = sorted(jobs.keys() - pinned.keys(), key=lambda n: (jobs[n].created, str(n)))
-    room_of = _Fewest(instance)
+    places = _build_nodes(jobs, nodes, pinned, node_template)
+    index = {name: number for number, name in enumerate(places.names)}
+    order = sorted(jobs.keys() - pinned.keys(), key=lambda name: (jobs[name].created, str(name)))
     options = [
-        _job_options(name, jobs[name], base_allocations.get(name, ()), nodes, index, room_of)
+        _job_options(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
         for name in order
     ]
-    return Instance(**{**vars(instance), "jobs": options})
+    return Instance(places, options, pinned, len(jobs))
 
 
-class _Fewest:
-    """On how few nodes replicas lie, asked for once per kind of replica."""
+def _build_nodes(
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+    pinned: Mapping[Any, Sequence[Any]],
+    template: NodeInfo,
+) -> Nodes:
+    names = by_safety(usable_nodes(nodes))
+    kinds = sorted({k for job in jobs.values() for s in job.all_shapes for k in s.resources})
+    amounts = [[nodes[name].resources.get(kind, 0) for kind in kinds] for name in names]
+    capacity = np.array(amounts, dtype=np.int64).reshape(len(names), len(kinds))
+    types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
+    places = Nodes(names, types, kinds, capacity, capacity.copy(), template)
+    index = {name: number for number, name in enumerate(names)}
+    for name, allocation in pinned.items():
+        need = places.need(shape_of(jobs[name], allocation, nodes))
+        for node in allocation:
+            if node in index:
+                places.free[index[node]] -= need
+    np.maximum(places.free, 0, out=places.free)
+    return places
 
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-        self._known: dict[Any, Ints] = {}
 
-    def most(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape the empty cluster holds."""
-        reach = self._reach(shape)
-        return int(reach[-1]) if reach.size else 0
+def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
+    """Return a job's shapes but those that another one before them hides.
 
-    def num_nodes(self, shape: ReplicaShape, replicas: Ints) -> Ints:
-        """Return the fewest nodes that hold so many replicas."""
-        nodes: Ints = np.searchsorted(self._reach(shape), replicas) + 1
-        return nodes
-
-    def _reach(self, shape: ReplicaShape) -> Ints:
-        key = shape.gpu_type, tuple(sorted(shape.resources.items()))
-        if key not in self._known:
-            self._known[key] = np.cumsum(np.sort(self._instance.fits(shape))[::-1])
-        return self._known[key]
+    Node names and the number of stages say everything about an allocation; of two shapes with as
+    many stages for the same GPUs, the first counts (`shape_of`).
+    """
+    seen: set[tuple[int, str | None]] = set()
+    counting = []
+    for shape in job.all_shapes:
+        if {(shape.num_stages, shape.gpu_type), (shape.num_stages, None)}.isdisjoint(seen):
+            seen.add((shape.num_stages, shape.gpu_type))
+            counting.append(shape)
+    return tuple(counting)
 
 
 def _job_options(
@@ -173,42 +210,47 @@ def _job_options(
     job: JobInfo,
     allocation: Sequence[Any],
     nodes: Mapping[Any, NodeInfo],
+    places: Nodes,
     index: Mapping[Any, int],
-    fewest: _Fewest,
 ) -> JobOptions:
+    shapes = counting_shapes(job)
     rows = [(0, 0, 0, 0.0)]
-    for number, shape in enumerate(job.all_shapes):
-        rows.extend(_shape_options(number, shape, job, fewest))
+    for number, shape in enumerate(shapes):
+        rows.extend(_shape_options(number, shape, job, places))
     base: Row = ()
-    if allocation and not must_move(job, allocation, nodes):
+    if allocation:
         shape = shape_of(job, allocation, nodes)
-        if _may_stay(job, shape, allocation):
+        if _may_stay(job, shape, allocation, nodes):
             base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
             speedup = float(shape.speedup_fn(len(base), len(allocation)))
-            number = job.all_shapes.index(shape)
-            rows.append((number, len(allocation), len(base), speedup))
-    shapes, replicas, num_nodes, speedups = (np.array(column) for column in zip(*rows, strict=True))
+            rows.append((shapes.index(shape), len(allocation), len(base), speedup))
+    shape_of_row, replicas, num_nodes, speedups = (np.array(c) for c in zip(*rows, strict=True))
     return JobOptions(
-        name, job, shapes, replicas, num_nodes, speedups.astype(float), base, bool(allocation)
+        name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)
     )
 
 
-def _may_stay(job: JobInfo, shape: ReplicaShape, allocation: Sequence[Any]) -> bool:
-    stages = allocation.num_stages if isinstance(allocation, Allocation) else None
-    bounds = max(job.min_replicas, 1) <= len(allocation) <= job.most_replicas(shape)
-    return bounds and stages in (None, shape.num_stages)
+def _may_stay(
+    job: JobInfo, shape: ReplicaShape, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
+) -> bool:
+    if must_move(job, allocation, nodes) or not all(shape.runs_on(nodes[n]) for n in allocation):
+        return False
+    stages = getattr(allocation, "num_stages", None)
+    within = max(job.min_replicas, 1) <= len(allocation) <= job.most_replicas(shape)
+    return within and stages in (None, shape.num_stages)
 
 
 def _shape_options(
-    number: int, shape: ReplicaShape, job: JobInfo, fewest: _Fewest
+    number: int, shape: ReplicaShape, job: JobInfo, places: Nodes
 ) -> Iterator[tuple[int, int, int, float]]:
-    most = min(job.most_replicas(shape), fewest.most(shape))
+    reach = places.reach(shape)
+    most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
     replicas = np.arange(max(job.min_replicas, 1), most + 1)
     if not replicas.size:
         return
-    num_nodes = fewest.num_nodes(shape, replicas)
-    speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=float)
+    num_nodes = np.searchsorted(reach, replicas) + 1
+    speedups = np.nan_to_num(np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=float))
     best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
     # What takes more and is not faster is never worth taking.
-    for i in np.flatnonzero(speedups > best):
+    for i in np.flatnonzero(speedups > best).tolist():
         yield number, int(replicas[i]), int(num_nodes[i]), float(speedups[i])
