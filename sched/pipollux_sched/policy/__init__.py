@@ -26,12 +26,14 @@ from .job_info import (
 from .objective import FairSpeedup, Objective, Worth
 from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
+from .registry import POLICIES, Policy, make_policy
 from .sia import SiaPolicy
 from .tiresias import TiresiasPolicy
 from .utility import UtilityBand, utility
 
 __all__ = [
     "DEFAULT_RESTART_SECONDS",
+    "POLICIES",
     "Allocation",
     "AutoscalingRules",
     "AutoscalingState",
@@ -45,6 +47,7 @@ __all__ = [
     "NodePlan",
     "Objective",
     "OptimusPolicy",
+    "Policy",
     "PolluxPolicy",
     "ReplicaShape",
     "SiaPolicy",
@@ -55,6 +58,7 @@ __all__ = [
     "autoscale",
     "best_size",
     "is_pinned",
+    "make_policy",
     "must_move",
     "plan_nodes",
     "release_order",

@@ -13,27 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
-from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, shape_of, violations
+from pipollux_sched.policy import (
+    Allocation,
+    JobInfo,
+    NodeInfo,
+    Policy,
+    shape_of,
+    violations,
+)
 
 from .application import Application
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
 from .workload import JobArrival
-
-
-class Policy(Protocol):
-    """What the simulator asks of a policy."""
-
-    def optimize(
-        self,
-        jobs: Mapping[Any, JobInfo],
-        nodes: Mapping[Any, NodeInfo],
-        base_allocations: Mapping[Any, Sequence[Any]],
-        node_template: NodeInfo,
-    ) -> tuple[Mapping[Any, Sequence[Any]], int]:
-        """Allocate all jobs anew."""
 
 
 class SimulationError(Exception):
@@ -49,7 +42,8 @@ class Options:
     restart_seconds: float = 30.0
     """Time without training after every start of a job."""
     interference: float = 0.0
-    """By how much distributed jobs that share a node are slowed, 0 to 1."""
+    """By how much distributed jobs that share a node are slowed, 0 to 1; with 0, none may share one
+    (rule 4 of docs/policies.md), because nothing would come of it."""
     checkpoint_seconds: float = 600.0
     """Training time after which jobs save; matters where nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
@@ -115,7 +109,7 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
-        self._all_nodes = dict(self.nodes)
+        self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
         self._now = 0.0
         self._waiting = sorted(self.workload, key=lambda row: (row.time, row.name))
         self._active: dict[str, SimulatedJob] = {}
@@ -149,7 +143,8 @@ class Cluster:
     def _skip_idle_rounds(self) -> None:
         if self._active or not self._waiting:
             return
-        rounds = math.floor(self._waiting[0].time / self.options.interval)
+        # The round that takes the next arrival in is the first at or after it.
+        rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to(self, until: float) -> None:
@@ -221,7 +216,9 @@ class Cluster:
         begin = time.perf_counter()
         answer, _ = self.policy.optimize(infos, self.nodes, base, template)
         self._policy_seconds.append(time.perf_counter() - begin)
-        broken = violations(infos, self.nodes, base, answer)
+        # Where sharing a node has its price, paying it is the policy's affair.
+        crowding = self.options.interference > 0
+        broken = violations(infos, self.nodes, base, answer, crowding=crowding)
         if broken:
             raise SimulationError(f"at {self._now:g} s the policy broke a rule: {broken[0]}")
         for name, job in self._active.items():

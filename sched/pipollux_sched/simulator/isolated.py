@@ -1,0 +1,114 @@
+"""How long a job would take alone on its equal share of the cluster: what fairness is measured by.
+
+Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
+over the number of jobs that were unfinished in the job's lifetime, averaged over time; on it the job
+runs from its arrival to its end, without waiting for rounds, and starts once. The same yardstick is
+held to every policy: the job adapts its batch size, whether or not the policy lets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipollux_sched.policy import NodeInfo, ReplicaShape
+
+from .application import Application
+from .job import SimulatedJob
+from .workload import JobArrival
+
+
+class IsolatedTimes:
+    """Times of jobs alone on a share of a cluster, each worked out once.
+
+    Args:
+        nodes: of the cluster.
+        restart_seconds: what the one start takes.
+    """
+
+    def __init__(self, nodes: Mapping[str, NodeInfo], restart_seconds: float) -> None:
+        self._nodes = nodes
+        self._restart_seconds = restart_seconds
+        self._known: dict[tuple[str, int], float] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all nodes."""
+        return sum(node.resources.get("slots", 0) for node in self._nodes.values())
+
+    def seconds(self, app: Application, share: float) -> float:
+        """Return how long a job takes alone on so many slots, on at least one replica.
+
+        Replicas are of the job's own shape, whole, as close together as they can be, and no more
+        than the job can use.
+        """
+        shape = app.new_model().shapes()[0]
+        width = shape.resources.get("slots", shape.num_stages)
+        rooms, gpu_type = self._rooms(shape)
+        most = min(app.max_replicas(), sum(rooms), shape.max_replicas or math.inf)
+        # A hair more, so that a third of 48 slots is 16.
+        replicas = int(max(min(math.floor(share / width + 1e-9), most), 1))
+        if (app.name, replicas) not in self._known:
+            seconds = self._run(app, shape, _packed(replicas, rooms), gpu_type)
+            self._known[app.name, replicas] = seconds
+        return self._known[app.name, replicas]
+
+    def _rooms(self, shape: ReplicaShape) -> tuple[list[int], str]:
+        """Return how many replicas nodes hold, on the type of GPU that holds most, and the type."""
+        rooms: dict[str, list[int]] = defaultdict(list)
+        for node in self._nodes.values():
+            if shape.runs_on(node):
+                rooms[node.gpu_type].append(
+                    min(node.resources.get(k, 0) // n for k, n in shape.resources.items() if n)
+                )
+        gpu_type = max(sorted(rooms), key=lambda name: sum(rooms[name]), default="")
+        return sorted(rooms[gpu_type], reverse=True), gpu_type
+
+    def _run(
+        self, app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
+    ) -> float:
+        row = JobArrival("alone", 0.0, app.name, 1, app.init_batch_size)
+        job = SimulatedJob(row, app, app.new_model(), self._restart_seconds)
+        job.reallocate(0.0, [n for n, count in enumerate(placement) for _ in range(count)], shape)
+        job.advance(math.inf, placement, 1.0, gpu_type)
+        return job.clock
+
+
+class Contention:
+    """How many jobs were unfinished over time.
+
+    Args:
+        lifetimes: (arrival, completion) of every job.
+
+    Example:
+        >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
+        1.5
+    """
+
+    def __init__(self, lifetimes: Sequence[tuple[float, float]]) -> None:
+        ends = np.array(lifetimes, dtype=float).reshape(-1, 2)
+        changes = np.concatenate([ends[:, 0], ends[:, 1]])
+        steps = np.repeat([1.0, -1.0], len(ends))
+        order = np.argsort(changes, kind="stable")
+        self._times = changes[order]
+        counts = np.cumsum(steps[order])
+        self._area = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * counts[:-1])])
+
+    def mean(self, begin: float, end: float) -> float:
+        """Return the number of unfinished jobs from `begin` to `end`, averaged over time."""
+        low, high = np.interp([begin, end], self._times, self._area)
+        return float((high - low) / (end - begin))
+
+
+def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:
+    """Return replicas on each node, on as few nodes as there can be."""
+    placement = []
+    left = replicas
+    for room in rooms:
+        placement.append(min(room, left))
+        left -= placement[-1]
+    # One replica at least, also where no node holds it: then nothing else ran there either.
+    return tuple(n for n in placement if n) or (replicas,)
