@@ -51,7 +51,8 @@ class Entry(NamedTuple):
 
 POLICIES: dict[str, Entry] = {
     "exact": Entry(ExactPolicy),
-    "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup())),
+    # In Pollux's objective only who runs pays for a move: whoever was sent away is weighed anew.
+    "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup()), searches=True),
     "pollux": Entry(lambda: PolluxPolicy(population=16, generations=8), searches=True),
     # Without backfilling, an arriving job waits for the next `optimize` (test_baselines.py).
     "fifo": Entry(lambda: FifoPolicy(backfill=True)),

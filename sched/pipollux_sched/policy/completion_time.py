@@ -2,7 +2,7 @@
 
 The sum over jobs of
 
-    gain_j = w_j · speedup_j · H_j / (H_j + D_j)     where the fraction is for a restart only
+    gain_j = w_j · speedup_j · H_j / (H_j + D_j)     a job that stays as it is has no fraction
 
 is how fast the time that jobs have still to spend in the cluster goes down. Symbols:
 
@@ -15,7 +15,7 @@ is how fast the time that jobs have still to spend in the cluster goes down. Sym
     T_j     u_j · remaining work: what is left of the job, in the same unit
     rank_j  number of jobs with at least as much left as job j has, itself included
     w_j     u_j · rank_j^a        0 <= a <= 1
-    D_j     seconds that a restart of job j takes, measured
+    D_j     seconds that a start or restart of job j takes, measured
     H_j     seconds for which the job is going to use what it gets: what it has left on that
             allocation, or `horizon` if that is less, as allocations change
 
@@ -107,21 +107,20 @@ class _Worth:
     def gains(self, job: int) -> Floats:
         options = self._jobs[job]
         gains: Floats = self._weights[job] * options.speedup
-        if options.runs:
-            kept = self._kept(job, options.speedup)
-            if options.stay is not None:
-                kept[options.stay] = 1.0
-            gains = gains * kept
+        kept = self._kept(job, options.speedup)
+        if options.stay is not None:
+            kept[options.stay] = 1.0
+        gains = gains * kept
         if self._starves(options):
             gains[NOTHING] = -self._everything
         return gains
 
     def moved(self, job: int, speedup: float) -> float:
-        kept = self._kept(job, np.array([speedup]))[0] if self._jobs[job].runs else 1.0
+        kept = self._kept(job, np.array([speedup]))[0]
         return float(self._weights[job] * speedup * kept)
 
     def _kept(self, job: int, speedups: Floats) -> Floats:
-        """Return the part of the time it is used for that an allocation is not spent restarting."""
+        """Return what part of its time an allocation trains, if it starts with a restart."""
         info = self._jobs[job].job
         work = np.inf if info.remaining_work is None else info.remaining_work
         with np.errstate(divide="ignore", invalid="ignore"):

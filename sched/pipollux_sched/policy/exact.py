@@ -27,7 +27,7 @@ from .program import solve_whole
 from .relaxation import relax
 
 _TOLERANCE = 1e-9
-_SMALL = 1500
+_SMALL = 30
 """Cells, jobs times nodes times shapes, up to which a cluster is solved whole."""
 
 

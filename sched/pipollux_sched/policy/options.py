@@ -92,7 +92,7 @@ class Nodes:
         return reach
 
     def per_node(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape the roomiest node, rented or not, holds if it is empty."""
+        """Return how many replicas of a shape the roomiest node, rented or not, holds at most."""
         per_node: int = self._keep("per_node", shape, self._per_node)
         return per_node
 

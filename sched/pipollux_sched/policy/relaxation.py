@@ -27,7 +27,7 @@ _STAY_BONUS = 1e-9
 
 
 SCALE = 1e5
-"""HiGHS ends when it is within 1e-6 of the optimum, whatever the unit: the greatest gain is this."""
+"""The greatest gain as HiGHS sees it, which ends within 1e-6 of the optimum whatever the unit."""
 
 
 def relax(instance: Instance, gains: Sequence[Floats]) -> tuple[list[int], float]:

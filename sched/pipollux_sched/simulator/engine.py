@@ -117,7 +117,7 @@ class Cluster:
         self._events = sorted(self.options.node_events, key=lambda event: event.time)
         self._policy_seconds: list[float] = []
 
-    def run(self, watch: Callable[[float, int], None] = lambda now, done: None) -> Result:
+    def run(self, watch: Callable[[float, int], None] | None = None) -> Result:
         """Simulate until all jobs are done.
 
         Args:
@@ -130,7 +130,8 @@ class Cluster:
             self._skip_idle_rounds()
             self._advance_to(self._now + self.options.interval)
             self._round()
-            watch(self._now, len(self._done))
+            if watch is not None:
+                watch(self._now, len(self._done))
             if self._now > self.options.most_days * 86400:
                 names = ", ".join([*self._active][:5])
                 raise SimulationError(
