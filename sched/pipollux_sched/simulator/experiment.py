@@ -14,15 +14,13 @@ from pipollux_sched.policy import NodeInfo, make_policy
 from .application import Application
 from .catalogue import devices_of, load_applications
 from .devices import A100_40G
-from .engine import Cluster, Options
+from .engine import Cluster, Options, Watch
 from .failures import FAILURES, SPOT, NodeEvent, merge_events, outages
 from .gpt import GPT_MODELS
 from .isolated import IsolatedTimes
 from .outcome import Outcome, outcome
 from .workload import JobArrival
 
-Watch = Callable[[float, int], None]
-"""Is told the time in the simulation, and how many jobs are done."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,13 @@ class Experiment:
         self._applications.update(load_applications(missing, traces=self.traces, devices=devices))
         return {name: self._applications[name] for name in names}
 
-    def run(
-        self, workload: Workload, policy: str, watch: Watch = lambda now, done: None
-    ) -> Outcome:
+    def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> Outcome:
         """Simulate a workload under a policy.
+
+        Args:
+            workload: jobs.
+            policy: name of one of `POLICIES`.
+            watch: see `Cluster.run`.
 
         Raises:
             ValueError: an application or a policy is not known, or traces do not reach as far.

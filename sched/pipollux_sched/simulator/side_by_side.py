@@ -25,7 +25,7 @@ WatchPair = Callable[[int, float, int], None]
 
 
 class _Child(NamedTuple):
-    index: int
+    pair: int
     process: Any  # multiprocessing's types differ by how processes are started
 
 
@@ -60,11 +60,11 @@ def run_pairs(
             while waiting and len(running) < processes:
                 receiver, child = _start(experiment, *waiting.pop(0))
                 running[receiver] = child
-            for receiver in wait(list(running)):
-                assert isinstance(receiver, Connection)  # noqa: S101  # we wait for nothing else
+            ready = wait(list(running))
+            for receiver in [one for one in running if one in ready]:
                 result = _hear(receiver, running[receiver], pairs, watch)
                 if result is not None:
-                    found[running[receiver].index] = result
+                    found[running[receiver].pair] = result
                     _end(receiver, running.pop(receiver))
     finally:
         for receiver, child in running.items():
@@ -91,7 +91,7 @@ def _hear(
     try:
         message = receiver.recv()
     except EOFError:
-        workload, policy = pairs[child.index]
+        workload, policy = pairs[child.pair]
         child.process.join()
         raise SimulationError(
             f"the process that simulated {workload.name} under {policy} ended with exit code "
@@ -101,7 +101,7 @@ def _hear(
         raise message
     if isinstance(message, Outcome):
         return message
-    watch(child.index, *message)
+    watch(child.pair, *message)
     return None
 
 
