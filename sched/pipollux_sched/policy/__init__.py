@@ -16,6 +16,7 @@ from .completion_time import CompletionTime
 from .exact import Certificate, ExactPolicy
 from .feasibility import is_pinned, must_move, usable_nodes, violations
 from .fifo import FifoPolicy
+from .interface import Policy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -26,12 +27,13 @@ from .job_info import (
 from .objective import FairSpeedup, Objective, Worth
 from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
-from .registry import POLICIES, Policy, make_policy
+from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .sia import SiaPolicy
 from .tiresias import TiresiasPolicy
 from .utility import UtilityBand, utility
 
 __all__ = [
+    "DEFAULT_POLICY",
     "DEFAULT_RESTART_SECONDS",
     "POLICIES",
     "Allocation",

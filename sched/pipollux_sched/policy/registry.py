@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+import difflib
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from .exact import ExactPolicy
 from .fifo import FifoPolicy
-from .job_info import JobInfo, NodeInfo
+from .interface import Policy
 from .optimus import OptimusPolicy
 from .pollux import PolluxPolicy
 from .sia import SiaPolicy
 from .tiresias import TiresiasPolicy
 
-
-class Policy(Protocol):
-    """What every policy can do."""
-
-    def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> list[Any]:
-        """Place one arriving job without moving any other."""
-
-    def optimize(
-        self,
-        jobs: Mapping[Any, JobInfo],
-        nodes: Mapping[Any, NodeInfo],
-        base_allocations: Mapping[Any, Sequence[Any]],
-        node_template: NodeInfo,
-    ) -> tuple[Mapping[Any, Sequence[Any]], int]:
-        """Allocate all jobs anew."""
-
-
 Factory: TypeAlias = Callable[[int], Policy]
 """Makes a policy for a seed; those that draw nothing take no notice of it."""
 
+DEFAULT_POLICY = "pollux"
+"""Who decides where nobody is named."""
 
 POLICIES: Mapping[str, Factory] = {
     "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # draws nothing
@@ -45,7 +31,7 @@ POLICIES: Mapping[str, Factory] = {
 """Every policy with its defaults, by name."""
 
 
-def make_policy(name: str, *, seed: int = 0) -> Policy:
+def make_policy(name: str = DEFAULT_POLICY, *, seed: int = 0) -> Policy:
     """Return a new policy.
 
     Args:
@@ -53,12 +39,14 @@ def make_policy(name: str, *, seed: int = 0) -> Policy:
         seed: of its random numbers, if it draws any.
 
     Raises:
-        ValueError: there is no policy of this name.
+        ValueError: no policy has this name; the message names those that there are.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__
         'PolluxPolicy'
     """
     if name not in POLICIES:
-        raise ValueError(f"policy: {name!r} is not known; give one of {', '.join(POLICIES)}")
+        close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
     return POLICIES[name](seed)
