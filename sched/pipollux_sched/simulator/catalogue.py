@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from pipollux_sched.policy import NodeInfo, ReplicaShape
 
 from .application import Application
 from .devices import A100_40G, DEVICES, Device
+from .generate import CATEGORIES, Mix, Request
 from .gpt import GPT_MODELS
 from .pipeline_application import PipelineApplication
 from .traces import CONSTANTS, TraceApplication, TraceError
@@ -63,6 +66,62 @@ def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
             f"known are {', '.join(known)}"
         )
     return tuple(known[name] for name in wanted) or (A100_40G,)
+
+
+def fits(application: Application, nodes: Mapping[str, NodeInfo]) -> bool:
+    """Tell whether some node holds a replica of some shape of an application."""
+    shapes = application.new_model().shapes()
+    return any(_holds(node, shape) for shape in shapes for node in nodes.values())
+
+
+def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
+    """Make sure that an application can run at all.
+
+    Raises:
+        ValueError: no node holds a replica of it.
+    """
+    if not fits(application, nodes):
+        least = min(shape.resources["slots"] for shape in application.new_model().shapes())
+        most = max((node.resources.get("slots", 0) for node in nodes.values()), default=0)
+        raise ValueError(
+            f"application {application.name!r} fits on no node: a replica takes {least} GPUs of one"
+            f" node, and the largest has {most}; give nodes of {least} GPUs"
+        )
+
+
+def requests_for(
+    mix: Mix, nodes: Mapping[str, NodeInfo], traces: Path | None = None
+) -> dict[str, Request]:
+    """Return what users ask for, by application of a mix; those that fit on no node are left out.
+
+    Args:
+        mix: see `generate`.
+        nodes: of the cluster.
+        traces: folder of the public traces; none are needed for pipelines.
+
+    Raises:
+        ValueError: traces are missing or wrong, or a type of GPU is not known.
+    """
+    parts: tuple[Mix, ...] = ("pollux", "pipelines") if mix == "mixed" else (mix,)
+    names = [n for kind in CATEGORIES for part in parts for n in kind.applications.get(part, ())]
+    devices = devices_of({node.gpu_type for node in nodes.values()})
+    found: dict[str, Request] = {}
+    for name in names:
+        if name in GPT_MODELS:
+            try:
+                application = PipelineApplication(name, devices)
+            except ValueError:  # its stages fit on none of the devices
+                continue
+            if fits(application, nodes):
+                found[name] = application.requests
+        else:
+            found[name] = TraceApplication(_folder(name, traces)).requests
+    return found
+
+
+def _holds(node: NodeInfo, shape: ReplicaShape) -> bool:
+    need = shape.resources.items()
+    return shape.runs_on(node) and all(node.resources.get(key, 0) >= n for key, n in need)
 
 
 def _folder(name: str, traces: Path | None) -> Path:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from pipollux_sched.policy import (
     Allocation,
@@ -27,6 +28,9 @@ from .application import Application
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
 from .workload import JobArrival
+
+Watch: TypeAlias = Callable[[float, int], None]
+"""Is told, after every round, the time in the simulation and how many jobs are done."""
 
 
 class SimulationError(Exception):
@@ -117,11 +121,11 @@ class Cluster:
         self._events = sorted(self.options.node_events, key=lambda event: event.time)
         self._policy_seconds: list[float] = []
 
-    def run(self, watch: Callable[[float, int], None] | None = None) -> Result:
+    def run(self, watch: Watch | None = None) -> Result:
         """Simulate until all jobs are done.
 
         Args:
-            watch: is told after every round what time it is and how many jobs are done.
+            watch: is told how far it is.
 
         Raises:
             SimulationError: the policy broke a rule, or some job never gets to run.

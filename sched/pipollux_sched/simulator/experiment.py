@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipollux_sched.policy import NodeInfo, make_policy
 
 from .application import Application
-from .catalogue import devices_of, load_applications
+from .catalogue import check_room, devices_of, load_applications
 from .devices import A100_40G
 from .engine import Cluster, Options, Watch
 from .failures import FAILURES, SPOT, NodeEvent, merge_events, outages
@@ -20,7 +17,6 @@ from .gpt import GPT_MODELS
 from .isolated import IsolatedTimes
 from .outcome import Outcome, outcome
 from .workload import JobArrival
-
 
 
 @dataclass(frozen=True)
@@ -49,20 +45,24 @@ class Experiment:
     """Folder of the public traces, for applications of theirs."""
     seed: int = 0
     """Of the policy."""
-    _applications: dict[str, Application] = field(default_factory=dict, repr=False)
-    _isolated: list[IsolatedTimes] = field(default_factory=list, repr=False)
+    _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
+    _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
     def applications(self, workload: Workload) -> dict[str, Application]:
         """Return the applications of a workload; each is read once.
 
         Raises:
-            ValueError: one is not known, or its traces are missing or wrong.
+            ValueError: one is not known, its traces are missing or wrong, or no node holds one of
+                its replicas.
         """
         names = {job.application for job in workload.jobs}
         gpu_types = {node.gpu_type for node in self.nodes.values()}
         devices = devices_of(gpu_types) if names & GPT_MODELS.keys() else (A100_40G,)
         missing = names - self._applications.keys()
-        self._applications.update(load_applications(missing, traces=self.traces, devices=devices))
+        loaded = load_applications(missing, traces=self.traces, devices=devices)
+        for application in loaded.values():
+            check_room(application, self.nodes)
+        self._applications.update(loaded)
         return {name: self._applications[name] for name in names}
 
     def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> Outcome:
@@ -80,8 +80,7 @@ class Experiment:
         applications = self.applications(workload)
         made = make_policy(policy, seed=self.seed)
         cluster = Cluster(workload.jobs, applications, dict(self.nodes), made, self.options)
-        with _silent_libraries():
-            result = cluster.run(watch)
+        result = cluster.run(watch)
         if not self._isolated:
             self._isolated.append(IsolatedTimes(self.nodes, self.options.restart_seconds))
         return outcome(
@@ -125,18 +124,3 @@ def node_events(
         outages(nodes, days * 86400, kind, seed + number) for number, kind in enumerate(kinds)
     ]
     return tuple(merge_events(*streams))
-
-
-@contextmanager
-def _silent_libraries() -> Iterator[None]:
-    """Keep what libraries write past Python (HiGHS leaves such a line) out of standard output."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nothing)

@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -76,7 +77,9 @@ def run_pairs(
 def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, _Child]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(sender, experiment, pair), daemon=True)
+    # A child reads applications for itself: what was read here is more to send than to read.
+    arguments = sender, replace(experiment), pair
+    process = context.Process(target=_work, args=arguments, daemon=True)
     with _blocked_interrupts():
         process.start()
     # Only the child holds this end now, so that its death is heard.
