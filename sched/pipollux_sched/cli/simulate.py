@@ -139,6 +139,14 @@ def simulate(
         OutputFormat,
         typer.Option("--output", "-o", help="How to print the result.", rich_help_panel=_RESULT),
     ] = OutputFormat.table,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="HTML: completion times, use and who held what.",
+            rich_help_panel=_RESULT,
+        ),
+    ] = None,
     save_jobs: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="CSV: a row for every job.", rich_help_panel=_RESULT),
@@ -186,6 +194,10 @@ def simulate(
     with simulation_errors(), libraries_on_stderr(), progress_bars(pairs) as watch:
         outcomes = run_pairs(experiment, pairs, watch, processes)
     _print([measure(one) for one in outcomes], output)
+    if plot is not None:
+        from pipollux_sched.simulator.plots import render_plots
+
+        write_file(plot, "--plot", render_plots(outcomes).encode())
     if save_jobs is not None:
         write_file(save_jobs, "--save-jobs", _job_table(outcomes).encode())
 

@@ -12,7 +12,7 @@ from .devices import A100_40G, DEVICES, Device
 from .generate import CATEGORIES, Mix, Request
 from .gpt import GPT_MODELS
 from .pipeline_application import PipelineApplication
-from .traces import CONSTANTS, TraceApplication, TraceError
+from .traces import CONSTANTS, SLOTS_PER_NODE, TraceApplication, TraceError
 
 KNOWN = (*CONSTANTS, *GPT_MODELS)
 """Names of all applications."""
@@ -78,11 +78,17 @@ def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
     """Make sure that an application can run at all.
 
     Raises:
-        ValueError: no node holds a replica of it.
+        ValueError: no node holds a replica of it, or a node has more GPUs than its traces tell of.
     """
+    sizes = [node.resources.get("slots", 0) for node in nodes.values()]
+    most = max(sizes, default=0)
+    if isinstance(application, TraceApplication) and most > SLOTS_PER_NODE:
+        raise ValueError(
+            f"application {application.name!r}: its traces were measured on nodes of "
+            f"{SLOTS_PER_NODE} GPUs, and nodes have up to {most}; give nodes of {SLOTS_PER_NODE}"
+        )
     if not fits(application, nodes):
         least = min(shape.resources["slots"] for shape in application.new_model().shapes())
-        most = max((node.resources.get("slots", 0) for node in nodes.values()), default=0)
         raise ValueError(
             f"application {application.name!r} fits on no node: a replica takes {least} GPUs of one"
             f" node, and the largest has {most}; give nodes of {least} GPUs"

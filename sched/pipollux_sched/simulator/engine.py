@@ -140,7 +140,7 @@ class Cluster:
                 names = ", ".join([*self._active][:5])
                 raise SimulationError(
                     f"after {self.options.most_days:g} days {len(self._active)} jobs are not done "
-                    f"({names}); give them nodes that they fit, or a larger most_days"
+                    f"({names}); give nodes that hold what they ask for, or fewer jobs"
                 )
         jobs = tuple(sorted(self._done, key=lambda job: (job.arrival.time, job.name)))
         return Result(jobs, self._all_nodes, tuple(self._policy_seconds), _activity(jobs))

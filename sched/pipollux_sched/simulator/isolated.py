@@ -2,8 +2,8 @@
 
 Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
 over the number of jobs that were unfinished in the job's lifetime, averaged over time; on it the
-job runs from its arrival to its end, without waiting for rounds, and starts once. The same yardstick
-is held to every policy: the job adapts its batch size, whether or not the policy lets it.
+job runs from its arrival to its end, without waiting for rounds, and starts once. The same
+yardstick is held to every policy: the job adapts its batch size, whether or not the policy lets it.
 """
 
 from __future__ import annotations

@@ -30,6 +30,15 @@ _COLUMNS = (
 )
 
 
+HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
+"""Of `cells`."""
+
+
+def cells(row: Metrics) -> tuple[str, ...]:
+    """Return what stands in a row of the table."""
+    return row.workload, row.policy, *(column.write(row) for column in _COLUMNS)
+
+
 def metrics_table(rows: Sequence[Metrics]) -> Table:
     """Return a table with a row for every simulation.
 
@@ -38,13 +47,10 @@ def metrics_table(rows: Sequence[Metrics]) -> Table:
         'Average JCT'
     """
     table = Table(title="Simulations", title_justify="left", header_style="bold")
-    table.add_column("Workload")
-    table.add_column("Policy")
-    for column in _COLUMNS:
-        table.add_column(column.header, justify="right")
+    for index, header in enumerate(HEADERS):
+        table.add_column(header, justify="left" if index < 2 else "right")
     for row in rows:
-        cells = row.workload, row.policy, *(column.write(row) for column in _COLUMNS)
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, cells(row)))
     return table
 
 

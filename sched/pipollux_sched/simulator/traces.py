@@ -28,7 +28,8 @@ from .trace_model import FixedBatchModel, TraceJobModel, split_batch
 
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
-_SLOTS_PER_NODE = 4  # of the nodes that were measured
+SLOTS_PER_NODE = 4
+"""Of the nodes that were measured."""
 _REQUESTED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 _LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 
@@ -196,8 +197,8 @@ class TraceApplication:
 
     def _best_batch(self, num_replicas: int) -> tuple[float, int]:
         """Return (seconds of a whole training, batch size) of the best validated batch size."""
-        full, rest = divmod(num_replicas, _SLOTS_PER_NODE)
-        placement = (_SLOTS_PER_NODE,) * full + ((rest,) if rest else ())
+        full, rest = divmod(num_replicas, SLOTS_PER_NODE)
+        placement = (SLOTS_PER_NODE,) * full + ((rest,) if rest else ())
         found = []
         for batch_size in map(int, self._batch_sizes):
             if batch_size >= num_replicas * self.min_local_bsz:
