@@ -70,7 +70,7 @@ def draw_completion_times(outcomes: Sequence[Outcome], name: str) -> Markup:
     panel = Panel(x, Scale(0.0, 1.0, bottom, top))
     drawing.text(0, top - 12, "share of jobs", "axis-label")
     panel.draw_y(drawing, (0.0, 0.25, 0.5, 0.75, 1.0), percent)
-    panel.draw_x(drawing, _apart(x), duration, label="from arrival to completion")
+    panel.draw_x(drawing, _apart(x), _length, label="from arrival to completion")
     for index, curve in enumerate(curves):
         steps = [(low, 0.0), *curve, (high, 1.0)]
         drawing.path(panel.staircase(steps), f"mean {colour_class(index)}")
@@ -125,6 +125,11 @@ def _apart(x: Scale) -> list[float]:
         if x.low <= moment <= x.high and (not marks or x(moment) - x(marks[-1]) > _CLEARANCE):
             marks.append(moment)
     return marks
+
+
+def _length(seconds: float) -> str:
+    """Write a round time, in whole hours from one hour on."""
+    return f"{seconds / _HOUR:g} h" if seconds >= _HOUR else duration(seconds)
 
 
 def _totals(changes: Iterable[tuple[float, int]]) -> list[Step]:

@@ -1,9 +1,10 @@
 """How long a job would take alone on its equal share of the cluster: what fairness is measured by.
 
 Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
-over the number of jobs that were unfinished in the job's lifetime, averaged over time; on it the
-job runs from its arrival to its end, without waiting for rounds, and starts once. The same
-yardstick is held to every policy: the job adapts its batch size, whether or not the policy lets it.
+over the number of jobs that were unfinished in the job's lifetime, averaged over time. Alone on it,
+a job starts once, at its arrival, and trains every epoch at the best of its batch sizes, which it
+knows from the start. The same yardstick is held to every policy, those that leave batch sizes
+alone included.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 
 from pipollux_sched.policy import NodeInfo, ReplicaShape
 
-from .application import Application
-from .job import SimulatedJob
-from .workload import JobArrival
+from .application import Application, Running
+
+_BATCH_STEP = 2.0**0.25
+"""Ratio of neighbouring batch sizes that are tried."""
 
 
 class IsolatedTimes:
@@ -70,11 +72,38 @@ class IsolatedTimes:
     def _run(
         self, app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
     ) -> float:
-        row = JobArrival("alone", 0.0, app.name, 1, app.init_batch_size)
-        job = SimulatedJob(row, app, app.new_model(), self._restart_seconds)
-        job.reallocate(0.0, [n for n, count in enumerate(placement) for _ in range(count)], shape)
-        job.advance(math.inf, placement, 1.0, gpu_type)
-        return job.clock
+        """Return the seconds of a whole training, by the truth."""
+        ways = _ways(app, shape, placement, gpu_type)
+        seconds = self._restart_seconds
+        epoch, last = 0, 0
+        while epoch <= last:
+            rate, batch_size = max((_rate(app, way, epoch), way.batch_size) for way in ways)
+            seconds += (app.progress(epoch + 1) - app.progress(epoch)) / rate
+            last = min(app.completion_epoch(batch_size), app.max_epochs - 1)
+            epoch += 1
+        return seconds
+
+
+def _ways(
+    app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
+) -> list[Running]:
+    """Return how a job may run on a placement, by batch size."""
+    sizes = {app.init_batch_size, app.max_batch_size}
+    steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
+    sizes |= {round(app.init_batch_size * _BATCH_STEP**step) for step in range(math.ceil(steps))}
+    return [
+        app.new_model(size).configure(shape, placement, gpu_type)
+        for size in sorted(sizes)
+        if app.max_replicas(size) >= sum(placement)
+    ]
+
+
+def _rate(app: Application, way: Running, epoch: int) -> float:
+    """Return the progress per second, as simulated jobs make it."""
+    optim, accum = app.step_times(way)
+    sqr, var = app.gradients(way.batch_size, epoch)
+    gain = (var + sqr) / (var * app.init_batch_size / way.batch_size + sqr)
+    return float(gain / (optim + way.accum_steps * accum))
 
 
 class Contention:

@@ -169,7 +169,7 @@ class TraceApplication:
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
         """Return a model that adapts the batch size, or one for a batch size that is fixed."""
-        fixed = self.constants.fixed_batch_size if batch_size is None else batch_size
+        fixed = self.constants.fixed_batch_size or batch_size
         return TraceJobModel(self) if fixed is None else FixedBatchModel(self, fixed)
 
     def requests(self, rng: np.random.Generator) -> tuple[int, int]:
