@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from pipollux_sched.policy import NodeInfo, ReplicaShape
 
 from .application import Application
@@ -100,6 +102,8 @@ def requests_for(
 ) -> dict[str, Request]:
     """Return what users ask for, by application of a mix; those that fit on no node are left out.
 
+    Nobody asks for more replicas than the nodes hold.
+
     Args:
         mix: see `generate`.
         nodes: of the cluster.
@@ -119,10 +123,28 @@ def requests_for(
             except ValueError:  # its stages fit on none of the devices
                 continue
             if fits(application, nodes):
-                found[name] = application.requests
+                found[name] = _capped(application, nodes)
         else:
-            found[name] = TraceApplication(_folder(name, traces)).requests
+            found[name] = _capped(TraceApplication(_folder(name, traces)), nodes)
     return found
+
+
+def _capped(
+    application: PipelineApplication | TraceApplication, nodes: Mapping[str, NodeInfo]
+) -> Request:
+    """Return what users ask for who know how large the cluster is."""
+    shape = application.new_model().shapes()[0]
+    most = sum(
+        min(node.resources.get(key, 0) // n for key, n in shape.resources.items() if n)
+        for node in nodes.values()
+        if shape.runs_on(node)
+    )
+
+    def request(rng: np.random.Generator) -> tuple[int, int]:
+        replicas, batch_size = application.requests(rng)
+        return max(min(replicas, most), 1), batch_size
+
+    return request
 
 
 def _holds(node: NodeInfo, shape: ReplicaShape) -> bool:
