@@ -82,10 +82,6 @@ def simulate(policy: Any, *jobs: tuple[str, float], **options: Any) -> Result:
     return Cluster(workload, {"steady": Steady()}, nodes, policy, Options(**options)).run()
 
 
-TRACE_NODES = 2
-"""Nodes of 2 GPUs that `write_traces` tells of."""
-
-
 def write_traces(folder: Path) -> None:
     """Write traces of cifar10 in the public format: 5 s an epoch on one GPU, perfect scaling.
 
