@@ -108,6 +108,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_hybrid/py.typed",
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
+        "pipollux_sched/simulator/plots.html.j2",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",
     ):

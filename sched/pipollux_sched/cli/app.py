@@ -36,6 +36,7 @@ COMMANDS = {
     "fit": _Entry("fit", "Fit the performance model to measured step times."),
     "predict": _Entry("predict", "Predict step time, goodput and speedup on allocations."),
     "report": _Entry("report", "Draw the report of a run anew from its event log."),
+    "simulate": _Entry("simulate", "Try policies on a simulated cluster, and compare them."),
     "version": _Entry("version", "Print the version."),
 }
 """Every command, in the order of `--help`: its module, and its line there."""

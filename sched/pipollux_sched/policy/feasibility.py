@@ -41,7 +41,12 @@ def must_move(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
 
 
 def violations(
-    jobs: Jobs, nodes: Nodes, base_allocations: Allocations, allocations: Allocations
+    jobs: Jobs,
+    nodes: Nodes,
+    base_allocations: Allocations,
+    allocations: Allocations,
+    *,
+    crowding: bool = False,
 ) -> list[str]:
     """Return every rule that allocations break, a sentence each; none: they are feasible.
 
@@ -50,13 +55,15 @@ def violations(
         nodes: all nodes, by name.
         base_allocations: what runs now.
         allocations: what a policy decided.
+        crowding: let several distributed jobs share a node, for whoever makes them pay for it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():
         base, nodes_of = base_allocations.get(name, ()), allocations.get(name, ())
         found.extend(_job_violations(name, job, nodes, base, nodes_of))
     found.extend(_overcommitted(jobs, nodes, allocations))
-    found.extend(_crowded(jobs, nodes, base_allocations, allocations))
+    if not crowding:
+        found.extend(_crowded(jobs, nodes, base_allocations, allocations))
     return found
 
 

@@ -13,27 +13,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TypeAlias
 
-from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, shape_of, violations
+from pipollux_sched.policy import (
+    Allocation,
+    JobInfo,
+    NodeInfo,
+    Policy,
+    shape_of,
+    violations,
+)
 
 from .application import Application
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
 from .workload import JobArrival
 
-
-class Policy(Protocol):
-    """What the simulator asks of a policy."""
-
-    def optimize(
-        self,
-        jobs: Mapping[Any, JobInfo],
-        nodes: Mapping[Any, NodeInfo],
-        base_allocations: Mapping[Any, Sequence[Any]],
-        node_template: NodeInfo,
-    ) -> tuple[Mapping[Any, Sequence[Any]], int]:
-        """Allocate all jobs anew."""
+Watch: TypeAlias = Callable[[float, int], None]
+"""Is told, after every round, the time in the simulation and how many jobs are done."""
 
 
 class SimulationError(Exception):
@@ -49,7 +46,8 @@ class Options:
     restart_seconds: float = 30.0
     """Time without training after every start of a job."""
     interference: float = 0.0
-    """By how much distributed jobs that share a node are slowed, 0 to 1."""
+    """By how much distributed jobs that share a node are slowed, 0 to 1; with 0, none may share one
+    (rule 4 of docs/policies.md), because nothing would come of it."""
     checkpoint_seconds: float = 600.0
     """Training time after which jobs save; matters where nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
@@ -115,7 +113,7 @@ class Cluster:
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
-        self._all_nodes = dict(self.nodes)
+        self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
         self._now = 0.0
         self._waiting = sorted(self.workload, key=lambda row: (row.time, row.name))
         self._active: dict[str, SimulatedJob] = {}
@@ -123,11 +121,11 @@ class Cluster:
         self._events = sorted(self.options.node_events, key=lambda event: event.time)
         self._policy_seconds: list[float] = []
 
-    def run(self, watch: Callable[[float, int], None] | None = None) -> Result:
+    def run(self, watch: Watch | None = None) -> Result:
         """Simulate until all jobs are done.
 
         Args:
-            watch: is told after every round what time it is and how many jobs are done.
+            watch: is told how far it is.
 
         Raises:
             SimulationError: the policy broke a rule, or some job never gets to run.
@@ -142,7 +140,7 @@ class Cluster:
                 names = ", ".join([*self._active][:5])
                 raise SimulationError(
                     f"after {self.options.most_days:g} days {len(self._active)} jobs are not done "
-                    f"({names}); give them nodes that they fit, or a larger most_days"
+                    f"({names}); give nodes that hold what they ask for, or fewer jobs"
                 )
         jobs = tuple(sorted(self._done, key=lambda job: (job.arrival.time, job.name)))
         return Result(jobs, self._all_nodes, tuple(self._policy_seconds), _activity(jobs))
@@ -150,7 +148,8 @@ class Cluster:
     def _skip_idle_rounds(self) -> None:
         if self._active or not self._waiting:
             return
-        rounds = math.floor(self._waiting[0].time / self.options.interval)
+        # The round that takes the next arrival in is the first at or after it.
+        rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to(self, until: float) -> None:
@@ -222,7 +221,9 @@ class Cluster:
         begin = time.perf_counter()
         answer, _ = self.policy.optimize(infos, self.nodes, base, template)
         self._policy_seconds.append(time.perf_counter() - begin)
-        broken = violations(infos, self.nodes, base, answer)
+        # Where sharing a node has its price, paying it is the policy's affair.
+        crowding = self.options.interference > 0
+        broken = violations(infos, self.nodes, base, answer, crowding=crowding)
         if broken:
             raise SimulationError(f"at {self._now:g} s the policy broke a rule: {broken[0]}")
         for name, job in self._active.items():

@@ -97,7 +97,7 @@ class PipelineApplication:
     def max_replicas(self, batch_size: int | None = None) -> int:
         """Return the most replicas that a batch can be shared by; None: the largest batch."""
         most = self.job.max_replicas
-        return most if batch_size is None else max(min(most, batch_size), 1)
+        return most if batch_size is None else max(min(most, batch_size // MIN_SAMPLES), 1)
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
         """Return what a new job knows; `batch_size`: fixed by its user, else it adapts.

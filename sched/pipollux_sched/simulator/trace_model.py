@@ -142,8 +142,12 @@ class TraceJobModel:
 
     def _fit(self, gradients: GradParams) -> GoodputFunction:
         self._fitted = len(self._profile)
-        nodes, replicas, sizes = (np.array(column) for column in zip(*self._profile, strict=True))
-        optim, accum = (np.array(column) for column in zip(*self._profile.values(), strict=True))
+        # In an order of their own: which job fits first, and shares it, must not matter.
+        rows = sorted(self._profile.items())
+        nodes, replicas, sizes = (
+            np.array(column) for column in zip(*(r[0] for r in rows), strict=True)
+        )
+        optim, accum = (np.array(column) for column in zip(*(r[1] for r in rows), strict=True))
         key = frozenset(self._profile)
         params = self._app.fits.get(key)
         if params is None:

@@ -24,10 +24,14 @@ from scipy.interpolate import LinearNDInterpolator
 from pipollux_perfmodel import GradParams, PerfParams
 
 from .application import JobModel, Running, StepTimes
-from .trace_model import FixedBatchModel, TraceJobModel
+from .trace_model import FixedBatchModel, TraceJobModel, split_batch
 
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
+SLOTS_PER_NODE = 4
+"""Of the nodes that were measured."""
+_REQUESTED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
+_LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,14 @@ class TraceError(ValueError):
 class _Validation:
     """One `validation-B.csv`, a row per epoch."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_epochs: int) -> None:
+        self.path = path
         columns = _read_columns(path, ("progress", "grad_sqr", "grad_var"))
+        rows = len(columns["progress"])
+        if rows < num_epochs:
+            raise TraceError(
+                f"{path}: holds {rows} epochs, jobs train for {num_epochs}; give a whole trace"
+            )
         self.progress = columns["progress"]
         self.grad_sqr = columns["grad_sqr"]
         self.grad_var = columns["grad_var"]
@@ -85,8 +95,9 @@ class TraceApplication:
                 f"{folder}: no application of this name is known; known are {', '.join(CONSTANTS)}"
             )
         self.constants = constants or CONSTANTS[self.name]
+        self.max_epochs = self.constants.max_epochs
         validations = {
-            int(path.stem.split("-")[1]): _Validation(path)
+            _batch_size(path): _Validation(path, self.max_epochs)
             for path in sorted(folder.glob("validation-*.csv"))
         }
         if not validations:
@@ -101,7 +112,6 @@ class TraceApplication:
         self.max_batch_size = int(self._batch_sizes[-1])
         self.min_local_bsz = int(sizes.min())
         self.max_local_bsz = self.constants.max_local_bsz or int(sizes.max())
-        self.max_epochs = self.constants.max_epochs
         self.fits: dict[frozenset[tuple[int, int, int]], PerfParams] = {}
 
     def step_times(self, running: Running) -> StepTimes:
@@ -159,8 +169,54 @@ class TraceApplication:
 
     def new_model(self, batch_size: int | None = None) -> JobModel:
         """Return a model that adapts the batch size, or one for a batch size that is fixed."""
-        fixed = self.constants.fixed_batch_size if batch_size is None else batch_size
+        fixed = self.constants.fixed_batch_size or batch_size
         return TraceJobModel(self) if fixed is None else FixedBatchModel(self, fixed)
+
+    def requests(self, rng: np.random.Generator) -> tuple[int, int]:
+        """Draw replicas and batch size that an informed user might ask for, as `JobArrival` has."""
+        return self.configurations[int(rng.integers(len(self.configurations)))]
+
+    @cached_property
+    def configurations(self) -> tuple[tuple[int, int], ...]:
+        """(num_replicas, batch_size) pairs that scale, but not perfectly, on nodes of 4 GPUs.
+
+        For each number of replicas the validated batch size with which a job is done first. As in
+        the artifact, numbers that run at 50 to 80 % of perfect scaling; one replica if there are
+        none.
+        """
+        if self.constants.fixed_batch_size is not None:
+            return ((1, self.constants.fixed_batch_size),)
+        one, batch_size = self._best_batch(1)
+        chosen = []
+        for replicas in _REQUESTED:
+            if replicas <= self.max_replicas():
+                seconds, best = self._best_batch(replicas)
+                if _LEAST_SCALING < one / seconds / replicas < _MOST_SCALING:
+                    chosen.append((replicas, best))
+        return tuple(chosen) or ((1, batch_size),)
+
+    def _best_batch(self, num_replicas: int) -> tuple[float, int]:
+        """Return (seconds of a whole training, batch size) of the best validated batch size."""
+        full, rest = divmod(num_replicas, SLOTS_PER_NODE)
+        placement = (SLOTS_PER_NODE,) * full + ((rest,) if rest else ())
+        found = []
+        for batch_size in map(int, self._batch_sizes):
+            if batch_size >= num_replicas * self.min_local_bsz:
+                atomic_bsz, accum_steps = split_batch(self, batch_size, num_replicas)
+                optim, accum = self.step_times(Running(placement, 1, 1, atomic_bsz, accum_steps))
+                seconds = self._iterations[batch_size] * (optim + accum_steps * accum)
+                found.append((seconds, batch_size))
+        return min(found)
+
+    @cached_property
+    def _iterations(self) -> dict[int, float]:
+        """Iterations of a whole training, by batch size."""
+        return {
+            _batch_size(v.path): _read_columns(v.path, ("iteration",))["iteration"][
+                self.max_epochs - 1
+            ]
+            for v in self._validations
+        }
 
     def _interpolate(self, placement: tuple[int, ...], local_bsz: int) -> StepTimes:
         rows = self._placements.get(placement)
@@ -207,6 +263,15 @@ def read_applications(folder: Path) -> dict[str, TraceApplication]:
             f"{', '.join(CONSTANTS)} lie"
         )
     return found
+
+
+def _batch_size(path: Path) -> int:
+    try:
+        return int(path.stem.removeprefix("validation-"))
+    except ValueError:
+        raise TraceError(
+            f"{path}: does not say its batch size; name it validation-B.csv with B samples"
+        ) from None
 
 
 def _read_placements(path: Path) -> dict[tuple[int, ...], NDArray[np.float64]]:

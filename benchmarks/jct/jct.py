@@ -1,0 +1,173 @@
+"""Job completion times under every policy, beside those of Pollux's public artifact.
+
+    python benchmarks/jct/jct.py ARTIFACT [--results DIR] [--processes 2] [--policies exact,pollux]
+
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces`, `workloads`,
+`workloads-0.5` and so on, and the job completion times in `results-jobload`. 16 nodes of 4 GPUs.
+What was simulated is kept in DIR, a file each, and not simulated again. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipollux_sched.policy import POLICIES
+from pipollux_sched.simulator import (
+    Experiment,
+    Workload,
+    make_nodes,
+    measure,
+    read_workload,
+    run_pairs,
+)
+
+WORKLOADS = (1, 2, 3, 6)
+LOADS = (0.5, 1.0, 1.5, 2.0)
+LOADED = 6
+"""The workload that other loads are tried on."""
+PUBLISHED = ("pollux", "tiresias", "optimus")
+
+Case = tuple[float, int]
+"""A load and a workload."""
+
+
+def main() -> None:
+    """Simulate what is missing, and print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    options = parser.parse_args()
+    policies = options.policies.split(",")
+    cases = [(1.0, number) for number in WORKLOADS]
+    cases += [(load, LOADED) for load in LOADS if load != 1.0]
+    with tempfile.TemporaryDirectory() as scratch:
+        results = options.results or Path(scratch)
+        results.mkdir(parents=True, exist_ok=True)
+        simulate(options.artifact, cases, policies, results, options.processes)
+        found = {
+            (policy, *case): json.loads(_file(results, policy, case).read_text())
+            for policy in policies
+            for case in cases
+        }
+    published = {
+        (name, *case): _published(options.artifact, name, case)
+        for name in PUBLISHED
+        for case in cases
+    }
+    print(_workload_table(policies, found, published))
+    print(_load_table(policies, found, published))
+    print(_detail_table(policies, found))
+
+
+def simulate(
+    artifact: Path, cases: Sequence[Case], policies: Sequence[str], results: Path, processes: int
+) -> None:
+    """Run every policy on every case that has no file yet, a few at a time."""
+    experiment = Experiment(make_nodes({"": (16, 4)}), traces=artifact / "traces")
+    missing = [
+        (case, policy)
+        for policy in policies
+        for case in cases
+        if not _file(results, policy, case).exists()
+    ]
+    for begin in range(0, len(missing), processes):
+        batch = missing[begin : begin + processes]
+        pairs = [(_workload(artifact, case), policy) for case, policy in batch]
+        outcomes = run_pairs(experiment, pairs, lambda *_: None, processes)
+        for (case, policy), outcome in zip(batch, outcomes, strict=True):
+            target = _file(results, policy, case)
+            beside = target.with_suffix(".part")
+            beside.write_text(json.dumps(measure(outcome).to_dict()))
+            beside.replace(target)
+
+
+def _workload(artifact: Path, case: Case) -> Workload:
+    load, number = case
+    folder = "workloads" if load == 1.0 else f"workloads-{load}"
+    path = artifact / folder / f"workload-{number}.csv"
+    return Workload(f"{folder}/{path.stem}", tuple(read_workload(path)))
+
+
+def _file(results: Path, policy: str, case: Case) -> Path:
+    return results / f"{policy}-{case[0]}-{case[1]}.json"
+
+
+def _published(artifact: Path, policy: str, case: Case) -> dict[str, float]:
+    """Return what the artifact's own simulations came to."""
+    load, number = case
+    path = artifact / "results-jobload" / f"{policy}-{load}" / "summary.json"
+    jcts = np.array(list(json.loads(path.read_text())["jcts"][f"workload-{number}"].values()))
+    return {"avg_jct_s": float(jcts.mean()), "p99_jct_s": float(np.percentile(jcts, 99))}
+
+
+def _workload_table(policies: Sequence[str], found: Any, published: Any) -> str:
+    cases = [(1.0, number) for number in WORKLOADS]
+    title = [f"workload {number}" for number in WORKLOADS] + ["mean"]
+    return _compare("average JCT / p99, s", title, cases, policies, found, published)
+
+
+def _load_table(policies: Sequence[str], found: Any, published: Any) -> str:
+    cases = [(load, LOADED) for load in LOADS]
+    title = [f"load {load}" for load in LOADS] + ["mean"]
+    return _compare("average JCT / p99, s", title, cases, policies, found, published)
+
+
+def _compare(
+    what: str,
+    title: Sequence[str],
+    cases: Sequence[Case],
+    policies: Sequence[str],
+    found: Any,
+    published: Any,
+) -> str:
+    """Return a table of all policies, with their ratios to the artifact's Pollux."""
+    rows = [(f"artifact: {name}", [published[name, *case] for case in cases]) for name in PUBLISHED]
+    rows += [(name, [found[name, *case] for case in cases]) for name in policies]
+    base = [published["pollux", *case]["avg_jct_s"] for case in cases]
+    lines = _head([what, *title])
+    for name, values in rows:
+        ratios = [value["avg_jct_s"] / one for value, one in zip(values, base, strict=True)]
+        cells = [
+            f"{value['avg_jct_s']:.0f} ({ratio - 1:+.0%}) / {value['p99_jct_s']:.0f}"
+            for value, ratio in zip(values, ratios, strict=True)
+        ]
+        lines.append("| " + " | ".join([name, *cells, f"{np.mean(ratios) - 1:+.1%}"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _detail_table(policies: Sequence[str], found: Any) -> str:
+    """Return what else there is to know, on average over the workloads at load 1."""
+    lines = _head(["mean of workloads 1, 2, 3, 6", *(title for _, title, _ in _DETAILS)])
+    for name in policies:
+        rows = [found[name, 1.0, number] for number in WORKLOADS]
+        cells = [form.format(np.mean([row[key] for row in rows])) for key, _, form in _DETAILS]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_DETAILS = (
+    ("median_jct_s", "median JCT, s", "{:.0f}"),
+    ("makespan_s", "makespan, s", "{:.0f}"),
+    ("restarts_per_job", "restarts per job", "{:.2f}"),
+    ("gpu_utilization", "GPU utilisation", "{:.1%}"),
+    ("finish_time_fairness", "fairness rho", "{:.2f}"),
+    ("unfair_share", "jobs with rho > 1", "{:.1%}"),
+    ("policy_seconds_median", "one decision, s", "{:.4f}"),
+)
+
+
+def _head(titles: Sequence[str]) -> list[str]:
+    return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""`pipollux simulate`: policies tried on a simulated cluster, and compared."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .clean_output import libraries_on_stderr
+from .console import USAGE, CommandError, OutputFormat, output_console, print_data
+from .modeling import write_file
+from .simulation_input import (
+    cluster_nodes,
+    draw_workload,
+    input_errors,
+    policy_names,
+    read_workloads,
+    simulation_errors,
+)
+
+if TYPE_CHECKING:
+    from pipollux_sched.simulator import Metrics, Outcome
+
+_CLUSTER, _JOBS, _RESULT = "The cluster", "The jobs", "The result"
+
+
+class MixName(StrEnum):
+    """What a workload that is drawn consists of."""
+
+    pollux = "pollux"
+    pipelines = "pipelines"
+    mixed = "mixed"
+
+
+def simulate(
+    workloads: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[WORKLOAD.csv]...", help="Which jobs arrive when.", show_default=False
+        ),
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the public Pollux traces, one folder per application.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            metavar="NAME,...",
+            help="exact, pollux, sia, optimus, tiresias, fifo, or all.",
+            show_default="the scheduler's",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Number of nodes.", rich_help_panel=_CLUSTER)
+    ] = 16,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=_CLUSTER)
+    ] = 4,
+    node_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE=COUNTxGPUS",
+            help="Nodes of a type of GPU, in place of --nodes and --gpus; may be repeated.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of policies that draw, --generate, --failures and --spot.")
+    ] = 0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two decisions.", rich_help_panel=_CLUSTER)
+    ] = 60.0,
+    restart_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without training after every start of a job.", rich_help_panel=_CLUSTER
+        ),
+    ] = 30.0,
+    interference: Annotated[
+        float,
+        typer.Option(
+            help="Part of their pace that distributed jobs lose which share a node.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = 0.0,
+    failures: Annotated[
+        bool,
+        typer.Option(
+            "--failures",
+            help="Let nodes fail, once in 75 days on average.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = False,
+    spot: Annotated[
+        bool,
+        typer.Option(
+            "--spot",
+            help="Let nodes be preempted, once in 6 hours on average.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = False,
+    load: Annotated[
+        float,
+        typer.Option(
+            help="How many times as many jobs come in the same time.", rich_help_panel=_JOBS
+        ),
+    ] = 1.0,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only the first so many.", rich_help_panel=_JOBS),
+    ] = None,
+    generate: Annotated[
+        MixName | None,
+        typer.Option(help="Draw a workload of this mix.", rich_help_panel=_JOBS),
+    ] = None,
+    num_jobs: Annotated[
+        int, typer.Option(min=1, help="Jobs to draw.", rich_help_panel=_JOBS)
+    ] = 160,
+    hours: Annotated[
+        float, typer.Option(help="Hours in which drawn jobs arrive.", rich_help_panel=_JOBS)
+    ] = 8.0,
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many simulations run side by side.")
+    ] = 1,
+    output: Annotated[
+        OutputFormat,
+        typer.Option("--output", "-o", help="How to print the result.", rich_help_panel=_RESULT),
+    ] = OutputFormat.table,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="HTML: completion times, use and who held what.",
+            rich_help_panel=_RESULT,
+        ),
+    ] = None,
+    save_jobs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV: a row for every job.", rich_help_panel=_RESULT),
+    ] = None,
+) -> None:
+    r"""Try policies on a simulated cluster, and compare them.
+
+    [bold]A workload[/bold] is a CSV file, in the format of the public Pollux workloads:
+
+        name,time,application,num_replicas,batch_size
+        cifar10-0,124,cifar10,2,1024
+
+    Applications are cifar10, bert, imagenet, ncf, deepspeech2 and yolov3, read from
+    their traces, and pipelines that are computed: gpt-1.3b, gpt-2.7b, gpt-6.7b, gpt-13b.
+
+        pipollux simulate workload-1.csv --traces traces --policy exact,pollux
+        pipollux simulate --generate pipelines --num-jobs 40 --nodes 8 --gpus 8
+
+    Every workload is run under every policy. JCT is the time from a job's arrival to its
+    completion; fairness is JCT over the time alone on an equal share of the GPUs, and
+    "unfair to" the part of jobs that the share would have served better; policy time is the
+    wall-clock time of all decisions. docs/simulator.md says it all.
+
+    Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
+    """
+    from pipollux_sched.simulator import Experiment, Options, measure, node_events, run_pairs
+
+    from .simulation_progress import progress_bars
+
+    with input_errors():
+        _one_source(workloads, generate)
+        policies = policy_names(policy)
+        there = cluster_nodes(nodes, gpus, node_type or (), preemptible=spot)
+        options = Options(interval, restart_seconds, interference)
+        events = node_events([*there], options.most_days, seed, failures=failures, spot=spot)
+        experiment = Experiment(there, replace(options, node_events=events), traces, seed)
+        if generate is None:
+            chosen = read_workloads(workloads or (), load, jobs)
+        else:
+            drawn = draw_workload(generate.value, experiment, num_jobs, hours, load)
+            chosen = [replace(drawn, jobs=drawn.jobs[:jobs])]
+        for workload in chosen:
+            experiment.applications(workload)
+    pairs = [(workload, name) for workload in chosen for name in policies]
+    with simulation_errors(), libraries_on_stderr(), progress_bars(pairs) as watch:
+        outcomes = run_pairs(experiment, pairs, watch, processes)
+    _print([measure(one) for one in outcomes], output)
+    if plot is not None:
+        from pipollux_sched.simulator.plots import render_plots
+
+        write_file(plot, "--plot", render_plots(outcomes).encode())
+    if save_jobs is not None:
+        write_file(save_jobs, "--save-jobs", _job_table(outcomes).encode())
+
+
+def _one_source(workloads: Sequence[Path] | None, mix: MixName | None) -> None:
+    """Make sure that jobs come from files or from a mix, not from both.
+
+    Raises:
+        CommandError: they come from both, or from neither.
+    """
+    if workloads and mix is not None:
+        raise CommandError(
+            f"--generate {mix.value} and {workloads[0]} both say which jobs there are; "
+            "leave one of them out",
+            USAGE,
+        )
+    if not workloads and mix is None:
+        raise CommandError("there are no jobs; give a WORKLOAD.csv or --generate MIX", USAGE)
+
+
+def _print(rows: Sequence[Metrics], output: OutputFormat) -> None:
+    if output is OutputFormat.table:
+        from pipollux_sched.simulator.table import metrics_table
+
+        output_console().print(metrics_table(rows))
+    else:
+        print_data([row.to_dict() for row in rows], output)
+
+
+def _job_table(outcomes: Sequence[Outcome]) -> str:
+    from pipollux_sched.simulator import JOB_COLUMNS, job_rows
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(JOB_COLUMNS)
+    for outcome in outcomes:
+        writer.writerows(job_rows(outcome))
+    return text.getvalue()

@@ -1,0 +1,126 @@
+"""A simulation from names: a cluster, a workload and a policy, to an outcome in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipollux_sched.policy import NodeInfo, make_policy
+
+from .application import Application
+from .catalogue import check_room, devices_of, load_applications
+from .devices import A100_40G
+from .engine import Cluster, Options, Watch
+from .failures import FAILURES, SPOT, NodeEvent, merge_events, outages
+from .gpt import GPT_MODELS
+from .isolated import IsolatedTimes
+from .outcome import Outcome, outcome
+from .workload import JobArrival
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Jobs under a name."""
+
+    name: str
+    jobs: tuple[JobArrival, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A cluster to try workloads and policies on; two runs of one are the same.
+
+    Example:
+        >>> experiment = Experiment(make_nodes({"": (2, 4)}))
+        >>> jobs = (JobArrival("a", 0.0, "gpt-1.3b", 1, 32),)
+        >>> outcome = experiment.run(Workload("one", jobs), "fifo")
+        >>> outcome.jobs[0].started
+        60.0
+    """
+
+    nodes: Mapping[str, NodeInfo]
+    options: Options = field(default_factory=Options)
+    traces: Path | None = None
+    """Folder of the public traces, for applications of theirs."""
+    seed: int = 0
+    """Of the policy."""
+    _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
+    _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
+
+    def applications(self, workload: Workload) -> dict[str, Application]:
+        """Return the applications of a workload; each is read once.
+
+        Raises:
+            ValueError: one is not known, its traces are missing or wrong, or no node holds one of
+                its replicas.
+        """
+        names = {job.application for job in workload.jobs}
+        gpu_types = {node.gpu_type for node in self.nodes.values()}
+        devices = devices_of(gpu_types) if names & GPT_MODELS.keys() else (A100_40G,)
+        missing = names - self._applications.keys()
+        loaded = load_applications(missing, traces=self.traces, devices=devices)
+        for application in loaded.values():
+            check_room(application, self.nodes)
+        self._applications.update(loaded)
+        return {name: self._applications[name] for name in names}
+
+    def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> Outcome:
+        """Simulate a workload under a policy.
+
+        Args:
+            workload: jobs.
+            policy: name of one of `POLICIES`.
+            watch: see `Cluster.run`.
+
+        Raises:
+            ValueError: an application or a policy is not known, or traces do not reach as far.
+            SimulationError: the policy broke a rule, or some job never gets to run.
+        """
+        applications = self.applications(workload)
+        made = make_policy(policy, seed=self.seed)
+        cluster = Cluster(workload.jobs, applications, dict(self.nodes), made, self.options)
+        result = cluster.run(watch)
+        if not self._isolated:
+            self._isolated.append(IsolatedTimes(self.nodes, self.options.restart_seconds))
+        return outcome(
+            result,
+            applications,
+            self._isolated[0],
+            workload=workload.name,
+            policy=policy,
+            seed=self.seed,
+        )
+
+
+def make_nodes(
+    counts: Mapping[str, tuple[int, int]], *, preemptible: bool = False
+) -> dict[str, NodeInfo]:
+    """Return nodes by name.
+
+    Args:
+        counts: by type of GPU (empty: not told), how many nodes and how many GPUs each.
+        preemptible: they may be taken away.
+
+    Example:
+        >>> list(make_nodes({"a100-40g": (2, 8)}))
+        ['a100-40g-0', 'a100-40g-1']
+    """
+    nodes = {}
+    for gpu_type, (number, gpus) in counts.items():
+        digits = len(str(number - 1))
+        for index in range(number):
+            name = f"{gpu_type or 'node'}-{index:0{digits}}"
+            nodes[name] = NodeInfo({"slots": gpus}, preemptible=preemptible, gpu_type=gpu_type)
+    return nodes
+
+
+def node_events(
+    nodes: Sequence[str], days: float, seed: int, *, failures: bool, spot: bool
+) -> tuple[NodeEvent, ...]:
+    """Draw what happens to nodes: rare failures, spot preemptions, both or nothing."""
+    kinds = [kind for kind, wanted in ((FAILURES, failures), (SPOT, spot)) if wanted]
+    streams = [
+        outages(nodes, days * 86400, kind, seed + number) for number, kind in enumerate(kinds)
+    ]
+    return tuple(merge_events(*streams))

@@ -1,0 +1,105 @@
+"""What a simulation is judged by: completion times, restarts, use, fairness, the policy's time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One line of the table; the first nine are what every comparison needs."""
+
+    workload: str
+    policy: str
+    avg_jct_s: float
+    """JCT: seconds from a job's arrival to its completion."""
+    median_jct_s: float
+    p99_jct_s: float
+    """Interpolated linearly between jobs, as are all percentiles."""
+    makespan_s: float
+    """From the first arrival to the last completion."""
+    restarts_per_job: float
+    """Starts after the first, on average."""
+    gpu_utilization: float
+    """Share of the slot-seconds of all nodes, between first arrival and last completion, that jobs
+    held. Starting counts as held; slots of nodes that were away count, too."""
+    policy_seconds: float
+    """Wall-clock seconds in `optimize`, of all calls together."""
+    policy_calls: int
+    policy_seconds_median: float
+    policy_seconds_max: float
+    """Of single calls."""
+    finish_time_fairness: float
+    """rho, JCT over the time alone on an equal share (`isolated`), on average."""
+    finish_time_fairness_p99: float
+    finish_time_fairness_worst: float
+    unfair_share: float
+    """Share of jobs with rho > 1, which an equal split would have served better."""
+    avg_wait_s: float
+    """From a job's arrival to its first start, on average."""
+    gpu_hours: float
+    """Slot-hours held by all jobs together."""
+    jobs: int
+    gpus: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, in their order."""
+        return asdict(self)
+
+
+def measure(outcome: Outcome) -> Metrics:
+    """Work out the metrics of a simulation."""
+    jcts = np.array([job.jct for job in outcome.jobs])
+    fairness = np.array([job.finish_time_fairness for job in outcome.jobs])
+    calls = np.array(outcome.policy_seconds)
+    makespan = outcome.end - outcome.begin
+    gpus = sum(outcome.slots.values())
+    held = sum(job.slot_seconds for job in outcome.jobs)
+    return Metrics(
+        workload=outcome.workload,
+        policy=outcome.policy,
+        avg_jct_s=float(jcts.mean()),
+        median_jct_s=float(np.median(jcts)),
+        p99_jct_s=float(np.percentile(jcts, 99)),
+        makespan_s=makespan,
+        restarts_per_job=float(np.mean([job.num_restarts for job in outcome.jobs])),
+        gpu_utilization=held / (gpus * makespan),
+        policy_seconds=float(calls.sum()),
+        policy_calls=len(calls),
+        policy_seconds_median=float(np.median(calls)),
+        policy_seconds_max=float(calls.max()),
+        finish_time_fairness=float(fairness.mean()),
+        finish_time_fairness_p99=float(np.percentile(fairness, 99)),
+        finish_time_fairness_worst=float(fairness.max()),
+        unfair_share=float(np.mean(fairness > 1)),
+        avg_wait_s=float(np.mean([job.started - job.arrived for job in outcome.jobs])),
+        gpu_hours=held / 3600,
+        jobs=len(outcome.jobs),
+        gpus=gpus,
+        seed=outcome.seed,
+    )
+
+
+JOB_COLUMNS = (
+    *("workload", "policy", "name", "application", "arrived_s", "started_s", "completed_s"),
+    *("jct_s", "restarts", "slot_seconds", "lost_progress", "isolated_s", "finish_time_fairness"),
+)
+"""Of `job_rows`."""
+
+
+def job_rows(outcome: Outcome) -> list[tuple[str | float, ...]]:
+    """Return a row for every job, in order of arrival: `JOB_COLUMNS`."""
+    return [
+        (
+            *(outcome.workload, outcome.policy, job.name, job.application),
+            *(job.arrived, job.started, job.completed, job.jct, job.num_restarts),
+            *(job.slot_seconds, job.lost_progress, job.isolated, job.finish_time_fairness),
+        )
+        for job in outcome.jobs
+    ]
