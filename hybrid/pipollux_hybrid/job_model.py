@@ -42,6 +42,8 @@ class JobModel:
         self.num_stages = 1
         self.cut: Cut | None = None
         """How the layers are cut; None before a model was made."""
+        self.overlap: float | None = None
+        """How far stages ran side by side when the job last had several; None: it never had."""
         self.samples_left: float | None = None
         """Samples to the end of the last epoch; None where the script does not say which that is.
         """
@@ -71,6 +73,11 @@ class JobModel:
             compute_time=data.compute_time,
             checkpoint=data.checkpoint,
         )
+        if self.num_stages > 1:
+            self.overlap = params.overlap
+        elif self.overlap is not None:
+            # One stage overlaps with none: what was seen of several tells what they would be worth.
+            params = params._replace(overlap=self.overlap)
         self.perf_params = params
         proposal = self._better_shape()
         with self._lock:

@@ -47,6 +47,7 @@ class MetricsState(State):
             "noise": m.noise.to_json() if m.noise else None,
             "perf_params": perf_params_to_json(m.perf_params) if m.perf_params else None,
             "profile": m.profile.to_json(),
+            "overlap": m.overlap,
         }
         fileobj.write(json.dumps(content).encode())
 
@@ -61,6 +62,7 @@ class MetricsState(State):
         if content["perf_params"]:
             m.perf_params = perf_params_from_json(content["perf_params"])
         m.profile.load_json(content["profile"])
+        m.overlap = content.get("overlap")
 
 
 class Metrics(JobModel):

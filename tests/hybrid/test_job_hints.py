@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid import job_model as job_models
 from pipollux_hybrid.context import context
 from pipollux_hybrid.metrics import Metrics
+from pipollux_hybrid.profile import Configuration
 from tests.hybrid.replicas import run_replicas
 
 
@@ -76,6 +79,33 @@ def tell_everything() -> None:
 
 def test_layers_cut_and_rest_are_told() -> None:
     run_replicas(tell_everything, 1)
+
+
+def go_back_to_one_stage() -> None:
+    """What it learnt of stages side by side outlives the restart, or it would be cut again."""
+    _, metrics, _ = train()
+    assert metrics.perf_params is not None
+    assert metrics.overlap == metrics.perf_params.overlap
+    metrics.overlap = seen = 0.25
+    state, saved = context().states["metrics.json"], io.BytesIO()
+    state.save(saved)
+    metrics.overlap = None
+    saved.seek(0)
+    state.load(saved)
+    assert metrics.overlap == seen
+    metrics.num_stages, metrics.cut = 1, None
+    one = Configuration(1, 1, 1, 4, 1)
+    for _ in range(8):
+        metrics.profile.add_step(one, 0.01, 0.0, optimizer=True, disturbed=False)
+    metrics.fit()
+    hints = metrics.hints()
+    assert hints is not None
+    assert hints.perf_params is not None
+    assert (hints.num_stages, hints.perf_params.overlap) == (1, seen)
+
+
+def test_what_was_seen_of_overlap_is_kept() -> None:
+    run_replicas(go_back_to_one_stage, 1)
 
 
 def tell_of_ties() -> None:

@@ -126,3 +126,12 @@ def test_the_cut_that_runs_may_be_told() -> None:
     assert told.configuration(1, 1).goodput == pytest.approx(
         fair.configuration(1, 1).goodput, rel=1e-2
     )
+
+
+def test_stages_that_take_turns_gain_nothing() -> None:
+    """What the job remembers of an earlier run in several stages, or has never seen."""
+    optimistic = hints().perf_params
+    assert optimistic is not None
+    remembered = hints(perf_params=optimistic._replace(overlap=0.0))
+    assert stage_speedups(hints(), 1, [4])[4](1, 1) > 2.0
+    assert stage_speedups(remembered, 1, [4])[4](1, 1) <= 1.0
