@@ -22,9 +22,12 @@ from .inventory import (
 from .policy import (
     DEFAULT_POLICY,
     Allocation,
+    AutoscalingRules,
+    AutoscalingState,
     JobInfo,
     NodeInfo,
     Policy,
+    autoscale,
     make_policy,
     shape_of,
 )
@@ -98,7 +101,7 @@ class Plan:
     nodes: tuple[NodeUse, ...]
     """In the order of the cluster."""
     desired_nodes: int
-    """The number of nodes that the paper's utility band advises."""
+    """How many nodes the utility band advises (`policy.autoscale`), up to twice those there are."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -150,7 +153,7 @@ def plan(
     }
     _check_current(current, infos, nodes)
     policy = policy or make_policy(DEFAULT_POLICY, seed=seed)
-    allocations, desired_nodes = policy.optimize(infos, nodes, current, node_template(nodes))
+    allocations, _ = policy.optimize(infos, nodes, current, node_template(nodes))
     free = free_resources(nodes, infos, allocations)
     return Plan(
         assignments=tuple(
@@ -161,8 +164,21 @@ def plan(
             NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
             for node in cluster.nodes
         ),
-        desired_nodes=desired_nodes,
+        desired_nodes=_advised_nodes(policy, infos, nodes, allocations),
     )
+
+
+def _advised_nodes(
+    policy: Policy,
+    jobs: Mapping[str, JobInfo],
+    nodes: Mapping[str, NodeInfo],
+    allocations: Mapping[str, Sequence[str]],
+) -> int:
+    """Return how many nodes these jobs would make good use of, up to twice those there are."""
+    rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
+    template = node_template(nodes)
+    state = AutoscalingState()
+    return autoscale(rules, state, policy, jobs, nodes, allocations, template)[1]
 
 
 def _assignment(

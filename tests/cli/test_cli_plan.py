@@ -238,7 +238,7 @@ def test_a_reader_that_has_enough_is_no_error(repository: Path) -> None:
 def test_the_policy_is_chosen_by_name(tmp_path: Path) -> None:
     named, default = (
         plan_files(tmp_path, CLUSTER, JOBS, "--output", "json", *args)
-        for args in (("--policy", "pollux"), ())
+        for args in (("--policy", "exact"), ())
     )
     assert (named.returncode, named.stdout) == (0, default.stdout)
     said = complaint(plan_files(tmp_path, CLUSTER, JOBS, "--policy", "polux"), 2)

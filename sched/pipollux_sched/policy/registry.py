@@ -17,7 +17,7 @@ from .tiresias import TiresiasPolicy
 Factory: TypeAlias = Callable[[int], Policy]
 """Makes a policy for a seed; those that draw nothing take no notice of it."""
 
-DEFAULT_POLICY = "pollux"
+DEFAULT_POLICY = "exact"
 """Who decides where nobody is named."""
 
 POLICIES: Mapping[str, Factory] = {
