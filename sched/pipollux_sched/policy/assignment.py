@@ -3,8 +3,9 @@
 What the knapsack chose need not fit: free slots lie scattered, a node carries one distributed job
 at most, and CPUs or memory may bind. So jobs that stay are put down first, then the others, the
 widest first; whoever finds no room takes the best option that there is room for. Where that loses
-something, a second arrangement is tried in which jobs that were to stay may move within their
-option; the better one counts. At last every job is offered what is left.
+something, two more arrangements are tried: one in which jobs that were to stay may move within
+their option, one of options chosen anew as if distributed jobs took whole nodes; the best counts.
+At last every job is offered what is left.
 """
 
 from __future__ import annotations
