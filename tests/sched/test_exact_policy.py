@@ -62,6 +62,15 @@ def test_a_large_cluster_is_within_its_own_bound() -> None:
         base = {name: nodes_of for name, nodes_of in list(answer.items())[3:] if nodes_of}
 
 
+def test_distributed_jobs_that_are_in_each_others_way_get_whole_nodes() -> None:
+    # An equal share is 6.4 slots, and no two such jobs may share a node. With whole nodes the
+    # shares are as even as they can be: who shares a node takes from the other what it gets.
+    jobs = {f"j{i}": JobInfo({"slots": 1}, scaling(0.05, 0.0), float(i), 0, 64) for i in range(10)}
+    nodes = {f"n{i:02}": NodeInfo({"slots": 4}) for i in range(16)}
+    answer, _ = ExactPolicy(FairSpeedup()).optimize(jobs, nodes, {}, nodes["n00"])
+    assert sorted(map(len, answer.values())) == [4] * 4 + [8] * 6
+
+
 def test_a_move_that_gains_less_than_it_costs_is_not_made() -> None:
     nodes = {"n": NodeInfo({"slots": 4})}
 

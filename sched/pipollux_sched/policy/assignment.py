@@ -3,8 +3,9 @@
 What the knapsack chose need not fit: free slots lie scattered, a node carries one distributed job
 at most, and CPUs or memory may bind. So jobs that stay are put down first, then the others, the
 widest first; whoever finds no room takes the best option that there is room for. Where that loses
-something, a second arrangement is tried in which jobs that were to stay may move within their
-option; the better one counts. At last every job is offered what is left.
+something, two more arrangements are tried: one in which jobs that were to stay may move within
+their option, one of options chosen anew as if distributed jobs took whole nodes; the best counts.
+At last every job is offered what is left.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Assignment:
         self._clear(job)
         best = before
         gains = self._gains[job]
-        for option in np.argsort(-gains, kind="stable").tolist():
+        fitting = self._fitting(job)
+        for option in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
             # On more nodes than the fewest an option is worth less than it says, not more.
             if not _better(float(gains[option]), best.gain):
                 break
@@ -127,6 +129,15 @@ class Assignment:
         asked = options.replicas[:, None] * needs[options.shape]
         fits = (asked <= free + held).all(axis=1)
         return _better(float(self._gains[job][fits].max(initial=-np.inf)), placed.gain)
+
+    def _fitting(self, job: int) -> Ints:
+        """Return the options that there is room for, and the one to stay, room or not."""
+        options, nodes = self._jobs[job], self._instance.nodes
+        most = [self.floor.most(nodes.need(s), nodes.allowed(s)) for s in options.shapes]
+        fits = options.replicas <= np.array(most)[options.shape]
+        if options.stay is not None:
+            fits[options.stay] = True
+        return np.flatnonzero(fits)
 
     def _width(self, job: int, option: int) -> tuple[int, int, int]:
         """Sort key: jobs on most nodes first, then those with the largest replicas and most."""

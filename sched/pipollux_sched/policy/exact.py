@@ -144,20 +144,32 @@ def _arrange(
     """Try several arrangements; of those that are as good the one that moves least comes first."""
     unmoved = Assignment(instance, worth, gains)
     tried = [unmoved] if unmoved.stay() else []
-    first = Assignment(instance, worth, gains)
-    complete = first.fill(chosen, keep=True)
-    first.improve()
+    first, complete = _filled(instance, worth, gains, chosen, keep=True)
     tried.append(first)
     if not complete:
-        second = Assignment(instance, worth, gains)
-        second.fill(chosen, keep=False)
-        second.improve()
-        tried.append(second)
+        fitting, _ = relax(instance, gains, whole_nodes=True)
+        tried.append(_filled(instance, worth, gains, chosen, keep=False)[0])
+        tried.append(_filled(instance, worth, gains, fitting, keep=True)[0])
     best = tried[0]
     for other in tried[1:]:
         if other.total > best.total + _TOLERANCE * abs(best.total):
             best = other
     return best
+
+
+def _filled(
+    instance: Instance,
+    worth: Worth,
+    gains: Sequence[Floats],
+    chosen: Sequence[int],
+    *,
+    keep: bool,
+) -> tuple[Assignment, bool]:
+    """Return an arrangement, and whether every job got what was chosen for it."""
+    assignment = Assignment(instance, worth, gains)
+    complete = assignment.fill(chosen, keep=keep)
+    assignment.improve()
+    return assignment, complete
 
 
 def _is_small(instance: Instance) -> bool:

@@ -54,6 +54,12 @@ class Floor:
             return None
         return _spread(counts, num_replicas)
 
+    def most(self, need: Ints, allowed: Bools) -> int:
+        """Return the most replicas for which `find` would find nodes."""
+        counts = np.where(allowed, room(need, self.free), 0)
+        spread = counts.sum(where=self._distributed == 0)
+        return max(int(counts.max(initial=0)), int(spread))
+
     def accepts(self, row: Row, need: Ints) -> bool:
         """Tell whether a job could be put on these nodes."""
         nodes = [node for node, _ in row]

@@ -4,7 +4,7 @@
 
 is the greatest sum of values that the first j jobs reach with g units (Kellerer, Pferschy &
 Pisinger, *Knapsack Problems*, 2004, section 11.5). Exact for integer costs, in time
-O(units · Σ_j options_j), one numpy operation per option.
+O(units · Σ_j options_j), over the few options that can be part of an optimum (`reduction`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .reduction import promising
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,30 +38,31 @@ def knapsack(
         ...     np.array([0.0, 5.0])], 2)
         ([0, 1], 5.0)
     """
-    best: Floats = np.zeros(capacity + 1)
-    picks = []
-    for cost, value in zip(costs, values, strict=True):
-        best, pick = _add_job(best, cost, value)
-        picks.append(pick)
+    kept = [
+        # Of equal ones the first is chosen: that which takes least.
+        keep[np.argsort(cost[keep], kind="stable")]
+        for keep, cost in zip(promising(costs, values, capacity), costs, strict=True)
+    ]
+    reached: list[Floats] = [np.zeros(capacity + 1)]
+    for keep, cost, value in zip(kept, costs, values, strict=True):
+        reached.append(_add_job(reached[-1], cost[keep], value[keep]))
+    left = int(reached[-1].argmax())
+    total = float(reached[-1][left])
     chosen = []
-    left = int(best.argmax())
-    total = float(best[left])
-    for cost, pick in zip(reversed(costs), reversed(picks), strict=True):
-        option = int(pick[left])
-        chosen.append(option)
-        left -= int(cost[option])
+    for job in reversed(range(len(costs))):
+        cost, value = costs[job][kept[job]], values[job][kept[job]]
+        before = np.where(cost <= left, reached[job][np.maximum(left - cost, 0)], -np.inf)
+        # The very sums of which the greatest was kept.
+        pick = int((before + value == reached[job + 1][left]).argmax())
+        chosen.append(int(kept[job][pick]))
+        left -= int(cost[pick])
     return chosen[::-1], total
 
 
-def _add_job(best: Floats, cost: Ints, value: Floats) -> tuple[Floats, NDArray[np.int16]]:
+def _add_job(best: Floats, cost: Ints, value: Floats) -> Floats:
     after: Floats = np.full_like(best, -np.inf)
-    pick = np.zeros(len(best), dtype=np.int16)
-    for option in np.argsort(cost, kind="stable"):
-        units = int(cost[option])
-        if units >= len(best):
-            break
-        reached = best[: len(best) - units] + value[option]
-        better = reached > after[units:]
-        after[units:][better] = reached[better]
-        pick[units:][better] = option
-    return after, pick
+    for units, worth in zip(cost.tolist(), value.tolist(), strict=True):
+        if units < len(best):
+            to = after[units:]
+            np.maximum(to, best[: len(best) - units] + worth, out=to)
+    return after

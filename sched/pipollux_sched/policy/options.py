@@ -10,12 +10,12 @@ Resources are counted after what pinned jobs hold has been taken off the nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .allocation import shape_of
 from .cluster import by_safety, room
@@ -214,17 +214,17 @@ def _job_options(
     index: Mapping[Any, int],
 ) -> JobOptions:
     shapes = counting_shapes(job)
-    rows = [(0, 0, 0, 0.0)]
+    parts = [_NOTHING_PART]
     for number, shape in enumerate(shapes):
-        rows.extend(_shape_options(number, shape, job, places))
+        parts.append(_shape_options(number, shape, job, places))
     base: Row = ()
     if allocation:
         shape = shape_of(job, allocation, nodes)
         if _may_stay(job, shape, allocation, nodes):
             base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
             speedup = float(shape.speedup_fn(len(base), len(allocation)))
-            rows.append((shapes.index(shape), len(allocation), len(base), speedup))
-    shape_of_row, replicas, num_nodes, speedups = (np.array(c) for c in zip(*rows, strict=True))
+            parts.append(_part(shapes.index(shape), [len(allocation)], [len(base)], [speedup]))
+    shape_of_row, replicas, num_nodes, speedups = map(np.concatenate, zip(*parts, strict=True))
     return JobOptions(
         name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)
     )
@@ -240,17 +240,34 @@ def _may_stay(
     return within and stages in (None, shape.num_stages)
 
 
-def _shape_options(
-    number: int, shape: ReplicaShape, job: JobInfo, places: Nodes
-) -> Iterator[tuple[int, int, int, float]]:
+class _Part(NamedTuple):
+    """Some options of a job, as the arrays of `JobOptions`."""
+
+    shape: Ints
+    replicas: Ints
+    num_nodes: Ints
+    speedup: Floats
+
+
+def _part(shape: int, replicas: ArrayLike, num_nodes: ArrayLike, speedup: ArrayLike) -> _Part:
+    counts = np.asarray(replicas, dtype=np.int64)
+    nodes = np.asarray(num_nodes, dtype=np.int64)
+    return _Part(np.full_like(counts, shape), counts, nodes, np.asarray(speedup, dtype=np.float64))
+
+
+_NOTHING_PART = _part(0, [0], [0], [0.0])
+
+
+def _shape_options(number: int, shape: ReplicaShape, job: JobInfo, places: Nodes) -> _Part:
     reach = places.reach(shape)
     most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
     replicas = np.arange(max(job.min_replicas, 1), most + 1)
     if not replicas.size:
-        return
+        return _part(number, [], [], [])
     num_nodes = np.searchsorted(reach, replicas) + 1
-    speedups = np.nan_to_num(np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=float))
-    best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
+    speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=np.float64)
+    speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
     # What takes more and is not faster is never worth taking.
-    for i in np.flatnonzero(speedups > best).tolist():
-        yield number, int(replicas[i]), int(num_nodes[i]), float(speedups[i])
+    best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
+    worth = speedups > best
+    return _part(number, replicas[worth], num_nodes[worth], speedups[worth])

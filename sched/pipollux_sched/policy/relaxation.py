@@ -30,23 +30,29 @@ SCALE = 1e5
 """The greatest gain as HiGHS sees it, which ends within 1e-6 of the optimum whatever the unit."""
 
 
-def relax(instance: Instance, gains: Sequence[Floats]) -> tuple[list[int], float]:
+def relax(
+    instance: Instance, gains: Sequence[Floats], *, whole_nodes: bool = False
+) -> tuple[list[int], float]:
     """Choose one option for every job.
 
     Args:
         instance: jobs and nodes.
         gains: what the options of every job are worth.
+        whole_nodes: count an option on several nodes, unless it is to stay, as if it took all of
+            them: what is chosen then fits where distributed jobs are in each other's way.
 
     Returns:
-        The option of every job, and the sum of their gains, which no allocation exceeds.
+        The option of every job, and the sum of their gains, which no allocation exceeds; with
+        `whole_nodes` some may.
     """
     preferred = [_prefer_stay(options, gain) for options, gain in zip_jobs(instance, gains)]
+    costs = [_costs(instance, options, whole_nodes) for options in instance.jobs]
     if any(shape.gpu_type is not None for options in instance.jobs for shape in options.shapes):
-        chosen = _choose_over_types(instance, preferred)
+        chosen = _choose_over_types(instance, costs, preferred)
     else:
-        kind = _scarcest(instance)
-        costs = [_costs(instance, options)[:, kind] for options in instance.jobs]
-        chosen, _ = knapsack(costs, preferred, int(instance.nodes.free[:, kind].sum()))
+        kind = _scarcest(instance, costs)
+        capacity = int(instance.nodes.free[:, kind].sum())
+        chosen, _ = knapsack([cost[:, kind] for cost in costs], preferred, capacity)
     return chosen, float(sum(gain[option] for gain, option in zip(gains, chosen, strict=True)))
 
 
@@ -63,21 +69,31 @@ def _prefer_stay(options: JobOptions, gains: Floats) -> Floats:
     return preferred
 
 
-def _costs(instance: Instance, options: JobOptions) -> Ints:
+def _costs(instance: Instance, options: JobOptions, whole_nodes: bool) -> Ints:
     """Return what every option takes: (C, T)."""
     needs = np.stack([instance.nodes.need(shape) for shape in options.shapes])
-    costs: Ints = options.replicas[:, None] * needs[options.shape]
+    replicas = options.replicas
+    if whole_nodes:
+        reach = np.stack([instance.nodes.reach(shape) for shape in options.shapes])
+        held = reach[options.shape, np.maximum(options.num_nodes, 1) - 1]
+        spread = options.num_nodes > 1
+        if options.stay is not None:
+            spread[options.stay] = False
+        replicas = np.where(spread, held, replicas)
+    costs: Ints = replicas[:, None] * needs[options.shape]
     return costs
 
 
-def _scarcest(instance: Instance) -> int:
+def _scarcest(instance: Instance, costs: Sequence[Ints]) -> int:
     """Return the resource of which there is least for what all jobs could take at most."""
-    wanted = sum(_costs(instance, options).max(axis=0) for options in instance.jobs)
+    wanted = sum(cost.max(axis=0) for cost in costs)
     free = instance.nodes.free.sum(axis=0)
     return int((wanted / np.maximum(free, 1)).argmax())
 
 
-def _choose_over_types(instance: Instance, gains: Sequence[Floats]) -> list[int]:
+def _choose_over_types(
+    instance: Instance, all_costs: Sequence[Ints], gains: Sequence[Floats]
+) -> list[int]:
     nodes = instance.nodes
     types = sorted({s.gpu_type for o in instance.jobs for s in o.shapes if s.gpu_type is not None})
     # A resource of its own for every type, and one of all nodes together.
@@ -86,8 +102,7 @@ def _choose_over_types(instance: Instance, gains: Sequence[Floats]) -> list[int]
         [nodes.free.sum(axis=0), *(nodes.free[mask].sum(axis=0) for mask in of_type)]
     )
     blocks, owners = [], []
-    for number, options in enumerate(instance.jobs):
-        costs = _costs(instance, options)
+    for number, (options, costs) in enumerate(zip(instance.jobs, all_costs, strict=True)):
         kinds = np.array([shape.gpu_type for shape in options.shapes], dtype=object)[options.shape]
         typed = [np.where((kinds == kind)[:, None], costs, 0) for kind in types]
         blocks.append(np.concatenate([costs, *typed], axis=1))
