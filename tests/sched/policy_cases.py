@@ -54,7 +54,8 @@ POLICIES: dict[str, Entry] = {
     # In Pollux's objective only who runs pays for a move: whoever was sent away is weighed anew.
     "exact-fair": Entry(lambda: ExactPolicy(FairSpeedup()), searches=True),
     "pollux": Entry(lambda: PolluxPolicy(population=16, generations=8), searches=True),
-    # Without backfilling, an arriving job waits for the next `optimize` (test_baselines.py).
+    # Without backfilling, an arriving job waits for the next `optimize`
+    # (test_fixed_size_policies.py).
     "fifo": Entry(lambda: FifoPolicy(backfill=True)),
     "tiresias": Entry(TiresiasPolicy),
     "optimus": Entry(OptimusPolicy),
