@@ -1,10 +1,12 @@
 """Job completion times under every policy, beside those of Pollux's public artifact.
 
     python benchmarks/jct/jct.py ARTIFACT [--results DIR] [--processes 2] [--policies exact,pollux]
+    python benchmarks/jct/jct.py ARTIFACT --results DIR --found
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces`, `workloads`,
 `workloads-0.5` and so on, and the job completion times in `results-jobload`. 16 nodes of 4 GPUs.
-What was simulated is kept in DIR, a file each, and not simulated again. Prints Markdown.
+What was simulated is kept in DIR, a file each, and not simulated again; with --found nothing is
+simulated, and what is not in DIR is a dash. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     policies = options.policies.split(",")
     cases = [(1.0, number) for number in WORKLOADS]
@@ -52,11 +55,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         results = options.results or Path(scratch)
         results.mkdir(parents=True, exist_ok=True)
-        simulate(options.artifact, cases, policies, results, options.processes)
+        if not options.found:
+            simulate(options.artifact, cases, policies, results, options.processes)
         found = {
-            (policy, *case): json.loads(_file(results, policy, case).read_text())
+            (policy, *case): json.loads(path.read_text())
             for policy in policies
             for case in cases
+            if (path := _file(results, policy, case)).exists()
         }
     published = {
         (name, *case): _published(options.artifact, name, case)
@@ -131,16 +136,23 @@ def _compare(
 ) -> str:
     """Return a table of all policies, with their ratios to the artifact's Pollux."""
     rows = [(f"artifact: {name}", [published[name, *case] for case in cases]) for name in PUBLISHED]
-    rows += [(name, [found[name, *case] for case in cases]) for name in policies]
+    rows += [(name, [found.get((name, *case)) for case in cases]) for name in policies]
     base = [published["pollux", *case]["avg_jct_s"] for case in cases]
     lines = _head([what, *title])
     for name, values in rows:
-        ratios = [value["avg_jct_s"] / one for value, one in zip(values, base, strict=True)]
-        cells = [
-            f"{value['avg_jct_s']:.0f} ({ratio - 1:+.0%}) / {value['p99_jct_s']:.0f}"
-            for value, ratio in zip(values, ratios, strict=True)
+        ratios = [
+            value["avg_jct_s"] / one for value, one in zip(values, base, strict=True) if value
         ]
-        lines.append("| " + " | ".join([name, *cells, f"{np.mean(ratios) - 1:+.1%}"]) + " |")
+        left = iter(ratios)
+        cells = [
+            f"{value['avg_jct_s']:.0f} ({next(left) - 1:+.0%}) / {value['p99_jct_s']:.0f}"
+            if value
+            else "–"
+            for value in values
+        ]
+        whole = len(ratios) == len(values)
+        cells.append(f"{np.mean(ratios) - 1:+.1%}" if whole else "–")
+        lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +160,9 @@ def _detail_table(policies: Sequence[str], found: Any) -> str:
     """Return what else there is to know, on average over the workloads at load 1."""
     lines = _head(["mean of workloads 1, 2, 3, 6", *(title for _, title, _ in _DETAILS)])
     for name in policies:
-        rows = [found[name, 1.0, number] for number in WORKLOADS]
+        rows = [found[name, 1.0, n] for n in WORKLOADS if (name, 1.0, n) in found]
+        if len(rows) < len(WORKLOADS):
+            continue
         cells = [form.format(np.mean([row[key] for row in rows])) for key, _, form in _DETAILS]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines) + "\n"
