@@ -113,10 +113,14 @@ def test_speedups_of_zero_or_none_at_all_are_survived() -> None:
     assert answer == {"zero": [], "nan": [], "scalar": ["n"], "dated": ["n"] * 3}
 
 
+@pytest.mark.parametrize(("size", "limit"), [(1, 2000), (2, 8000)])
 def test_tiny_clusters_are_not_searched_for_what_is_not_there(
-    monkeypatch: pytest.MonkeyPatch,
+    size: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer states than the population has members pymoo alone mates on: 20 000 children."""
+    """With fewer states than the population has members pymoo alone mates on.
+
+    It would breed 20 000 children for one job on one node, and 11 000 for two on two.
+    """
     children = 0
     repair = genetic._Repair._do
 
@@ -127,9 +131,10 @@ def test_tiny_clusters_are_not_searched_for_what_is_not_there(
 
     monkeypatch.setattr(genetic._Repair, "_do", count)
     node = NodeInfo({"slots": 2})
-    job = JobInfo({"slots": 1}, scaling(0.1), 0, 1, 4)
-    PolluxPolicy().optimize({"j": job}, {"n": node}, {}, node)
-    assert 0 < children < 2000
+    nodes = {f"n{n}": node for n in range(size)}
+    jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(0.1), j, 1, 4) for j in range(size)}
+    PolluxPolicy().optimize(jobs, nodes, {}, node)
+    assert 0 < children < limit
 
 
 def large_case(num_nodes: int, num_jobs: int) -> Case:
