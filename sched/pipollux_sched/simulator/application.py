@@ -8,12 +8,15 @@ nothing but the model, as in a real cluster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pipollux_perfmodel import GradParams
+from pipollux_perfmodel import GradParams, StepTime
 from pipollux_sched.policy import ReplicaShape
+
+_TOLERANCE = 0.04
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class StepTimes(NamedTuple):
     """With synchronisation and the optimizer's step."""
     accum_step: float
     """Without."""
+
+    def differ(self, predicted: StepTime) -> bool:
+        """Whether either is off a prediction by more than 4 %, so that a model is fitted anew."""
+        pairs = (predicted.optim_time, self.optim_step), (predicted.accum_time, self.accum_step)
+        return any(abs(math.log(guess / seen)) > _TOLERANCE for guess, seen in pairs)
 
 
 class JobModel(Protocol):

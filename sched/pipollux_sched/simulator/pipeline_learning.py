@@ -23,7 +23,6 @@ from pipollux_perfmodel.steptime import step_time
 from .application import Running, StepTimes
 from .pipeline_job import UNKNOWN, PipelineJob, price
 
-_TOLERANCE = 0.04
 _UNIT = 1e6  # of the sizes that stand for seconds in the network's fit: well above the least, 1
 _MAX_POINTS = 48  # the latest; a fit of more takes longer and finds the same
 
@@ -63,7 +62,8 @@ class StepTimeLearner:
         seen = self._seen.setdefault(device.name, _Seen())
         if seen.points.get(running) == times:
             return False
-        missed = _misses(self.params(self._job.way(running), device.name), running, times)
+        params = self.params(self._job.way(running), device.name)
+        missed = times.differ(_step_time(params, running))
         seen.points[running] = times
         if missed:
             seen.network = None
@@ -152,12 +152,3 @@ def _step_time(params: PerfParams, running: Running) -> StepTime:
         np.float64(running.num_microbatches),
         xp=np,
     )
-
-
-def _misses(params: PerfParams, running: Running, times: StepTimes) -> bool:
-    predicted = _step_time(params, running)
-    pairs = (
-        (predicted.accum_time, times.accum_step),
-        (predicted.optim_time, times.optim_step),
-    )
-    return any(abs(math.log(guess / seen)) > _TOLERANCE for guess, seen in pairs)

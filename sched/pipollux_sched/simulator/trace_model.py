@@ -125,7 +125,7 @@ class TraceJobModel:
     def _speedup_function(self) -> SpeedupFunction | None:
         if self._gradients is None:
             return None
-        if self._goodput is None or self._fitted < len(self._profile):
+        if self._goodput is None or self._surprised(self._goodput):
             self._goodput = self._fit(self._gradients)
             self._speedup = None
         if self._speedup is None:
@@ -139,6 +139,23 @@ class TraceJobModel:
                 self._goodput, app.max_batch_size, bounds, accumulation=True
             )
         return self._speedup
+
+    def _surprised(self, goodput: GoodputFunction) -> bool:
+        """Whether what was seen since the last fit asks for another.
+
+        A fit takes longer than all else of a simulation, and one more row that is as predicted
+        changes little. More nodes or replicas than ever do: what they cost was only assumed.
+        """
+        rows = list(self._profile.items())
+        old, new = rows[: self._fitted], rows[self._fitted :]
+        self._fitted = len(rows)
+        most_nodes, most_replicas = (max(row[0][i] for row in old) for i in (0, 1))
+        return any(
+            sizes[0] > most_nodes
+            or sizes[1] > most_replicas
+            or times.differ(goodput.step_time(*sizes, accum_steps=0))
+            for sizes, times in new
+        )
 
     def _fit(self, gradients: GradParams) -> GoodputFunction:
         self._fitted = len(self._profile)
