@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,6 +205,7 @@ class Allocator:
         self._store = store
         self._stated = dict(nodes)
         self._nodes = dict(nodes)
+        self._leaving: Collection[str] = ()
         self._strategy = strategy
         self._carry_out = carry_out
         self._restart_seconds = restart_seconds
@@ -234,10 +235,18 @@ class Allocator:
                 service=service.get(job.name, 0.0),
             )
             for job in self._store.jobs()
-            if not job.phase.ended
+            if not job.phase.ended and not job.state.held
         ]
         # Pinned to nothing: it is being stopped, and can be weighed again when it has.
         return [job for job in found if job.allocation or not job.pinned]
+
+    def set_nodes(self, nodes: Nodes) -> None:
+        """Decide from now on with these nodes; those that are dead are not among them."""
+        self._stated = dict(nodes)
+        self._nodes = {
+            name: replace(node, draining=node.draining or name in self._leaving)
+            for name, node in nodes.items()
+        }
 
     def adjust(self, autoscaler: Autoscaler) -> bool:
         """Let the number of nodes be looked after, with what was decided last.
@@ -248,12 +257,9 @@ class Allocator:
         candidates = self.candidates()
         allocations = {job.name: job.held for job in candidates if job.allocation}
         busy = {node for job in self._store.jobs() for node in job.state.launched}
-        drain = autoscaler.round(jobs_of(candidates), self._nodes, allocations, busy)
+        self._leaving = autoscaler.round(jobs_of(candidates), self._nodes, allocations, busy)
         before = self._nodes
-        self._nodes = {
-            name: replace(node, draining=node.draining or name in drain)
-            for name, node in self._stated.items()
-        }
+        self.set_nodes(self._stated)
         return self._nodes != before
 
     def _candidate(

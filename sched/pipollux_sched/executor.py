@@ -21,6 +21,7 @@ from pipollux_sched.lifecycle import (
     Action,
     Event,
     Exited,
+    Kill,
     Launch,
     Outcome,
     Phase,
@@ -122,6 +123,8 @@ class Executor:
                     self._launch(name, action)
                 case Stop():
                     self._stop(name, action)
+                case Kill():
+                    self._kill(name, action)
                 case RetryAfter():
                     due = time.monotonic() + action.seconds
                     retry = Retry(action.generation)
@@ -145,6 +148,11 @@ class Executor:
         grace = self._grace if action.graceful else min(self._grace, HARD_GRACE)
         if not self._backend.stop(name, grace):
             gone = Exited(action.generation, Outcome.FAILED, message="Nothing of it was running.")
+            self.handle(name, gone)
+
+    def _kill(self, name: str, action: Kill) -> None:
+        if not self._backend.kill(name, action.why):
+            gone = Exited(action.generation, Outcome.FAILED, message=action.why)
             self.handle(name, gone)
 
     def _completed(self, name: str, event: Exited) -> Exited:

@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from pipollux_sched.admission import admitted, workload
+from pipollux_sched.admission import workload
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
 from pipollux_sched.backend.processes import POLL_INTERVAL
+from pipollux_sched.control import Control
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
 from pipollux_sched.expander import Expander
@@ -33,7 +34,11 @@ from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
-from pipollux_sched.lifecycle import Allocate, Cancel, Phase, Recover, Shutdown
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Recover,
+    Shutdown,
+)
 from pipollux_sched.policy import (
     DEFAULT_POLICY,
     AutoscalingRules,
@@ -43,7 +48,7 @@ from pipollux_sched.policy import (
 )
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
-from pipollux_sched.supervisor import UnavailableError, create_app
+from pipollux_sched.supervisor import create_app
 
 _LOG = logging.getLogger(__name__)
 
@@ -215,44 +220,18 @@ class Scheduler:
         """What the scheduler knows."""
         return self._store
 
-    def submit(self, spec: JobSpec) -> JobRecord:
-        """Take a job in; it is started as soon as something is free.
+    @property
+    def control(self) -> Control:
+        """Carries out what users ask."""
+        return self._control
 
-        Raises:
-            SpecError: the job cannot run here: no such script, or no node that it fits on.
-            JobExistsError: a job of this name is under way, or complete.
-        """
-        self._check_running()
-        fitting = admitted(spec, self._nodes)
-        token = secrets.token_urlsafe(32)
-        data = fitting.model_dump(mode="json")
-        change = self._store.submit(spec.name, data, token, spec.max_restarts)
-        self._reconsider.set()
-        return change.job
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Take a job in: see `Control.submit`."""
+        return self._control.submit(spec)
 
     def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes; one that has ended stays as it is.
-
-        Raises:
-            UnknownJobError: there is no job of this name.
-        """
-        self._check_running()
-        return self._executor.handle(name, Cancel())
-
-    def cluster(self) -> Mapping[str, Any]:
-        """Describe nodes, free slots, and the policy."""
-        free = self._backend.free()
-        nodes = {
-            name: {"slots": node.slots, "kind": node.kind, "free": free[name]}
-            for name, node in self._backend.nodes().items()
-        }
-        return {"nodes": nodes, "policy": self._policy_name}
-
-    def settled(self, name: str) -> None:
-        """Take note that a job has taken its first step: it can be moved now, if others wait."""
-        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs()):
-            _LOG.debug("job %s has settled while others wait", name)
-            self._reconsider.set()
+        """End a job, and its processes: see `Control.cancel`."""
+        return self._control.cancel(name)
 
     def jobs(self) -> dict[str, JobRecord]:
         """Return all jobs by name, in the order they came."""
@@ -300,6 +279,15 @@ class Scheduler:
             grace=self._grace,
             on_ended=self._reconsider.set,
         )
+        self._control = Control(
+            self._store,
+            self._executor,
+            self._backend,
+            self._nodes,
+            policy=self._policy_name,
+            reconsider=self._reconsider.set,
+            stopping=lambda: self._stopping,
+        )
         resources.callback(self._executor.step)  # takes up what shutting down has brought about
         resources.callback(self._backend.shutdown)
         self._store.set_nodes(
@@ -314,7 +302,9 @@ class Scheduler:
             self._executor.handle(job.name, Recover())
 
     def _start_server(self, resources: ExitStack) -> None:
-        app = create_app(self._store, self, state_dir=self.state_dir, admin_token=self._admin_token)
+        app = create_app(
+            self._store, self._control, state_dir=self.state_dir, admin_token=self._admin_token
+        )
         self._server = HttpServer(app, *self._address)
         resources.callback(self._server.stop)
         self._server.start()
@@ -347,6 +337,7 @@ class Scheduler:
         while not self._ending.is_set():
             self._reconsider.clear()
             try:
+                allocator.set_nodes(self._control.present_nodes())
                 allocator.run_once()
                 if self._autoscaler is not None and allocator.adjust(self._autoscaler):
                     self._reconsider.set()
@@ -388,7 +379,3 @@ class Scheduler:
 
     def _workload(self, job: JobRecord) -> Workload:
         return workload(job, self._environment)
-
-    def _check_running(self) -> None:
-        if self._stopping:
-            raise UnavailableError("the scheduler is being stopped and takes nothing new")

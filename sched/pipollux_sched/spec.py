@@ -24,6 +24,7 @@ from pydantic import (
 
 from pipollux_perfmodel import SchedHints
 
+from .amounts import parse_bytes, parse_duration
 from .document import Document, SpecError, read_document
 from .validation import problem_at, problems
 
@@ -35,7 +36,6 @@ __all__ = [
     "SpecError",
     "load_cluster",
     "load_jobs",
-    "parse_bytes",
     "parse_job",
 ]
 
@@ -47,26 +47,6 @@ _NAME_LENGTH = 63
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _RESERVED_PREFIX = "PIPOLLUX_"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?B?")
-_POWERS = " KMGTP"
-
-
-def parse_bytes(text: str | int) -> int:
-    """Turn a size into bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
-
-    Raises:
-        ValueError: it is not such a size.
-    """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
-        shown = {True: "true", False: "false"}.get(text) if isinstance(text, bool) else repr(text)
-        raise ValueError(f"{shown} is not a size; give bytes, or a text such as 8GiB or 500MB")
-    number, unit = match.groups()
-    unit = str(unit or " ")
-    base = 1024 if unit.endswith("i") else 1000
-    return round(float(number) * float(base) ** _POWERS.index(unit[0].upper()))
 
 
 def _check_name(name: str) -> str:
@@ -214,6 +194,10 @@ class JobSpec(_Spec):
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )
     """Restarts after failures; restarts for a new allocation do not count."""
+    deadline: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
+        default=None, description="a duration such as 36h"
+    )
+    """Seconds after its submission at which the job is ended, complete or not; None: never."""
     hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
     """What is known of the job beforehand."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,11 +34,10 @@ from pydantic import ValidationError
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.backend.replica_log import last_lines
 from pipollux_sched.body_limit import BodyLimit
-from pipollux_sched.errors import SchedulerError
-from pipollux_sched.spec import JobSpec, SpecError, parse_job
+from pipollux_sched.control import Control, UnavailableError
+from pipollux_sched.spec import SpecError, parse_job
 from pipollux_sched.store import (
     ConflictError,
-    JobRecord,
     StateDir,
     Store,
     StoreError,
@@ -68,26 +67,6 @@ async def _json_object(request: Request) -> dict[str, Any]:
 
 _Object = Annotated[dict[str, Any], Depends(_json_object)]
 _Generation = Annotated[int, Query(ge=1)]
-
-
-class UnavailableError(SchedulerError):
-    """The scheduler takes nothing new, because it is being stopped."""
-
-
-class Control(Protocol):
-    """What requests may ask of the scheduler."""
-
-    def submit(self, spec: JobSpec) -> JobRecord:
-        """Take a job in."""
-
-    def cancel(self, name: str) -> JobRecord:
-        """End a job."""
-
-    def cluster(self) -> Mapping[str, Any]:
-        """Describe the cluster."""
-
-    def settled(self, name: str) -> None:
-        """Take note that a generation has taken its first step."""
 
 
 def create_app(store: Store, control: Control, *, state_dir: StateDir, admin_token: str) -> FastAPI:

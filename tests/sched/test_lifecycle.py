@@ -10,25 +10,32 @@ from hypothesis import strategies as st
 
 from pipollux_sched.lifecycle import (
     Action,
+    Adopt,
     Allocate,
     Cancel,
     Condition,
     Event,
     Exited,
+    Expire,
     FirstStep,
     Intent,
     JobState,
+    Kill,
     Launch,
+    NodeLost,
     Outcome,
     Phase,
     Record,
     Recover,
+    Resume,
     Retry,
     RetryAfter,
     Shutdown,
+    Silent,
     Started,
     Stop,
     Submit,
+    Suspend,
     advance,
     backoff,
 )
@@ -55,6 +62,9 @@ CANCELLING = replace(TRAINING, intent=Intent.CANCEL)
 ENDING = replace(TRAINING, allocation=(), intent=Intent.SHUTDOWN)
 WAITING = state_in(Phase.RESTARTING, allocation=AB, failures=1)
 SUSPENDED = state_in(Phase.SUSPENDED)
+HELD = replace(SUSPENDED, held=True)
+PAUSING = replace(SUSPENDING, held=True)
+EXPIRING = replace(TRAINING, intent=Intent.EXPIRE)
 COMPLETE = state_in(Phase.COMPLETE)
 FAILED = state_in(Phase.FAILED, failures=4)
 HOPELESS = replace(TRAINING, failures=3)
@@ -135,6 +145,52 @@ TABLE = [
     (WAITING, Allocate((), "out"), Phase.QUEUED, "NoRoom", None, (), []),
     (WAITING, Cancel(), Phase.FAILED, "Cancelled", None, (), ["cancelled"]),
     (WAITING, Shutdown(), Phase.SUSPENDED, "SchedulerStopped", None, (), []),
+    (QUEUED, Suspend(), Phase.SUSPENDED, "SuspendedByUser", None, (), ["suspended"]),
+    (WAITING, Suspend(), Phase.SUSPENDED, "SuspendedByUser", None, (), ["suspended"]),
+    (
+        *(TRAINING, Suspend(), Phase.RUNNING, "Stopping", Intent.SUSPEND, ()),
+        ["suspended", "stopping", Stop(1, "suspended by its user")],
+    ),
+    (MOVING, Suspend(), Phase.RUNNING, "Stopping", Intent.SUSPEND, (), ["suspended"]),
+    (CANCELLING, Suspend(), Phase.RUNNING, "Test", Intent.CANCEL, AB, []),
+    (COMPLETE, Suspend(), Phase.COMPLETE, "Test", None, (), []),
+    (PAUSING, SAVED, Phase.SUSPENDED, "SuspendedByUser", None, (), ["stopped"]),
+    (PAUSING, Resume(), Phase.RUNNING, "Test", Intent.SUSPEND, (), ["resumed"]),
+    (PAUSING, Shutdown(), Phase.RUNNING, "Stopping", Intent.SHUTDOWN, (), []),
+    (replace(ENDING, held=True), SAVED, Phase.SUSPENDED, "SuspendedByUser", None, (), ["stopped"]),
+    (HELD, Allocate(B, "free"), Phase.SUSPENDED, "Test", None, (), []),
+    (HELD, Suspend(), Phase.SUSPENDED, "Test", None, (), []),
+    (HELD, Resume(), Phase.QUEUED, "Resumed", None, (), ["resumed"]),
+    (HELD, Cancel(), Phase.FAILED, "Cancelled", None, (), ["cancelled"]),
+    (HELD, Recover(), Phase.SUSPENDED, "SuspendedByUser", None, (), []),
+    (SUSPENDED, Resume(), Phase.SUSPENDED, "Test", None, (), []),
+    (QUEUED, Expire("late"), Phase.FAILED, "DeadlineExceeded", None, (), ["failed"]),
+    (
+        *(TRAINING, Expire("late"), Phase.RUNNING, "DeadlineExceeded", Intent.EXPIRE, AB),
+        ["stopping", Stop(1, "late")],
+    ),
+    (EXPIRING, Expire("late"), Phase.RUNNING, "Test", Intent.EXPIRE, AB, []),
+    (EXPIRING, SAVED, Phase.FAILED, "DeadlineExceeded", None, (), ["stopped", "failed"]),
+    (EXPIRING, DONE, Phase.COMPLETE, "Finished", None, (), ["complete"]),
+    (EXPIRING, Recover(), Phase.FAILED, "DeadlineExceeded", None, (), ["stopped", "failed"]),
+    (COMPLETE, Expire("late"), Phase.COMPLETE, "Test", None, (), []),
+    (TRAINING, Silent(1, "quiet"), Phase.RUNNING, "Silent", None, AB, ["silent", Kill(1, "quiet")]),
+    (TRAINING, Silent(0, "quiet"), Phase.RUNNING, "Test", None, AB, []),
+    (
+        *(TRAINING, NodeLost(1, "gone"), Phase.RUNNING, "NodeLost", Intent.SUSPEND, ()),
+        ["stopping", Kill(1, "gone")],
+    ),
+    (
+        *(CANCELLING, NodeLost(1, "gone"), Phase.RUNNING, "Test", Intent.CANCEL, AB),
+        ["stopping", Kill(1, "gone")],
+    ),
+    (SUSPENDING, BROKEN, Phase.SUSPENDED, "Preempted", None, (), ["stopped"]),
+    (TRAINING, Adopt(1), Phase.RUNNING, "Test", None, AB, ["adopted"]),
+    (TRAINING, Adopt(0), Phase.RUNNING, "Test", None, AB, []),
+    (
+        *(CANCELLING, Adopt(1), Phase.RUNNING, "Test", Intent.CANCEL, AB),
+        ["adopted", Stop(1, "as the test has it")],
+    ),
     (COMPLETE, Allocate(B, "free"), Phase.COMPLETE, "Test", None, (), []),
     (COMPLETE, Cancel(), Phase.COMPLETE, "Test", None, (), []),
     (COMPLETE, Recover(), Phase.COMPLETE, "Test", None, (), []),
@@ -212,7 +268,20 @@ EVENTS = st.one_of(
     st.builds(FirstStep, st.integers(0, 4), st.just(1)),
     st.builds(Exited, st.integers(0, 4), st.sampled_from(Outcome)),
     st.builds(Retry, st.integers(0, 4)),
-    st.sampled_from([Submit(), Cancel(), Shutdown(), Recover(), Started(1, (), 0)]),
+    st.builds(Silent, st.integers(0, 4), st.just("quiet")),
+    st.builds(NodeLost, st.integers(0, 4), st.just("gone")),
+    st.sampled_from(
+        [
+            Submit(),
+            Cancel(),
+            Suspend(),
+            Resume(),
+            Expire("late"),
+            Shutdown(),
+            Recover(),
+            Started(1, (), 0),
+        ]
+    ),
 )
 
 
@@ -235,6 +304,8 @@ def test_whatever_happens_the_state_makes_sense(events: list[Event]) -> None:
                 assert action.generation not in asked_to_stop
                 asked_to_stop.add(action.generation)
         assert state.intent is None or state.launched
+        assert not (state.held and launches)
+        assert not (state.phase.ended and state.held)
         assert not (state.phase.ended and (state.launched or state.allocation))
         assert [entry.type for entry in state.conditions if entry.status] == (
             [state.phase] if state.conditions else []

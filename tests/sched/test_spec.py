@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipollux_sched.amounts import parse_bytes, parse_duration
 from pipollux_sched.script import resolve_script
 from pipollux_sched.spec import (
     ClusterSpec,
@@ -20,7 +21,6 @@ from pipollux_sched.spec import (
     SpecError,
     load_cluster,
     load_jobs,
-    parse_bytes,
     parse_job,
 )
 from pipollux_sched.validation import closest
@@ -271,6 +271,20 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90.0), ("45 m", 2700.0), ("1.5h", 5400.0), ("2d", 172800.0), ("7", 7.0), (9, 9.0)],
+)
+def test_durations(text: str | int, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "1 week", "-1h", "1e3", True, 0, -1, float("inf")])
+def test_what_is_no_duration(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"not a duration|not above 0"):
+        parse_duration(text)
 
 
 def test_a_script_is_found_beside_its_file_or_from_here(

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import StatementError
 
-from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase, Recover
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, Recover
 from pipollux_sched.store import (
     JobExistsError,
+    NodeCondition,
+    NodeRecord,
     Point,
     ServerInfo,
     StaleGenerationError,
@@ -26,6 +29,7 @@ from pipollux_sched.store import (
     StoreError,
     Timeline,
     UnknownJobError,
+    UnknownNodeError,
     moving_average,
 )
 
@@ -255,7 +259,7 @@ def test_stores_that_cannot_be_read(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "new.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     connection.close()
-    with pytest.raises(StoreError, match="schema version 99, this version of Pipollux needs 2"):
+    with pytest.raises(StoreError, match="schema version 99, this version of Pipollux needs 3"):
         Store(tmp_path / "new.db")
 
 
@@ -267,9 +271,14 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path, cloc
             store.submit(name, spec, "token", max_restarts=1)
             store.transition(name, Allocate(["a", "b"], "free"))
     with sqlite3.connect(path) as connection:
-        for column in ("jobs.num_stages", "jobs.launched_stages", "generations.num_stages"):
-            table, name = column.split(".")
-            connection.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
+        later = {
+            "jobs": ("num_stages", "launched_stages", "held", "deadline_at"),
+            "generations": ("num_stages",),
+            "nodes": ("condition", "reason", "since"),
+        }
+        for table, columns in later.items():
+            for name in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
         connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
     connection.close()
     clock.now += 10
@@ -283,6 +292,32 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path, cloc
                 ("a", "b"),
                 None,
             )
+
+
+def test_nodes_keep_their_condition(store: Store, clock: Clock) -> None:
+    """Also over a restart of the scheduler; one that was taken out of the cluster is forgotten."""
+    spec = {"name": "a", "slots": 2}
+    store.set_nodes([("a", 2, "cpu", spec), ("b", 1, "cpu", {})])
+    clock.now += 5
+    node = store.set_node_condition("a", NodeCondition.DRAINING, "new disk")
+    assert node == NodeRecord("a", 2, "cpu", spec, NodeCondition.DRAINING, "new disk", clock.now)
+    began = clock.now
+    clock.now += 5
+    assert store.set_node_condition("a", NodeCondition.DRAINING, "newer").since == began
+    store.set_nodes([("a", 4, "cpu", spec)])
+    assert store.nodes() == {"a": replace(node, slots=4, reason="newer")}
+    assert [(event["type"], event["node"]) for event in store.events()] == [("node", "a")]
+    with pytest.raises(UnknownNodeError, match="no node is named 'b'; there are a"):
+        store.set_node_condition("b", NodeCondition.READY)
+
+
+def test_a_deadline_counts_from_the_last_submission(store: Store, clock: Clock) -> None:
+    submit(store)
+    assert store.job("toy").deadline_at is None
+    store.transition("toy", Cancel())
+    clock.now += 10
+    store.submit("toy", {"name": "toy"}, "token", 3, deadline=60.0)
+    assert store.job("toy").deadline_at == clock.now + 60.0
 
 
 def test_what_a_job_has_held(store: Store, clock: Clock) -> None:

@@ -102,6 +102,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def kill(self, job: str, why: str) -> bool:
+        """End a job's processes at once, as they cannot be asked any more.
+
+        Returns at once; `poll` does the work and reports `Exited`, with `why` as its message.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+
+    @abstractmethod
     def poll(self) -> list[Report]:
         """Carry on with what is under way; return what has happened since the last call."""
 

@@ -117,6 +117,14 @@ class LocalBackend(Backend):
                 self._reports.append(Report(job, exited))
             return pending is not None
 
+    def kill(self, job: str, why: str) -> bool:
+        """End a job's processes at once: see `Backend`."""
+        with self._lock:
+            if job in self._groups:
+                self._groups[job].kill(why)
+                return True
+        return self.stop(job, 0.0)
+
     def poll(self) -> list[Report]:
         """Carry on with what is under way; return what has happened since the last call."""
         with self._lock:

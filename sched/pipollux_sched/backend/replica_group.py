@@ -72,6 +72,7 @@ class ReplicaGroup:
         self._grace = 0.0
         self._asked = False
         self._failed: int | None = None
+        self._killed = ""
         try:
             for replica, environment in enumerate(environments):
                 self._agents.append(self._start(workload, replica, environment))
@@ -111,8 +112,10 @@ class ReplicaGroup:
             return None
         return self._exited([code for code in codes if code is not None])
 
-    def kill(self) -> None:
-        """Kill whatever of this generation is alive."""
+    def kill(self, why: str = "") -> None:
+        """Kill whatever of this generation is alive; `why` is what is then reported."""
+        self._asked, self._killed = True, why
+        self._end_within(0.0)
         kill(self._processes())
         self._signal(signal.SIGKILL)
 
@@ -165,7 +168,7 @@ class ReplicaGroup:
 
     def _exited(self, codes: Sequence[int]) -> Exited:
         step = self._marked_step()
-        if step is not None and not self._broke():
+        if step is not None and not self._broke() and not self._killed:
             return Exited(self.generation, Outcome.STOPPED, step)
         if not any(codes):
             return Exited(self.generation, Outcome.COMPLETE)
@@ -181,6 +184,8 @@ class ReplicaGroup:
         return not last_words(self._logs[self._failed]).asked_to_stop
 
     def _why(self) -> str:
+        if self._killed:
+            return self._killed
         if self._asked:
             return f"The replicas left no agreed checkpoint within {self._grace:g} s."
         replica = self._failed or 0

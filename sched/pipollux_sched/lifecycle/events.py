@@ -70,8 +70,48 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Suspend:
+    """Somebody wants the job to save and hold nothing until it is resumed."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Somebody wants a job that was suspended to go on."""
+
+
+@dataclass(frozen=True)
+class Expire:
+    """The job's deadline has passed."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A replica of a generation has not been heard of for too long."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A node that holds replicas of a generation is dead; the job is not to blame."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """The scheduler is about to end, and its jobs with it, to go on when it is back."""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A new scheduler has found a generation that runs, or has ended, and looks after it now."""
+
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +120,21 @@ class Recover:
 
 
 Event: TypeAlias = (
-    Submit | Allocate | Started | FirstStep | Exited | Retry | Cancel | Shutdown | Recover
+    Submit
+    | Allocate
+    | Started
+    | FirstStep
+    | Exited
+    | Retry
+    | Cancel
+    | Suspend
+    | Resume
+    | Expire
+    | Silent
+    | NodeLost
+    | Shutdown
+    | Adopt
+    | Recover
 )
 
 
@@ -105,6 +159,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Kill:
+    """End the processes of a generation that cannot be asked any more."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class RetryAfter:
     """Send a `Retry` of this generation when `seconds` have passed."""
 
@@ -121,4 +183,4 @@ class Record:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action: TypeAlias = Launch | Stop | RetryAfter | Record
+Action: TypeAlias = Launch | Stop | Kill | RetryAfter | Record

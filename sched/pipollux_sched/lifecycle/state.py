@@ -34,6 +34,7 @@ class Intent(StrEnum):
     SUSPEND = "suspend"
     CANCEL = "cancel"
     SHUTDOWN = "shutdown"
+    EXPIRE = "expire"
 
 
 class Outcome(StrEnum):
@@ -80,6 +81,8 @@ class JobState:
     """Whether the running generation has reported its first step."""
     intent: Intent | None = None
     """What the running generation is being stopped for; None while it may run on."""
+    held: bool = False
+    """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
     """How often a generation ended by itself without being complete."""
     max_restarts: int = 3

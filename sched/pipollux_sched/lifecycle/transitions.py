@@ -17,33 +17,35 @@ until its processes have ended; `JobState.intent` says what the stop is for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
 
+from . import requests
 from .events import (
-    Action,
+    Adopt,
     Allocate,
     Cancel,
     Event,
     Exited,
+    Expire,
     FirstStep,
-    Launch,
+    Kill,
+    NodeLost,
     Record,
     Recover,
+    Resume,
     Retry,
     RetryAfter,
     Shutdown,
+    Silent,
     Started,
-    Stop,
     Submit,
+    Suspend,
 )
-from .state import Condition, Intent, JobState, Outcome, Phase
+from .state import Intent, JobState, Outcome, Phase
+from .steps import Transition, ended_early, enter, launch, set_aside, stop
 
 BACKOFF_LIMIT = 60.0
 """Longest wait before a failed job is launched again, in seconds."""
-
-Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 
 
 def backoff(failures: int) -> float:
@@ -75,61 +77,52 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _exited(state, event, now)
         case Retry():
             return _retry(state, event, now)
+        case Silent():
+            return _silent(state, event, now)
+        case NodeLost():
+            return _node_lost(state, event, now)
         case Cancel():
-            return _cancel(state, now)
+            return requests.cancel(state, now)
+        case Suspend():
+            return requests.suspend(state, now)
+        case Resume():
+            return requests.resume(state, now)
+        case Expire():
+            return requests.expire(state, event.why, now)
         case Shutdown():
-            return _shutdown(state, now)
+            return requests.shutdown(state, now)
+        case Adopt():
+            return requests.adopt(state, event.generation)
         case Recover():
-            return _recover(state, now)
-
-
-def with_condition(
-    conditions: Sequence[Condition], phase: Phase, reason: str, message: str, now: float
-) -> tuple[Condition, ...]:
-    """Return the conditions of a job now in `phase`: that one true, all others false."""
-    others = tuple(
-        replace(entry, status=False, time=now) if entry.status else entry
-        for entry in conditions
-        if entry.type is not phase
-    )
-    before = next((entry for entry in conditions if entry.type is phase), None)
-    since = before.time if before is not None and before.status else now
-    return (*others, Condition(phase, True, reason, message, since))
-
-
-def _enter(
-    state: JobState, phase: Phase, reason: str, message: str, now: float, **changes: Any
-) -> JobState:
-    conditions = with_condition(state.conditions, phase, reason, message, now)
-    return replace(state, phase=phase, conditions=conditions, **changes)
+            return requests.recover(state, now)
 
 
 def _submit(state: JobState, event: Submit, now: float) -> Transition:
     if state.phase is Phase.CREATED:
         fresh = replace(state, max_restarts=event.max_restarts)
-        return _enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
+        return enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
     if state.phase is Phase.FAILED:
         fresh = replace(state, max_restarts=event.max_restarts, failures=0)
         message = "The job was submitted again and goes on from its last checkpoint."
-        return _enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
+        return enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
     return state, ()
 
 
 def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
-    if state.phase.ended or state.intent is not None:
+    if state.phase.ended or state.held or state.intent is not None:
         return state, ()
     if state.launched:
         return _reallocate_running(state, event, nodes, now)
     if not nodes:
         if state.phase in (Phase.QUEUED, Phase.SUSPENDED):
             return state, ()
-        return _enter(state, Phase.QUEUED, "NoRoom", event.why, now, allocation=()), ()
+        return enter(state, Phase.QUEUED, "NoRoom", event.why, now, allocation=()), ()
     record = _allocated(state, event, nodes)
     if state.phase is Phase.RESTARTING:  # it waits after a failure, and is launched when that ends
         changed = (nodes, event.num_stages) != (state.allocation, state.num_stages)
         return _given(state, event), (record,) if changed else ()
-    launched, actions = _launch(_given(state, event), event.why, now)
+    launched, actions = launch(_given(state, event), event.why, now)
     return launched, (record, *actions)
 
 
@@ -143,9 +136,9 @@ def _reallocate_running(
         if nodes
         else (Phase.RUNNING, "Stopping", Intent.SUSPEND)
     )
-    actions = (_allocated(state, event, nodes), *_stop(state, event.why))
+    actions = (_allocated(state, event, nodes), *stop(state, event.why))
     given = _given(state, event)
-    return _enter(given, phase, reason, event.why, now, intent=intent), actions
+    return enter(given, phase, reason, event.why, now, intent=intent), actions
 
 
 def _given(state: JobState, event: Allocate) -> JobState:
@@ -171,32 +164,6 @@ def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Reco
     return Record("allocated", state.generation + 1, data)
 
 
-def _launch(state: JobState, message: str, now: float) -> Transition:
-    """Start the next generation where `state.allocation` says."""
-    generation = state.generation + 1
-    launched = _enter(
-        state,
-        Phase.RUNNING,
-        "Starting",
-        message,
-        now,
-        generation=generation,
-        launched=state.allocation,
-        launched_stages=state.num_stages,
-        settled=False,
-        intent=None,
-    )
-    return launched, (Launch(generation, state.allocation, state.num_stages),)
-
-
-def _stop(state: JobState, why: str) -> tuple[Action, ...]:
-    generation = state.generation
-    return (
-        Record("stopping", generation, {"why": why}),
-        Stop(generation, why, graceful=state.settled),
-    )
-
-
 def _started(state: JobState, event: Started, _now: float) -> Transition:
     if event.generation != state.generation or not state.launched:
         return state, ()
@@ -212,7 +179,7 @@ def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
     if state.intent is not None:
         return replace(state, settled=True), actions
     message = f"Training since step {event.step} on {', '.join(state.launched)}."
-    return _enter(state, Phase.RUNNING, "Training", message, now, settled=True), actions
+    return enter(state, Phase.RUNNING, "Training", message, now, settled=True), actions
 
 
 def _exited(state: JobState, event: Exited, now: float) -> Transition:
@@ -222,7 +189,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if event.outcome is Outcome.COMPLETE:
         message = "Every replica ended with exit status 0."
         data = {"step": event.step, "epoch": event.epoch}
-        ended = _enter(gone, Phase.COMPLETE, "Finished", message, now, allocation=())
+        ended = enter(gone, Phase.COMPLETE, "Finished", message, now, allocation=())
         return ended, (Record("complete", event.generation, data),)
     if state.intent is not None:
         return _exited_as_asked(gone, state.intent, event, now)
@@ -232,31 +199,9 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
         restarting = Record(
             "restarting", event.generation, {"why": why, "restarts": state.failures}
         )
-        waiting = _enter(gone, Phase.RESTARTING, "StoppedFromOutside", why, now)
+        waiting = enter(gone, Phase.RESTARTING, "StoppedFromOutside", why, now)
         return waiting, (stopped, restarting, RetryAfter(event.generation, backoff(1)))
     return _failed(gone, event, now)
-
-
-def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float) -> Transition:
-    step = event.step if event.outcome is Outcome.STOPPED else None
-    stopped = Record("stopped", event.generation, {"step": step})
-    match intent:
-        case Intent.MOVE:
-            launched, actions = _launch(state, state.message, now)
-            return launched, (stopped, *actions)
-        case Intent.SUSPEND:
-            message = "The job waits until the allocator gives it room again."
-            return _enter(state, Phase.SUSPENDED, "Preempted", message, now, allocation=()), (
-                stopped,
-            )
-        case Intent.SHUTDOWN:
-            message = "The scheduler was stopped; the job goes on when it is back."
-            return _enter(
-                state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()
-            ), (stopped,)
-        case Intent.CANCEL:
-            cancelled, actions = _cancelled(state, now)
-            return cancelled, (stopped, *actions)
 
 
 def _failed(state: JobState, event: Exited, now: float) -> Transition:
@@ -265,11 +210,11 @@ def _failed(state: JobState, event: Exited, now: float) -> Transition:
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
-        ended = _enter(counted, Phase.FAILED, "TooManyFailures", why, now, allocation=())
+        ended = enter(counted, Phase.FAILED, "TooManyFailures", why, now, allocation=())
         return ended, (Record("failed", event.generation, {"why": why}),)
     seconds = backoff(failures)
     data = {"why": event.message, "restarts": failures}
-    waiting = _enter(counted, Phase.RESTARTING, "Failed", event.message, now)
+    waiting = enter(counted, Phase.RESTARTING, "Failed", event.message, now)
     return waiting, (
         Record("restarting", event.generation, data),
         RetryAfter(event.generation, seconds),
@@ -280,48 +225,48 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
     waits = state.phase is Phase.RESTARTING and not state.launched
     if not waits or event.generation != state.generation:
         return state, ()
-    return _launch(state, state.message, now)
+    return launch(state, state.message, now)
 
 
-def _cancel(state: JobState, now: float) -> Transition:
-    if state.phase.ended:
+def _silent(state: JobState, event: Silent, now: float) -> Transition:
+    """Kill a generation of which a replica is not heard of any more; how it ended comes after."""
+    if event.generation != state.generation or not state.launched:
         return state, ()
-    if not state.launched:
-        return _cancelled(state, now)
-    actions = _stop(state, "cancelled") if state.intent is None else ()
-    message = "The job was cancelled and is being stopped."
-    return _enter(state, Phase.RUNNING, "Stopping", message, now, intent=Intent.CANCEL), actions
+    record = Record("silent", event.generation, {"why": event.why})
+    silent = enter(state, state.phase, "Silent", event.why, now)
+    return silent, (record, Kill(event.generation, event.why))
 
 
-def _cancelled(state: JobState, now: float) -> Transition:
-    ended = _enter(
-        state, Phase.FAILED, "Cancelled", "The job was cancelled.", now, allocation=(), intent=None
+def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
+    """Kill what is left of a generation whose node is dead; the job waits for room elsewhere."""
+    if event.generation != state.generation or not state.launched:
+        return state, ()
+    record = Record("stopping", event.generation, {"why": event.why})
+    kill = Kill(event.generation, event.why)
+    if state.intent not in (None, Intent.MOVE):
+        return state, (record, kill)
+    stopping = enter(
+        state, Phase.RUNNING, "NodeLost", event.why, now, allocation=(), intent=Intent.SUSPEND
     )
-    return ended, (Record("cancelled", state.generation or None),)
+    return stopping, (record, kill)
 
 
-def _shutdown(state: JobState, now: float) -> Transition:
-    if state.phase.ended or state.intent in (Intent.CANCEL, Intent.SHUTDOWN):
-        return state, ()
-    message = "The scheduler is being stopped."
-    if state.launched:
-        actions = _stop(state, "the scheduler is being stopped") if state.intent is None else ()
-        changes: dict[str, Any] = {"allocation": (), "intent": Intent.SHUTDOWN}
-        return _enter(state, Phase.RUNNING, "Stopping", message, now, **changes), actions
-    if state.phase is Phase.RESTARTING:
-        return _enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), ()
-    return state, ()
-
-
-def _recover(state: JobState, now: float) -> Transition:
-    if state.phase.ended:
-        return state, ()
-    lost = (Record("stopped", state.generation, {"step": None}),) if state.launched else ()
-    gone = replace(
-        state, allocation=(), launched=(), launched_stages=None, settled=False, intent=None
-    )
-    if state.intent is Intent.CANCEL:
-        cancelled, actions = _cancelled(gone, now)
-        return cancelled, (*lost, *actions)
-    message = "A new scheduler has taken the job over."
-    return _enter(gone, Phase.QUEUED, "SchedulerRestarted", message, now), lost
+def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float) -> Transition:
+    step = event.step if event.outcome is Outcome.STOPPED else None
+    stopped = Record("stopped", event.generation, {"step": step})
+    match intent:
+        case Intent.MOVE:
+            launched, actions = launch(state, state.message, now)
+            return launched, (stopped, *actions)
+        case Intent.SUSPEND:
+            return set_aside(state, now), (stopped,)
+        case Intent.SHUTDOWN:
+            if state.held:
+                return set_aside(state, now), (stopped,)
+            message = "The scheduler was stopped; the job goes on when it is back."
+            return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), (
+                stopped,
+            )
+        case Intent.CANCEL | Intent.EXPIRE:
+            ended, actions = ended_early(state, intent, now)
+            return ended, (stopped, *actions)

@@ -8,9 +8,10 @@ from .database import (
     StaleGenerationError,
     StoreError,
     UnknownJobError,
+    UnknownNodeError,
 )
 from .journal import Change
-from .records import GenerationRecord, JobRecord, Point, Timeline
+from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .state_dir import ServerInfo, StateDir, StateDirError
 from .store import Store, moving_average
 
@@ -20,6 +21,8 @@ __all__ = [
     "GenerationRecord",
     "JobExistsError",
     "JobRecord",
+    "NodeCondition",
+    "NodeRecord",
     "Point",
     "ServerInfo",
     "StaleGenerationError",
@@ -29,5 +32,6 @@ __all__ = [
     "StoreError",
     "Timeline",
     "UnknownJobError",
+    "UnknownNodeError",
     "moving_average",
 ]

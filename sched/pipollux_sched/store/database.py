@@ -40,6 +40,10 @@ class UnknownJobError(StoreError):
     """No job has this name."""
 
 
+class UnknownNodeError(StoreError):
+    """No node has this name."""
+
+
 class ConflictError(StoreError):
     """What was asked does not fit the present state of a job."""
 

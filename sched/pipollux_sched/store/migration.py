@@ -21,6 +21,14 @@ _STEPS = {
         f"UPDATE generations SET num_stages = (SELECT {_OWN_STAGES} FROM jobs"  # noqa: S608  # ours
         " WHERE jobs.name = generations.job)",
     ),
+    # Jobs can be suspended by their users and have deadlines; nodes can be drained and be dead.
+    "2": (
+        "ALTER TABLE jobs ADD COLUMN held BOOLEAN NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN deadline_at FLOAT",
+        "ALTER TABLE nodes ADD COLUMN condition VARCHAR NOT NULL DEFAULT 'ready'",
+        "ALTER TABLE nodes ADD COLUMN reason VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE nodes ADD COLUMN since FLOAT NOT NULL DEFAULT 0",
+    ),
 }
 """What brings a version to the next one, in SQL."""
 

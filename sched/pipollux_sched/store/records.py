@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
 
-from .tables import GenerationRow, JobRow
+from .tables import GenerationRow, JobRow, NodeRow
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class JobRecord:
     """What the job's processes show to the supervisor."""
     submitted_at: float
     ended_at: float | None
+    deadline_at: float | None
+    """When the job is ended, whether complete or not; None: never."""
     state: JobState
 
     @property
@@ -37,6 +40,7 @@ class JobRecord:
             "name": self.name,
             "submitted_at": self.submitted_at,
             "ended_at": self.ended_at,
+            "deadline_at": self.deadline_at,
             **state,
             "num_stages": self.state.num_stages or self.spec.get("num_stages", 1),
             "reason": self.state.reason,
@@ -67,6 +71,32 @@ class GenerationRecord:
     ended_at: float | None
     outcome: str | None
     intent: str | None
+
+
+class NodeCondition(StrEnum):
+    """Whether a node is there for jobs."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    """Nothing new is put here, and jobs leave, but for those that are not preemptible."""
+    DEAD = "dead"
+    """Nothing runs here; jobs that did are started again elsewhere."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node as the store knows it."""
+
+    name: str
+    slots: int
+    kind: str
+    spec: Mapping[str, Any]
+    """The `NodeSpec` as JSON."""
+    condition: NodeCondition
+    reason: str
+    """Why it is in this condition, in the words of who put it there; often empty."""
+    since: float
+    """Seconds since the epoch at which it came into this condition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +150,7 @@ def job_state(row: JobRow) -> JobState:
         launched_stages=row.launched_stages,
         settled=row.settled,
         intent=Intent(row.intent) if row.intent else None,
+        held=row.held,
         failures=row.failures,
         max_restarts=row.max_restarts,
     )
@@ -136,13 +167,21 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.launched_stages = state.launched_stages
     row.settled = state.settled
     row.intent = state.intent.value if state.intent else None
+    row.held = state.held
     row.failures = state.failures
     row.max_restarts = state.max_restarts
 
 
 def job_record(row: JobRow) -> JobRecord:
     """Copy a job's row."""
-    return JobRecord(row.name, row.spec, row.token, row.submitted_at, row.ended_at, job_state(row))
+    times = row.submitted_at, row.ended_at, row.deadline_at
+    return JobRecord(row.name, row.spec, row.token, *times, job_state(row))
+
+
+def node_record(row: NodeRow) -> NodeRecord:
+    """Copy a node's row."""
+    condition = NodeCondition(row.condition)
+    return NodeRecord(row.name, row.slots, row.kind, row.spec, condition, row.reason, row.since)
 
 
 def generation_record(row: GenerationRow) -> GenerationRecord:

@@ -20,15 +20,18 @@ from sqlalchemy import func, select
 from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
 
 from . import journal
-from .database import Database, JobExistsError
+from .database import Database, JobExistsError, UnknownNodeError
 from .journal import Change
 from .records import (
     GenerationRecord,
     JobRecord,
+    NodeCondition,
+    NodeRecord,
     Point,
     Timeline,
     generation_record,
     job_record,
+    node_record,
     write_job_state,
 )
 from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
@@ -86,8 +89,22 @@ class Store:
 
     # Jobs
 
-    def submit(self, name: str, spec: Mapping[str, Any], token: str, max_restarts: int) -> Change:
+    def submit(
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        token: str,
+        max_restarts: int,
+        deadline: float | None = None,
+    ) -> Change:
         """Take a job in, or take up again one that failed or was cancelled.
+
+        Args:
+            name: of the job.
+            spec: the `JobSpec` as JSON.
+            token: what its processes show to the supervisor.
+            max_restarts: how many failures are made good by a restart.
+            deadline: seconds from now on after which the job is ended; None: never.
 
         Raises:
             JobExistsError: a job of this name is under way, or complete.
@@ -105,6 +122,7 @@ class Store:
                     "give the new one another name"
                 )
             row.spec, row.token, row.ended_at = dict(spec), token, None
+            row.deadline_at = None if deadline is None else now + deadline
             session.flush()
             journal.log(session, now, "submitted", name, None, {"spec": dict(spec)})
             return journal.advance_job(session, row, Submit(max_restarts), now)
@@ -277,21 +295,48 @@ class Store:
     # Nodes
 
     def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:
-        """Remember the nodes served now, each as (name, slots, kind, spec as JSON)."""
-        with self._database.write() as session:
-            for row in session.scalars(select(NodeRow)):
-                session.delete(row)
-            session.flush()
-            for name, slots, kind, spec in nodes:
-                session.add(NodeRow(name=name, slots=slots, kind=kind, spec=dict(spec)))
+        """Remember the nodes served now, each as (name, slots, kind, spec as JSON).
 
-    def nodes(self) -> dict[str, dict[str, Any]]:
-        """Return the nodes served last, by name, each with its slots and kind."""
+        Those that were there before keep their condition.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            before = {row.name: row for row in session.scalars(select(NodeRow))}
+            for name, slots, kind, spec in nodes:
+                row = before.pop(name, None)
+                if row is None:
+                    row = NodeRow(name=name, condition="ready", reason="", since=now)
+                    session.add(row)
+                row.slots, row.kind, row.spec = slots, kind, dict(spec)
+            for row in before.values():
+                session.delete(row)
+
+    def set_node_condition(
+        self, name: str, condition: NodeCondition, reason: str = ""
+    ) -> NodeRecord:
+        """Let a node be ready, drain, or be dead; an event says so if it was not before.
+
+        Raises:
+            UnknownNodeError: there is no node of this name.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            row = session.get(NodeRow, name)
+            if row is None:
+                known = ", ".join(session.scalars(select(NodeRow.name).order_by(NodeRow.name)))
+                raise UnknownNodeError(f"no node is named {name!r}; there are {known}")
+            if row.condition != condition.value:
+                row.since = now
+                data = {"node": name, "condition": condition.value, "reason": reason}
+                journal.log(session, now, "node", None, None, data)
+            row.condition, row.reason = condition.value, reason
+            return node_record(row)
+
+    def nodes(self) -> dict[str, NodeRecord]:
+        """Return the nodes served last, by name."""
         with self._database.read() as session:
-            return {
-                row.name: {"slots": row.slots, "kind": row.kind}
-                for row in session.scalars(select(NodeRow).order_by(NodeRow.name))
-            }
+            rows = session.scalars(select(NodeRow).order_by(NodeRow.name))
+            return {row.name: node_record(row) for row in rows}
 
 
 def moving_average(values: Sequence[float], default: float) -> float:

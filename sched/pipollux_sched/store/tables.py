@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Base(DeclarativeBase):
@@ -41,6 +41,7 @@ class JobRow(Base):
     token: Mapped[str]
     submitted_at: Mapped[float]
     ended_at: Mapped[float | None]
+    deadline_at: Mapped[float | None]
     phase: Mapped[str]
     conditions: Mapped[list[dict[str, Any]]]
     generation: Mapped[int]
@@ -50,6 +51,7 @@ class JobRow(Base):
     launched_stages: Mapped[int | None]
     settled: Mapped[bool]
     intent: Mapped[str | None]
+    held: Mapped[bool]
     failures: Mapped[int]
     max_restarts: Mapped[int]
 
@@ -135,3 +137,6 @@ class NodeRow(Base):
     slots: Mapped[int]
     kind: Mapped[str]
     spec: Mapped[dict[str, Any]]
+    condition: Mapped[str]
+    reason: Mapped[str]
+    since: Mapped[float]

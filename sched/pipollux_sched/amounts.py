@@ -1,0 +1,59 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?B?")
+_POWERS = " KMGTP"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])?")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Turn a size into bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
+
+    Raises:
+        ValueError: it is not such a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(
+            f"{_shown(text)} is not a size; give bytes, or a text such as 8GiB or 500MB"
+        )
+    number, unit = match.groups()
+    unit = str(unit or " ")
+    base = 1024 if unit.endswith("i") else 1000
+    return round(float(number) * float(base) ** _POWERS.index(unit[0].upper()))
+
+
+def parse_duration(text: str | float | None) -> float | None:
+    """Turn a duration into seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
+
+    Raises:
+        ValueError: it is not such a duration, or not above 0.
+    """
+    if text is None:
+        return None
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        seconds = float(text)
+    else:
+        match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            shown = (
+                {True: "true", False: "false"}.get(text) if isinstance(text, bool) else repr(text)
+            )
+            raise ValueError(
+                f"{shown} is not a duration; give seconds, or a text such as 45m or 36h"
+            )
+        seconds = float(match[1]) * _SECONDS[match[2] or "s"]
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{text!r} is not above 0; give a duration such as 36h")
+    return seconds
+
+
+def _shown(value: object) -> str:
+    """Spell a value as it stands in a file."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,158 @@
+"""What users, and jobs, ask of the scheduler, carried out.
+
+Whatever is asked is written into the store first; the executor, the allocator and the backend take
+it from there. Every method may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .admission import admitted
+from .backend import Backend
+from .errors import SchedulerError
+from .executor import Executor
+from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
+from .policy import NodeInfo
+from .spec import JobSpec
+from .store import JobRecord, NodeCondition, NodeRecord, Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class UnavailableError(SchedulerError):
+    """The scheduler takes nothing new, because it is being stopped."""
+
+
+class Control:
+    """Carries out what users ask.
+
+    Args:
+        store: what is known.
+        executor: lets events happen to jobs.
+        backend: runs them.
+        nodes: the nodes that were stated, whatever their condition.
+        policy: name of the policy, for those who ask.
+        reconsider: called when the allocator has something new to decide on.
+        stopping: tells whether the scheduler is being stopped.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        backend: Backend,
+        nodes: Mapping[str, NodeInfo],
+        *,
+        policy: str,
+        reconsider: Callable[[], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._backend = backend
+        self._nodes = dict(nodes)
+        self._policy = policy
+        self._reconsider = reconsider
+        self._stopping = stopping
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Take a job in; it is started as soon as something is free.
+
+        Raises:
+            SpecError: the job cannot run here: no such script, or no node that it fits on.
+            JobExistsError: a job of this name is under way, or complete.
+        """
+        self._check_running()
+        fitting = admitted(spec, self._nodes)
+        token = secrets.token_urlsafe(32)
+        data = fitting.model_dump(mode="json")
+        change = self._store.submit(spec.name, data, token, spec.max_restarts, spec.deadline)
+        self._reconsider()
+        return change.job
+
+    def cancel(self, name: str) -> JobRecord:
+        """End a job, and its processes; one that has ended stays as it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        self._check_running()
+        return self._executor.handle(name, Cancel())
+
+    def suspend(self, name: str) -> JobRecord:
+        """Let a job save and hold nothing until it is resumed; one that has ended stays so.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        self._check_running()
+        return self._executor.handle(name, Suspend())
+
+    def resume(self, name: str) -> JobRecord:
+        """Let a job that was suspended be given room again; any other stays as it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        self._check_running()
+        record = self._executor.handle(name, Resume())
+        self._reconsider()
+        return record
+
+    def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
+        """Let a node be ready, drain, or be dead: its jobs are then started elsewhere.
+
+        Raises:
+            UnknownNodeError: there is no node of this name.
+        """
+        self._check_running()
+        node = self._store.set_node_condition(name, condition, reason)
+        if condition is NodeCondition.DEAD:
+            why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
+            for job in self._store.jobs():
+                if name in job.state.launched:
+                    self._executor.handle(job.name, NodeLost(job.state.generation, why))
+        self._reconsider()
+        return node
+
+    def cluster(self) -> Mapping[str, Any]:
+        """Describe nodes, their conditions and free slots, and the policy."""
+        free = self._backend.free()
+        nodes = {
+            name: {
+                "slots": node.slots,
+                "kind": node.kind,
+                "free": free.get(name, 0),
+                "condition": node.condition.value,
+                "reason": node.reason,
+                "since": node.since,
+            }
+            for name, node in self._store.nodes().items()
+        }
+        return {"nodes": nodes, "policy": self._policy}
+
+    def settled(self, name: str) -> None:
+        """Take note that a job has taken its first step: it can be moved now, if others wait."""
+        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs()):
+            _LOG.debug("job %s has settled while others wait", name)
+            self._reconsider()
+
+    def present_nodes(self) -> dict[str, NodeInfo]:
+        """Return the nodes as policies see them: the dead are not there, others may drain."""
+        conditions = {name: node.condition for name, node in self._store.nodes().items()}
+        return {
+            name: replace(
+                node, draining=node.draining or conditions[name] is NodeCondition.DRAINING
+            )
+            for name, node in self._nodes.items()
+            if conditions[name] is not NodeCondition.DEAD
+        }
+
+    def _check_running(self) -> None:
+        if self._stopping():
+            raise UnavailableError("the scheduler is being stopped and takes nothing new")

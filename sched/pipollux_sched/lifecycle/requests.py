@@ -1,0 +1,116 @@
+"""What becomes of a job when people, the clock or the scheduler itself ask something of it.
+
+`cancel`, `suspend` and `resume` are asked by people, `expire` by the job's deadline, and the others
+by the scheduler: `shutdown` when it ends, `adopt` and `recover` when it begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .events import Action, Record, Stop
+from .state import Intent, JobState, Phase
+from .steps import DEADLINE, Transition, ended_early, enter, set_aside, stop
+
+_FINAL = (Intent.CANCEL, Intent.EXPIRE)
+"""What a generation is stopped for when the job ends with it."""
+
+
+def cancel(state: JobState, now: float) -> Transition:
+    """End the job: at once where nothing of it runs, else when it has saved."""
+    if state.phase.ended:
+        return state, ()
+    if not state.launched:
+        return ended_early(state, Intent.CANCEL, now)
+    message = "The job was cancelled and is being stopped."
+    return _stopping(state, "Stopping", message, "cancelled", now, intent=Intent.CANCEL)
+
+
+def expire(state: JobState, why: str, now: float) -> Transition:
+    """End the job because its deadline has passed; one that is being cancelled is left to that."""
+    if state.phase.ended or state.intent in _FINAL:
+        return state, ()
+    if not state.launched:
+        return ended_early(enter(state, state.phase, DEADLINE, why, now), Intent.EXPIRE, now)
+    return _stopping(state, DEADLINE, why, why, now, intent=Intent.EXPIRE)
+
+
+def suspend(state: JobState, now: float) -> Transition:
+    """Let the job save and hold nothing until it is resumed."""
+    if state.phase.ended or state.held or state.intent in _FINAL:
+        return state, ()
+    held = replace(state, held=True)
+    record = Record("suspended", state.generation or None)
+    if not state.launched:
+        return set_aside(held, now), (record,)
+    message = "The job was suspended by its user and is being stopped."
+    changes: dict[str, Any] = {"allocation": (), "intent": Intent.SUSPEND}
+    stopping, actions = _stopping(
+        held, "Stopping", message, "suspended by its user", now, **changes
+    )
+    return stopping, (record, *actions)
+
+
+def resume(state: JobState, now: float) -> Transition:
+    """Let a job that its user suspended be given room again."""
+    if not state.held:
+        return state, ()
+    free = replace(state, held=False)
+    record = Record("resumed", state.generation or None)
+    if state.launched:  # it still stops; then it waits as one that the allocator suspended
+        return free, (record,)
+    message = "The job was resumed, and waits for the allocator."
+    return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
+
+
+def shutdown(state: JobState, now: float) -> Transition:
+    """Let the job save and end with the scheduler, to go on when that is back."""
+    if state.phase.ended or state.intent in (*_FINAL, Intent.SHUTDOWN):
+        return state, ()
+    message = "The scheduler is being stopped."
+    if state.launched:
+        why = "the scheduler is being stopped"
+        changes: dict[str, Any] = {"allocation": (), "intent": Intent.SHUTDOWN}
+        return _stopping(state, "Stopping", message, why, now, **changes)
+    if state.phase is Phase.RESTARTING:
+        return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), ()
+    return state, ()
+
+
+def adopt(state: JobState, generation: int) -> Transition:
+    """Take over a generation whose processes outlived the scheduler that had started them.
+
+    One that was being stopped is asked once more: whether it heard the first time is not known.
+    """
+    if state.phase.ended or not state.launched or generation != state.generation:
+        return state, ()
+    actions: tuple[Action, ...] = (Record("adopted", generation, {"nodes": list(state.launched)}),)
+    if state.intent is not None:
+        actions += (Stop(generation, state.message, graceful=state.settled),)
+    return state, actions
+
+
+def recover(state: JobState, now: float) -> Transition:
+    """Let a job go on of which a new scheduler has found nothing running."""
+    if state.phase.ended:
+        return state, ()
+    lost = (Record("stopped", state.generation, {"step": None}),) if state.launched else ()
+    gone = replace(
+        state, allocation=(), launched=(), launched_stages=None, settled=False, intent=None
+    )
+    if state.intent is not None and state.intent in _FINAL:
+        ended, actions = ended_early(gone, state.intent, now)
+        return ended, (*lost, *actions)
+    if state.held:
+        return set_aside(gone, now), lost
+    message = "A new scheduler has taken the job over."
+    return enter(gone, Phase.QUEUED, "SchedulerRestarted", message, now), lost
+
+
+def _stopping(
+    state: JobState, reason: str, message: str, why: str, now: float, **changes: Any
+) -> Transition:
+    """Ask the running generation to stop, unless it was asked already; say what for."""
+    actions = stop(state, why) if state.intent is None else ()
+    return enter(state, Phase.RUNNING, reason, message, now, **changes), actions

@@ -1,0 +1,88 @@
+"""What transitions are made of: entering a phase, launching, stopping, ending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from .events import Action, Launch, Record, Stop
+from .state import Condition, Intent, JobState, Phase
+
+HELD = "SuspendedByUser"
+DEADLINE = "DeadlineExceeded"
+
+Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
+
+
+def with_condition(
+    conditions: Sequence[Condition], phase: Phase, reason: str, message: str, now: float
+) -> tuple[Condition, ...]:
+    """Return the conditions of a job now in `phase`: that one true, all others false."""
+    others = tuple(
+        replace(entry, status=False, time=now) if entry.status else entry
+        for entry in conditions
+        if entry.type is not phase
+    )
+    before = next((entry for entry in conditions if entry.type is phase), None)
+    since = before.time if before is not None and before.status else now
+    return (*others, Condition(phase, True, reason, message, since))
+
+
+def enter(
+    state: JobState, phase: Phase, reason: str, message: str, now: float, **changes: Any
+) -> JobState:
+    """Return the job in another phase, or in the same one for another reason."""
+    conditions = with_condition(state.conditions, phase, reason, message, now)
+    return replace(state, phase=phase, conditions=conditions, **changes)
+
+
+def launch(state: JobState, message: str, now: float) -> Transition:
+    """Start the next generation where `state.allocation` says."""
+    generation = state.generation + 1
+    launched = enter(
+        state,
+        Phase.RUNNING,
+        "Starting",
+        message,
+        now,
+        generation=generation,
+        launched=state.allocation,
+        launched_stages=state.num_stages,
+        settled=False,
+        intent=None,
+    )
+    return launched, (Launch(generation, state.allocation, state.num_stages),)
+
+
+def stop(state: JobState, why: str) -> tuple[Action, ...]:
+    """Ask the running generation to save and end."""
+    generation = state.generation
+    return (
+        Record("stopping", generation, {"why": why}),
+        Stop(generation, why, graceful=state.settled),
+    )
+
+
+def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
+    """End a job that was cancelled, or whose deadline has passed, now that nothing of it runs."""
+    if intent is Intent.EXPIRE:
+        why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
+        record = Record("failed", state.generation or None, {"why": why})
+        return enter(
+            state, Phase.FAILED, DEADLINE, why, now, allocation=(), intent=None, held=False
+        ), (record,)
+    message = "The job was cancelled."
+    ended = enter(
+        state, Phase.FAILED, "Cancelled", message, now, allocation=(), intent=None, held=False
+    )
+    return ended, (Record("cancelled", state.generation or None),)
+
+
+def set_aside(state: JobState, now: float) -> JobState:
+    """Let a job of which nothing runs wait: for the allocator, or for its user to resume it."""
+    if state.held:
+        message = "The job was suspended by its user, and waits to be resumed."
+        return enter(state, Phase.SUSPENDED, HELD, message, now, allocation=())
+    message = "The job waits until the allocator gives it room again."
+    return enter(state, Phase.SUSPENDED, "Preempted", message, now, allocation=())
