@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from pipollux_sched.admission import workload
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
@@ -35,6 +36,7 @@ from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
 from pipollux_sched.lifecycle import (
+    Adopt,
     Allocate,
     Recover,
     Shutdown,
@@ -159,6 +161,7 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
+            self._take_over()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
                 self._autoscaler.start()
@@ -268,7 +271,7 @@ class Scheduler:
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
-        """Open the backend, end what an earlier scheduler left, and queue its jobs to go on."""
+        """Open the backend, and all that acts through it."""
         nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
         check_gpus(nodes)
         self._backend: Backend = LocalBackend(nodes, self.state_dir, grace=self._grace)
@@ -296,21 +299,37 @@ class Scheduler:
         )
         described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
         self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+
+    def _take_over(self) -> None:
+        """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
+        jobs = [job for job in self._store.jobs() if not job.phase.ended]
+        adopted = {
+            job.name
+            for job in jobs
+            if job.state.launched
+            and self._backend.adopt(job.name, job.state.generation, self._server.url)
+        }
         for process in self._backend.recover(self._grace):
             _LOG.warning("ended what an earlier scheduler had left: %s", process)
-        for job in self._store.jobs():
-            self._executor.handle(job.name, Recover())
+        for job in jobs:
+            found = job.name in adopted
+            self._executor.handle(job.name, Adopt(job.state.generation) if found else Recover())
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
             self._store, self._control, state_dir=self.state_dir, admin_token=self._admin_token
         )
-        self._server = HttpServer(app, *self._address)
+        self._server = HttpServer(app, *self._address, preferred=self._last_port())
         resources.callback(self._server.stop)
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
         resources.callback(self.state_dir.remove_server)
+
+    def _last_port(self) -> int:
+        """Return where a scheduler that was killed listened: its jobs still report there."""
+        last = self.state_dir.read_server()
+        return 0 if last is None else urlsplit(last.url).port or 0
 
     def _start_thread(
         self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
