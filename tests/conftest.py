@@ -13,8 +13,9 @@ import pytest
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Children of the whole run: multiprocessing's fork server and resource tracker.
-LASTING = ("forkserver", "resource_tracker")
+# Children of the whole run: multiprocessing's fork server and resource tracker, and the server of
+# tests/sched/postgresql.py, which that module ends.
+LASTING = ("forkserver", "resource_tracker", "postgres")
 # pytest's own, and what torch sets when parts of it are imported.
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -24,7 +25,9 @@ def _children() -> set[int]:
     for process in psutil.Process().children(recursive=True):
         try:
             command = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and not any(n in command for n in LASTING):
+            # One without a command line is about to be a zombie.
+            ended = not command or process.status() == psutil.STATUS_ZOMBIE
+            if not ended and not any(name in command for name in LASTING):
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue

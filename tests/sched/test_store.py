@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -50,8 +49,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    with Store(tmp_path / "pipollux.db", create=True, clock=clock) as store:
+def store(place: Path | str, clock: Clock) -> Iterator[Store]:
+    with Store(place, create=True, clock=clock) as store:
         yield store
 
 
@@ -82,10 +81,10 @@ def run(store: Store, *nodes: str, name: str = "toy") -> int:
     return store.transition(name, Allocate(nodes, "because")).job.state.generation
 
 
-def test_a_job_comes_back_as_it_was_written(store: Store, tmp_path: Path) -> None:
+def test_a_job_comes_back_as_it_was_written(store: Store, place: Path | str) -> None:
     submit(store)
     change = store.transition("toy", Allocate(["a", "b"], "both are free"))
-    with Store(tmp_path / "pipollux.db") as other:
+    with Store(place) as other:
         assert other.job("toy") == change.job
         assert [job.name for job in other.jobs()] == ["toy"]
     assert change.job.state.launched == ("a", "b")
@@ -215,13 +214,12 @@ def test_waiting_for_a_commit(store: Store) -> None:
     thread.join(10)
 
 
-def test_what_is_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+def test_what_is_acknowledged_survives_a_kill(place: Path | str) -> None:
     """A writer that is killed right after its answer has lost nothing that it said it had."""
     script = f"""
 import itertools
-from pathlib import Path
 from pipollux_sched.store import Store
-store = Store(Path({str(tmp_path / "pipollux.db")!r}), create=True)
+store = Store({str(place)!r}, create=True)
 for number in itertools.count():
     store.submit(f"job-{{number}}", {{}}, "token", 0)
     print(number, flush=True)
@@ -231,18 +229,18 @@ for number in itertools.count():
     ) as writer:
         assert writer.stdout is not None
         acknowledged = [int(writer.stdout.readline()) for _ in range(20)]
-        with Store(tmp_path / "pipollux.db") as store:
+        with Store(place) as store:
             assert len(store.jobs()) >= len(acknowledged)  # readable while the other writes
         writer.kill()
         acknowledged += [int(line) for line in writer.stdout]
-    with Store(tmp_path / "pipollux.db") as store:
+    with Store(place) as store:
         assert len(store.jobs()) - len(acknowledged) in (0, 1)
 
 
 def test_a_failing_transaction_leaves_no_trace(store: Store) -> None:
     submit(store)
     run(store, "a")
-    with pytest.raises(StatementError):
+    with pytest.raises((StatementError, ValueError)):  # the driver of PostgreSQL wraps nothing
         store.put_hints("toy", 1, {"numStages": float("nan")})
     assert store.hints() == {}
     assert store.events(types=["hints"]) == []
@@ -255,43 +253,6 @@ def test_stores_that_cannot_be_read(tmp_path: Path) -> None:
     garbage.write_text("this is not a database" * 100)
     with pytest.raises(StoreError, match=r"garbage\.db cannot be used as a store"):
         Store(garbage)
-    Store(tmp_path / "new.db", create=True).close()
-    with sqlite3.connect(tmp_path / "new.db") as connection:
-        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
-    connection.close()
-    with pytest.raises(StoreError, match="schema version 99, this version of Pipollux needs 3"):
-        Store(tmp_path / "new.db")
-
-
-def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path, clock: Clock) -> None:
-    """Which knew no number of stages but the one that a job was submitted with."""
-    path = tmp_path / "old.db"
-    with Store(path, create=True, clock=clock) as store:
-        for name, spec in (("wide", {"name": "wide", "num_stages": 4}), ("toy", {"name": "toy"})):
-            store.submit(name, spec, "token", max_restarts=1)
-            store.transition(name, Allocate(["a", "b"], "free"))
-    with sqlite3.connect(path) as connection:
-        later = {
-            "jobs": ("num_stages", "launched_stages", "held", "deadline_at"),
-            "generations": ("num_stages",),
-            "nodes": ("condition", "reason", "since"),
-        }
-        for table, columns in later.items():
-            for name in columns:
-                connection.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
-        connection.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
-    connection.close()
-    clock.now += 10
-    for _ in range(2):  # the second time there is nothing to do
-        with Store(path, clock=clock) as store:
-            assert [store.generations(name)[0].num_stages for name in ("wide", "toy")] == [4, 1]
-            assert store.attained_service() == {"wide": 80.0, "toy": 20.0}
-            state = store.job("wide").state
-            assert (state.num_stages, state.launched, state.launched_stages) == (
-                None,
-                ("a", "b"),
-                None,
-            )
 
 
 def test_nodes_keep_their_condition(store: Store, clock: Clock) -> None:
@@ -338,8 +299,8 @@ def test_what_a_job_has_held(store: Store, clock: Clock) -> None:
     assert store.attained_service() == {"toy": 60.0}
 
 
-def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    store = Store(tmp_path / "pipollux.db", create=True)
+def test_a_closed_store_says_so(place: Path | str) -> None:
+    store = Store(place, create=True)
     store.close()
     with pytest.raises(StoreError, match="has been closed"):
         store.jobs()

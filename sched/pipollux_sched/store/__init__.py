@@ -1,12 +1,14 @@
-"""What the scheduler remembers: jobs, hints, allocations, progress and events, in SQLite."""
+"""What the scheduler remembers: jobs, hints, allocations, progress and events, in a database."""
 
 from __future__ import annotations
 
-from .database import (
+from .errors import (
     ConflictError,
     JobExistsError,
     StaleGenerationError,
     StoreError,
+    StoreTakenError,
+    StoreUnavailableError,
     UnknownJobError,
     UnknownNodeError,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "StateDirError",
     "Store",
     "StoreError",
+    "StoreTakenError",
+    "StoreUnavailableError",
     "Timeline",
     "UnknownJobError",
     "UnknownNodeError",

@@ -1,93 +1,61 @@
-"""The SQLite file under the store: how it is opened, and how transactions begin and end.
+"""The database under the store: how transactions begin and end, and who is told of them.
 
-* Write-ahead logging, so that other processes read while the scheduler writes, and
-  `synchronous=FULL`, so that what was committed survives a power cut.
-* A writing transaction takes SQLite's write lock when it begins. What it has read cannot change
-  before it commits, and two writers never deadlock over an upgrade.
-* Within this process writers queue for a lock, and whoever waits for news is woken by a commit.
+Within this process writers queue for a lock, and whoever waits for news is woken by a commit. What
+keeps writers of several processes apart is said in `engines.py`.
 """
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from pipollux_sched.errors import SchedulerError
-
-from .migration import OLD_VERSIONS, migrate
-from .tables import SCHEMA_VERSION, Base, MetaRow
-
-BUSY_TIMEOUT = 10.0
-"""Seconds to wait for another process that writes."""
-
-
-class StoreError(SchedulerError):
-    """The store cannot do what was asked; the text is one sentence for the user."""
-
-
-class UnknownJobError(StoreError):
-    """No job has this name."""
-
-
-class UnknownNodeError(StoreError):
-    """No node has this name."""
-
-
-class ConflictError(StoreError):
-    """What was asked does not fit the present state of a job."""
-
-
-class JobExistsError(ConflictError):
-    """A job of this name is already there."""
-
-
-class StaleGenerationError(ConflictError):
-    """Whoever reports belongs to a generation that is no longer the present one."""
+from . import schema
+from .engines import make_engine, reading, writing
+from .errors import StoreError, StoreUnavailableError
+from .location import Location
 
 
 class Database:
-    """One SQLite file, opened for one process; safe for use by many threads.
+    """The database of a store, opened for one process; safe for use by many threads.
 
     Args:
-        path: the file; its directory must exist.
+        where: path of an SQLite file, whose directory must exist, or the URL of a database.
         create: make the file and its tables when they are not there.
 
     Raises:
-        StoreError: there is no store at `path`, or it is not one that this version understands.
+        StoreError: there is no store, or it is not one that this version understands.
     """
 
-    def __init__(self, path: Path, *, create: bool) -> None:
-        if not create and not path.is_file():
-            raise StoreError(
-                f"{path} does not exist: no scheduler has kept a store there yet; "
-                "check --state-dir, or start one with: pipollux serve --cluster FILE"
-            )
-        self._path = path
-        self._engine = _engine(path)
+    def __init__(self, where: Path | str, *, create: bool) -> None:
+        self._location = Location.of(where)
+        file = self._location.file
+        if file is not None and not create and not file.is_file():
+            raise schema.no_store(self._location)
+        self._engine = make_engine(self._location)
+        self._reader, self._writer = reading(self._engine), writing(self._engine)
         self._lock = threading.RLock()
         self._news = threading.Condition()
         self._version = 0
         self._closed = False
         try:
             self._open(create)
-        except (DatabaseError, StoreError) as error:
+        except BaseException as error:
             self._engine.dispose()
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(
-                f"{path} cannot be used as a store: {error.__cause__ or error}"
-            ) from error
+            if isinstance(error, DatabaseError | OSError):
+                raise StoreError(
+                    f"{self._location} cannot be used as a store: {_reason(error)}"
+                ) from error
+            raise
+
+    @property
+    def location(self) -> Location:
+        """Where the store is."""
+        return self._location
 
     def close(self) -> None:
         """Close every connection; from then on every transaction is refused."""
@@ -97,10 +65,14 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Run a writing transaction: committed at the end, rolled back when an error leaves it."""
-        engine = self._engine.execution_options(pipollux_write=True)
+        """Run a writing transaction: committed at the end, rolled back when an error leaves it.
+
+        Raises:
+            StoreUnavailableError: the database cannot do it now; whether it was committed is not
+                known where the connection broke at the very end.
+        """
         self._check_open()
-        with self._lock, Session(engine) as session, session.begin():
+        with self._available(), self._lock, Session(self._writer) as session, session.begin():
             yield session
         with self._news:
             self._version += 1
@@ -108,9 +80,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Run a reading transaction, which sees one moment of the store."""
+        """Run a reading transaction, which sees one moment of the store.
+
+        Raises:
+            StoreUnavailableError: the database cannot do it now.
+        """
         self._check_open()
-        with Session(self._engine) as session, session.begin():
+        with self._available(), Session(self._reader) as session, session.begin():
             yield session
 
     @property
@@ -128,61 +104,35 @@ class Database:
             self._news.wait_for(lambda: self._version != version, timeout)
             return self._version
 
+    @contextmanager
+    def _available(self) -> Iterator[None]:
+        try:
+            yield
+        except (OperationalError, InterfaceError) as error:
+            raise StoreUnavailableError(
+                f"the store {self._location} cannot be used now: {_reason(error)}"
+            ) from error
+
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError(f"{self._path} has been closed")
+            raise StoreError(f"{self._location} has been closed")
 
     def _open(self, create: bool) -> None:
-        if create:
-            with self.write() as session:
-                Base.metadata.create_all(session.connection())
-                if session.get(MetaRow, "schema_version") is None:
-                    session.add(MetaRow(key="schema_version", value=str(SCHEMA_VERSION)))
-                    session.add(MetaRow(key="created_at", value=str(time.time())))
-        if self._schema_version() in OLD_VERSIONS:
-            with self.write() as session:
-                migrate(session)
-        found = self._schema_version()
-        if found != str(SCHEMA_VERSION):
-            raise StoreError(
-                f"{self._path} has schema version {found}, this version of Pipollux needs "
-                f"{SCHEMA_VERSION}; use another --state-dir or the version that wrote it"
-            )
-        with suppress(OSError):
-            self._path.chmod(0o600)  # it holds the tokens of the jobs
-
-    def _schema_version(self) -> str:
+        file = self._location.file
+        if create and file is not None:
+            file.touch(mode=0o600)  # before anything is in it: it holds the tokens of the jobs
+            file.chmod(0o600)
         with self.read() as session:
-            row = session.get(MetaRow, "schema_version")
-            return row.value if row else "none"
+            found = schema.revision(session.connection())
+        if found == schema.REVISION:
+            return
+        if found is None and not create:
+            raise schema.no_store(self._location)
+        with self.write() as session:
+            schema.bring_up_to_date(session.connection(), self._location)
 
 
-def _engine(path: Path) -> Engine:
-    engine = create_engine(
-        URL.create("sqlite+pysqlite", database=str(path)),
-        connect_args={"timeout": BUSY_TIMEOUT},
-        # Not a number is not JSON, and whoever reads the events could not be sent it.
-        json_serializer=partial(json.dumps, allow_nan=False),
-        pool_size=4,
-        max_overflow=-1,
-    )
-    event.listen(engine, "connect", _configure)
-    event.listen(engine, "begin", _begin)
-    return engine
-
-
-def _configure(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = (
-        None  # transactions begin where _begin says, not where sqlite3 thinks
-    )
-    cursor = connection.cursor()
-    try:
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-    finally:
-        cursor.close()
-
-
-def _begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("pipollux_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _reason(error: Exception) -> str:
+    """What a database said, its first line."""
+    said = str(error.__cause__ or error).strip()
+    return said.splitlines()[0].rstrip(".: ") if said else type(error).__name__

@@ -28,7 +28,7 @@ from pipollux_sched.lifecycle import (
     advance,
 )
 
-from .database import StaleGenerationError, UnknownJobError
+from .errors import StaleGenerationError, UnknownJobError
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
 
@@ -106,6 +106,7 @@ def _keep_action(
                 job=name,
                 generation=action.generation,
                 nodes=list(action.nodes),
+                num_replicas=len(action.nodes),
                 num_stages=action.num_stages or job.spec.get("num_stages", 1),
                 launched_at=now,
             )

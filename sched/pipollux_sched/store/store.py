@@ -15,12 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import func, select
+from sqlalchemy import case, func, select
+from sqlalchemy.orm import aliased
 
 from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
 
-from . import journal
-from .database import Database, JobExistsError, UnknownNodeError
+from . import journal, retention
+from .database import Database
+from .errors import JobExistsError, UnknownNodeError
 from .journal import Change
 from .records import (
     GenerationRecord,
@@ -49,18 +51,22 @@ class Store:
         []
 
     Args:
-        path: the SQLite file.
+        where: an SQLite file, or the URL of a database: ``postgresql://USER@HOST/DATABASE``.
         create: make the store when it is not there.
         clock: tells the time, in seconds since the epoch.
 
     Raises:
-        StoreError: there is no store at `path`, or it cannot be read by this version.
+        StoreError: there is no store, or it cannot be read by this version.
     """
 
     def __init__(
-        self, path: Path, *, create: bool = False, clock: Callable[[], float] = time.time
+        self,
+        where: Path | str,
+        *,
+        create: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database = Database(path, create=create)
+        self._database = Database(where, create=create)
         self._clock = clock
 
     def close(self) -> None:
@@ -200,19 +206,25 @@ class Store:
                 seconds = journal.restart_seconds(session, name, generation, now)
                 event = FirstStep(generation, points[0].step, seconds)
                 journal.advance_job(session, row, event, now)
-            for point in points:
-                entry = journal.log(session, now, "progress", name, generation, {})
-                session.flush()
-                session.add(PointRow(event=entry.id, job=name, **asdict(point)))
+            entries = [journal.log(session, now, "progress", name, generation, {}) for _ in points]
+            session.flush()  # gives them their ids
+            session.add_all(
+                PointRow(event=entry.id, job=name, **asdict(point))
+                for entry, point in zip(entries, points, strict=True)
+            )
             if timeline is not None:
                 journal.log(session, now, "timeline", name, generation, asdict(timeline))
             return first
 
     def last_points(self) -> dict[str, Point]:
         """Return the latest progress by job; a job that never reported is not in it."""
-        latest = select(func.max(PointRow.event)).group_by(PointRow.job)
+        # One look into the index for each job, not a walk through all points.
+        other = aliased(PointRow)
+        latest = select(func.max(other.event)).where(other.job == JobRow.name)
+        newest = latest.correlate(JobRow).scalar_subquery()
+        query = select(PointRow).join(JobRow, PointRow.event == newest)
         with self._database.read() as session:
-            rows = session.scalars(select(PointRow).where(PointRow.event.in_(latest)))
+            rows = session.scalars(query)
             return {row.job: journal.point_of(row) for row in rows}
 
     # Launches
@@ -238,10 +250,9 @@ class Store:
         """
         now = self._clock()
         held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at
-        slots = func.json_array_length(GenerationRow.nodes) * GenerationRow.num_stages
-        sums = select(
-            GenerationRow.job, func.sum(func.max(held, 0.0) * slots).label("service")
-        ).group_by(GenerationRow.job)
+        slots = GenerationRow.num_replicas * GenerationRow.num_stages
+        service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
+        sums = select(GenerationRow.job, service).group_by(GenerationRow.job)
         with self._database.read() as session:
             return {row.job: row.service for row in session.execute(sums)}
 
@@ -291,6 +302,17 @@ class Store:
         with self._database.read() as session:
             rows = session.execute(query.limit(limit))
             return [journal.event_object(event, point) for event, point in rows]
+
+    def prune(self, now: float) -> int:
+        """Thin what jobs have told again and again, as it ages: see `.retention`.
+
+        To be called now and then; it takes half a second at the most, in small transactions, and
+        goes on the next time with what is left.
+
+        Returns:
+            How many events were deleted.
+        """
+        return retention.prune(self._database, now)
 
     # Nodes
 

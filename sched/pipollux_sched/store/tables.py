@@ -3,22 +3,29 @@
 Times are seconds since the epoch. Progress points are events as well, but they are by far the most,
 so they have a table with columns of their own: the row in `events` says that there is one, and the
 row in `points` with the same id says what it is.
+
+Whoever changes a table writes a revision in `migrations/versions`, which brings stores that are
+there to the same, and names it in `schema.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-SCHEMA_VERSION = 3
 
 
 class Base(DeclarativeBase):
     """Common base of all tables."""
 
-    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, list[dict[str, Any]]: JSON}  # noqa: RUF012  # SQLAlchemy's
+    type_annotation_map = {  # noqa: RUF012  # SQLAlchemy's
+        dict[str, Any]: JSON,
+        list[str]: JSON,
+        list[dict[str, Any]]: JSON,
+        # Ids of events and counts of samples outgrow 32 bits, which SQLite's integers do not have.
+        int: BigInteger().with_variant(Integer(), "sqlite"),
+    }
 
 
 class MetaRow(Base):
@@ -77,6 +84,7 @@ class GenerationRow(Base):
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"))
     generation: Mapped[int]
     nodes: Mapped[list[str]]
+    num_replicas: Mapped[int]
     num_stages: Mapped[int]
     launched_at: Mapped[float]
     started_at: Mapped[float | None]
@@ -94,7 +102,7 @@ class EventRow(Base):
     """One entry of the event log, in the order of ids."""
 
     __tablename__ = "events"
-    __table_args__ = (Index("events_by_job", "job", "type"),)
+    __table_args__ = (Index("events_by_job", "job", "type", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     time: Mapped[float]

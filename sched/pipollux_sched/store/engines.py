@@ -1,0 +1,126 @@
+"""The databases that a store can be kept in: how each is opened, and how transactions begin.
+
+A writing transaction holds a lock that every other one takes as well, from its beginning to its
+end. What it has read cannot change before it commits, two writers never deadlock, and events get
+their ids in the order in which they are committed, so whoever reads "all after 17" misses none.
+
+* SQLite: its own write lock (`BEGIN IMMEDIATE`). Write-ahead logging, so that other processes read
+  while the scheduler writes, and `synchronous=FULL`, so that what was committed survives a power
+  cut.
+* PostgreSQL: an advisory lock of the transaction. SERIALIZABLE would keep what was read, too, but
+  has to be tried again after a conflict, and hands out ids in another order than that of commits.
+  The isolation is READ COMMITTED, as a snapshot would be taken before the lock is had. Reading
+  transactions are REPEATABLE READ: one moment of the store.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event
+
+from .errors import StoreError
+from .location import Location
+
+BUSY_TIMEOUT = 10
+"""Seconds to wait for another process that writes, and for a server to answer."""
+
+_WRITERS_LOCK = 0x50697078
+"""Number of the advisory lock, within its database, of whoever writes."""
+
+_WAITING = {
+    "connect_timeout": BUSY_TIMEOUT,
+    "keepalives_idle": BUSY_TIMEOUT,
+    "keepalives_interval": BUSY_TIMEOUT,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 3000 * BUSY_TIMEOUT,  # milliseconds
+}
+"""After how long a PostgreSQL server counts as gone, where the URL does not say."""
+
+# Not a number is not JSON, and whoever reads the events could not be sent it.
+_to_json = partial(json.dumps, allow_nan=False)
+
+
+def make_engine(location: Location) -> Engine:
+    """Return the engine of a store; its transactions are those of `reading` and `writing`.
+
+    Raises:
+        StoreError: the driver of the database is not installed.
+    """
+    return _sqlite(location) if location.file is not None else _postgresql(location)
+
+
+def reading(engine: Engine) -> Engine:
+    """Return an engine on the same connections, with transactions that read."""
+    if engine.dialect.name == "sqlite":
+        return engine
+    return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+
+
+def writing(engine: Engine) -> Engine:
+    """Return an engine on the same connections, with transactions that write."""
+    engine = engine.execution_options(pipollux_write=True)
+    if engine.dialect.name == "sqlite":
+        return engine
+    return engine.execution_options(isolation_level="READ COMMITTED")
+
+
+def _sqlite(location: Location) -> Engine:
+    engine = create_engine(
+        location.url,
+        connect_args={"timeout": BUSY_TIMEOUT},
+        json_serializer=_to_json,
+        hide_parameters=True,  # among them are the tokens of the jobs
+        pool_size=4,
+        max_overflow=-1,
+    )
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _configure_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
+    # Transactions begin where _begin_sqlite says, not where sqlite3 thinks.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    try:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+    finally:
+        cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("pipollux_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _postgresql(location: Location) -> Engine:
+    try:
+        engine = create_engine(
+            location.url,
+            connect_args={k: v for k, v in _WAITING.items() if k not in location.url.query},
+            json_serializer=_to_json,
+            hide_parameters=True,
+            pool_size=4,
+            max_overflow=-1,
+            pool_pre_ping=True,  # a server that was started again is asked anew
+        )
+    except ImportError:
+        raise StoreError(
+            f"{location} needs a driver that is not installed; "
+            "install it with: pip install 'pipollux[postgres]'"
+        ) from None
+    event.listen(engine, "begin", _begin_postgresql)
+    return engine
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    if connection.get_execution_options().get("pipollux_write", False):
+        connection.exec_driver_sql(
+            f"SET LOCAL lock_timeout = '{BUSY_TIMEOUT}s'; SET LOCAL synchronous_commit = on; "
+            f"SELECT pg_advisory_xact_lock({_WRITERS_LOCK})"
+        )

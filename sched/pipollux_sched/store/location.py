@@ -1,0 +1,93 @@
+"""Where a store is: a file, or the URL of a database.
+
+A URL may hold a password, so what is shown to people is put together from the parts that may be
+shown, and what cannot be read as a URL is not repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from .errors import StoreError
+
+_DRIVERS = {
+    "sqlite": "sqlite+pysqlite",
+    "sqlite+pysqlite": "sqlite+pysqlite",
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+}
+"""What may stand before `://`, and the driver that is used."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A database that holds a store, or may.
+
+    Example:
+        >>> print(Location.of("postgresql://pipollux:secret@db.example/jobs"))
+        postgresql://pipollux@db.example/jobs
+        >>> print(Location.of("/var/lib/pipollux.db"))
+        /var/lib/pipollux.db
+    """
+
+    url: URL
+
+    @classmethod
+    def of(cls, given: Path | str) -> Location:
+        """Read a path, or a URL: what has no ``://`` in it is a path.
+
+        Raises:
+            StoreError: it is a URL that no store can be kept at.
+        """
+        if isinstance(given, Path) or "://" not in given:
+            return cls(_sqlite(Path(given)))
+        try:
+            url = make_url(given)
+        except (ArgumentError, ValueError):
+            raise StoreError(
+                "store: what was given is not the URL of a database; "
+                "write postgresql://USER@HOST/DATABASE or sqlite:////PATH/TO/FILE"
+            ) from None  # the cause would repeat it, with its password
+        driver = _DRIVERS.get(url.drivername)
+        if driver is None:
+            raise StoreError(
+                f"store: {url.drivername!r} databases are not supported; "
+                "allowed are postgresql://USER@HOST/DATABASE and sqlite:////PATH/TO/FILE"
+            )
+        if not driver.startswith("sqlite"):
+            return cls(url.set(drivername=driver))
+        if url.database in (None, "", ":memory:") or url.query or url.host:
+            raise StoreError(
+                f"store: {url.drivername}:// needs the path of a file, and nothing else; "
+                "write sqlite:////PATH/TO/FILE"
+            )
+        return cls(_sqlite(Path(str(url.database))))
+
+    @property
+    def file(self) -> Path | None:
+        """The file of an SQLite database, None where it is another one."""
+        if self.url.drivername != "sqlite+pysqlite":
+            return None
+        return Path(str(self.url.database))
+
+    def secret(self) -> str:
+        """Return the URL with its password."""
+        return self.url.render_as_string(hide_password=False)
+
+    def __str__(self) -> str:
+        if self.file is not None:
+            return str(self.file)
+        hosts = self.url.query.get("host", "")
+        host = self.url.host or (hosts if isinstance(hosts, str) else ",".join(hosts))
+        user = f"{self.url.username}@" if self.url.username else ""
+        port = f":{self.url.port}" if self.url.port else ""
+        return f"postgresql://{user}{host}{port}/{self.url.database or ''}"
+
+
+def _sqlite(path: Path) -> URL:
+    return URL.create("sqlite+pysqlite", database=str(path.expanduser().absolute()))

@@ -1,0 +1,32 @@
+"""What a store needs that is kept for months, and in other databases than SQLite.
+
+* `generations.num_replicas`, so that slots are counted without reading JSON in SQL;
+* the index of events by job holds their ids, as one that is not SQLite's would not;
+* `meta.schema_version` is what versions before alembic look at: they refuse this store by it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    """Add the column, make the index anew."""
+    column = sa.Column("num_replicas", sa.Integer(), nullable=False, server_default="0")
+    op.add_column("generations", column)
+    connection = op.get_bind()
+    rows = connection.execute(sa.text("SELECT id, nodes FROM generations")).all()
+    if rows:
+        connection.execute(
+            sa.text("UPDATE generations SET num_replicas = :replicas WHERE id = :id"),
+            [{"id": row.id, "replicas": len(json.loads(row.nodes))} for row in rows],
+        )
+    op.drop_index("events_by_job", table_name="events")
+    op.create_index("events_by_job", "events", ["job", "type", "id"])
+    op.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")

@@ -1,0 +1,137 @@
+"""What the store forgets, so that it does not grow without bound.
+
+What happened in a job's life is kept. What jobs tell again and again is thinned as it ages: of the
+events of one job and one type, all of the last hour are kept, then the last of every minute, after
+a day the last of every ten minutes, and after 30 days of every hour. Hints and timelines are large,
+and of interest while they are new: after a week only the last one of the job is left. The last one
+is always left.
+
+An event is superfluous if the next of its job and type falls into the same stretch of time. That is
+asked of one event at a time, so the log is gone through in small transactions, and once for each of
+the rules: how far it was is written down with what was deleted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session, aliased
+
+from .database import Database
+from .tables import EventRow, MetaRow, PointRow
+
+_HOUR, _DAY = 3600.0, 86400.0
+
+
+class Rule(NamedTuple):
+    """Of events of some types, when they have come to an age, one is kept of every stretch."""
+
+    name: str
+    """What its place in the log is written down under."""
+    types: tuple[str, ...]
+    age: float
+    """Seconds."""
+    stretch: float
+    """Seconds; infinite: only the very last is kept."""
+
+
+RULES = (
+    Rule("minutes", ("progress", "hints", "timeline"), _HOUR, 60.0),
+    Rule("ten minutes", ("progress", "hints", "timeline"), _DAY, 600.0),
+    Rule("last", ("hints", "timeline"), 7 * _DAY, math.inf),
+    Rule("hours", ("progress",), 30 * _DAY, _HOUR),
+)
+"""What is thinned, in the order of age."""
+
+BATCH = 500
+"""Events that are looked at in one transaction."""
+
+PATIENCE = 0.5
+"""Seconds after which the rest is left for the next time."""
+
+BREATH = 0.002
+"""Seconds between two transactions, in which whoever waits to write gets his turn."""
+
+
+def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
+    """Delete what is superfluous; return how many events that were.
+
+    Args:
+        database: of the store.
+        now: the time by which events are as old as they are, in seconds since the epoch.
+        patience: seconds that it may take.
+    """
+    deadline = time.monotonic() + patience
+    deleted = 0
+    for rule in RULES:
+        while _is_due(database, rule, now):
+            with database.write() as session:
+                deleted += _prune_batch(session, rule, now)
+            if time.monotonic() > deadline:
+                return deleted
+            time.sleep(BREATH)
+    return deleted
+
+
+def _is_due(database: Database, rule: Rule, now: float) -> bool:
+    """Say whether there is anything to look at, without taking the lock of those who write."""
+    with database.read() as session:
+        query = select(EventRow.time).where(EventRow.id > _place(session, rule))
+        following = session.scalar(query.order_by(EventRow.id).limit(1))
+    return following is not None and not _is_young(following, rule, now)
+
+
+def _is_young(event_time: float, rule: Rule, now: float) -> bool:
+    # An event from the future tells of a clock that was set back; it must not block the way.
+    return now - rule.age < event_time <= now
+
+
+def _same_stretch(event_time: float, next_time: float | None, rule: Rule) -> bool:
+    return next_time is not None and event_time // rule.stretch == next_time // rule.stretch
+
+
+def _place(session: Session, rule: Rule) -> int:
+    row = session.get(MetaRow, f"thinned to {rule.name}")
+    return int(row.value) if row else 0
+
+
+def _prune_batch(session: Session, rule: Rule, now: float) -> int:
+    following = aliased(EventRow)
+    next_time = (
+        select(following.time)
+        .where(
+            following.job == EventRow.job,
+            following.type == EventRow.type,
+            following.id > EventRow.id,
+        )
+        .order_by(following.id)
+        .limit(1)
+        .scalar_subquery()
+    )
+    query = (
+        select(EventRow.id, EventRow.type, EventRow.time, next_time.label("next_time"))
+        .where(EventRow.id > _place(session, rule))
+        .order_by(EventRow.id)
+        .limit(BATCH)
+    )
+    place, superfluous = None, []
+    for row in session.execute(query):
+        if _is_young(row.time, rule, now):
+            break
+        place = row.id
+        if row.type in rule.types and _same_stretch(row.time, row.next_time, rule):
+            superfluous.append(row.id)
+    if place is not None:
+        session.merge(MetaRow(key=f"thinned to {rule.name}", value=str(place)))
+    _delete(session, superfluous)
+    return len(superfluous)
+
+
+def _delete(session: Session, ids: Sequence[int]) -> None:
+    if ids:
+        session.execute(delete(PointRow).where(PointRow.event.in_(ids)))
+        session.execute(delete(EventRow).where(EventRow.id.in_(ids)))
