@@ -1,4 +1,4 @@
-"""What users ask of a running scheduler, with real processes: suspend, resume, drain, node death."""
+"""What users ask of a running scheduler: suspend, resume, drain, and a node that dies."""
 
 from __future__ import annotations
 
