@@ -22,6 +22,7 @@ from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
 from . import journal
 from .database import Database, JobExistsError, UnknownNodeError
 from .journal import Change
+from .overview import Overview
 from .records import (
     GenerationRecord,
     JobRecord,
@@ -34,6 +35,7 @@ from .records import (
     node_record,
     write_job_state,
 )
+from .replicas import ReplicaAddresses
 from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
 
 RESTART_WEIGHT = 0.3
@@ -62,6 +64,10 @@ class Store:
     ) -> None:
         self._database = Database(path, create=create)
         self._clock = clock
+        self.replicas = ReplicaAddresses(self._database, clock)
+        """Where the replicas of running jobs can be reached."""
+        self.overview = Overview(self._database)
+        """Figures over many jobs, and curves of one."""
 
     def close(self) -> None:
         """Close the store; it must not be used afterwards."""
