@@ -51,6 +51,9 @@ TIMELINE = {
 class Service:
     """A supervisor that listens; a context manager."""
 
+    job: httpx.Client
+    """Bears the token of the job that the tests of a module share, where they do."""
+
     def __init__(self, directory: Path, limits: Limits | None = None, **options: Any) -> None:
         self.state_dir = StateDir(directory)
         self.state_dir.create()
