@@ -16,6 +16,7 @@ from .admission import admitted
 from .backend import Backend
 from .errors import SchedulerError
 from .executor import Executor
+from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
 from .spec import JobSpec
@@ -39,6 +40,7 @@ class Control:
         policy: name of the policy, for those who ask.
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
+        heartbeats: when replicas were last heard of; None: new ones.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Control:
         policy: str,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
         self._executor = executor
@@ -59,6 +62,8 @@ class Control:
         self._policy = policy
         self._reconsider = reconsider
         self._stopping = stopping
+        self.heartbeats = heartbeats or Heartbeats()
+        """When replicas were last heard of."""
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Take a job in; it is started as soon as something is free.

@@ -41,6 +41,7 @@ from pipollux_sched.lifecycle import (
     Recover,
     Shutdown,
 )
+from pipollux_sched.meters import Meters
 from pipollux_sched.policy import (
     DEFAULT_POLICY,
     AutoscalingRules,
@@ -50,7 +51,7 @@ from pipollux_sched.policy import (
 )
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
-from pipollux_sched.supervisor import create_app
+from pipollux_sched.supervisor import create_app, end_waiting
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class Scheduler:
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
         }
         self._admin_token = secrets.token_urlsafe(32)
+        self._meters = Meters()
         self._resources = ExitStack()
         self._started = self._serving = False
         self._stopping = False
@@ -317,10 +319,15 @@ class Scheduler:
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
-            self._store, self._control, state_dir=self.state_dir, admin_token=self._admin_token
+            self._store,
+            self._control,
+            state_dir=self.state_dir,
+            admin_token=self._admin_token,
+            meters=self._meters,
         )
         self._server = HttpServer(app, *self._address, preferred=self._last_port())
         resources.callback(self._server.stop)
+        resources.callback(end_waiting, app)
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
@@ -377,6 +384,7 @@ class Scheduler:
             self._strategy,
             carry_out=self._carry_out,
             restart_seconds=self._restart_seconds,
+            meters=self._meters,
         )
 
     def _carry_out(self, name: str, event: Allocate) -> None:

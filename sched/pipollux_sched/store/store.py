@@ -24,6 +24,7 @@ from . import journal, retention
 from .database import Database
 from .errors import JobExistsError, UnknownNodeError
 from .journal import Change
+from .overview import Overview
 from .records import (
     GenerationRecord,
     JobRecord,
@@ -36,6 +37,7 @@ from .records import (
     node_record,
     write_job_state,
 )
+from .replicas import ReplicaAddresses
 from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
 
 RESTART_WEIGHT = 0.3
@@ -68,6 +70,10 @@ class Store:
     ) -> None:
         self._database = Database(where, create=create)
         self._clock = clock
+        self.replicas = ReplicaAddresses(self._database, clock)
+        """Where the replicas of running jobs can be reached."""
+        self.overview = Overview(self._database)
+        """Figures over many jobs, and curves of one."""
 
     def close(self) -> None:
         """Close the store; it must not be used afterwards."""
