@@ -8,7 +8,8 @@ from typing import NamedTuple
 from sqlalchemy import delete, select
 
 from . import journal
-from .database import Database, StaleGenerationError, StoreError
+from .database import Database
+from .errors import StaleGenerationError, StoreError
 from .tables import JobRow, ReplicaRow
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import case, func, select
+from sqlalchemy import case, func, or_, select
 from sqlalchemy.orm import aliased
 
-from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
+from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Phase, Submit
 
 from . import journal, retention
 from .database import Database
@@ -163,6 +163,17 @@ class Store:
             return journal.advance_job(
                 session, journal.find_job(session, name), event, self._clock()
             )
+
+    def overdue(self) -> list[JobRecord]:
+        """Return the jobs whose deadline has passed and that have neither ended nor been told."""
+        final = (Intent.CANCEL.value, Intent.EXPIRE.value)
+        query = select(JobRow).where(
+            JobRow.deadline_at <= self._clock(),
+            JobRow.phase.not_in([phase.value for phase in Phase if phase.ended]),
+            or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
+        )
+        with self._database.read() as session:
+            return [job_record(row) for row in session.scalars(query)]
 
     # What jobs say
 
