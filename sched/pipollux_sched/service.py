@@ -86,6 +86,8 @@ class Scheduler:
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
+        store: URL of the database with the store, kept in the state directory for later; None: what
+            was kept, else SQLite in the state directory.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Scheduler:
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
+        store: str | None = None,
     ) -> None:
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
+        self._store_url = store
         self._cluster = cluster
         self._nodes = {node.name: node_info(node) for node in cluster.nodes}
         self._autoscaler: Autoscaler | None = None
@@ -155,7 +159,11 @@ class Scheduler:
         with ExitStack() as resources:
             # What is entered here is left in the opposite order, whatever happens.
             resources.enter_context(self.state_dir.lock())
-            self._store = resources.enter_context(Store(self.state_dir.database, create=True))
+            where = self.state_dir.store if self._store_url is None else self._store_url
+            self._store = resources.enter_context(Store(where, create=True))
+            self._store.claim()
+            if self._store_url is not None:
+                self.state_dir.keep_store(self._store_url)
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
@@ -341,6 +349,7 @@ class Scheduler:
                 allocator.run_once()
                 if self._autoscaler is not None and allocator.adjust(self._autoscaler):
                     self._reconsider.set()
+                self._store.prune(time.time())
             except Exception:  # a thread that dies would leave all jobs where they are for ever
                 if self._stopping:
                     return

@@ -41,6 +41,7 @@ from pipollux_sched.store import (
     StateDir,
     Store,
     StoreError,
+    StoreUnavailableError,
     UnknownJobError,
 )
 from pipollux_sched.training_report import TrainingReport
@@ -191,6 +192,7 @@ def _answer_errors(app: FastAPI) -> None:
     statuses: Sequence[tuple[type[Exception], int]] = (
         (UnknownJobError, 404),
         (ConflictError, 409),
+        (StoreUnavailableError, 503),
         (StoreError, 500),
         (HintsError, 422),
         (SpecError, 422),
