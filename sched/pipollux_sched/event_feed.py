@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from pipollux_sched.store import Store, StoreError
+from pipollux_sched.store import Store, StoreError, StoreUnavailableError
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 500
@@ -47,6 +47,9 @@ class EventFeed:
             try:
                 if self._hand_on():
                     continue
+            except StoreUnavailableError as error:
+                _LOG.warning("events wait to be handed on: %s", error)
+                self._ending.wait(1.0)
             except StoreError as error:
                 _LOG.warning("no more events are handed on: %s", error)
                 return

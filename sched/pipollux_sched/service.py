@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 from pipollux_sched.admission import workload
 from pipollux_sched.allocation_loop import AllocationLoop
@@ -36,11 +35,7 @@ from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
-from pipollux_sched.lifecycle import (
-    Adopt,
-    Allocate,
-    Recover,
-)
+from pipollux_sched.lifecycle import Adopt, Allocate, Event, Recover
 from pipollux_sched.meters import Meters
 from pipollux_sched.policy import (
     DEFAULT_POLICY,
@@ -89,6 +84,8 @@ class Scheduler:
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
+        store: URL of the database with the store, kept in the state directory for later; None: what
+            was kept, else SQLite in the state directory.
     """
 
     def __init__(
@@ -109,8 +106,10 @@ class Scheduler:
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
+        store: str | None = None,
     ) -> None:
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
+        self._store_url = store
         self._cluster = cluster
         self._nodes = {node.name: node_info(node) for node in cluster.nodes}
         self._autoscaler: Autoscaler | None = None
@@ -161,7 +160,11 @@ class Scheduler:
         with ExitStack() as resources:
             # What is entered here is left in the opposite order, whatever happens.
             resources.enter_context(self.state_dir.lock())
-            self._store = resources.enter_context(Store(self.state_dir.database, create=True))
+            where = self.state_dir.store if self._store_url is None else self._store_url
+            self._store = resources.enter_context(Store(where, create=True))
+            self._store.claim()
+            if self._store_url is not None:
+                self.state_dir.keep_store(self._store_url)
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
@@ -307,18 +310,15 @@ class Scheduler:
 
     def _take_over(self) -> None:
         """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
-        jobs = [job for job in self._store.jobs() if not job.phase.ended]
-        adopted = {
-            job.name
-            for job in jobs
-            if job.state.launched
-            and self._backend.adopt(job.name, job.state.generation, self._server.url)
-        }
+        events: dict[str, Event] = {}
+        for job in (job for job in self._store.jobs() if not job.phase.ended):
+            launch = job.name, job.state.generation
+            found = job.state.launched and self._backend.adopt(*launch, self._server.url)
+            events[job.name] = Adopt(job.state.generation) if found else Recover()
         for process in self._backend.recover(self._grace):
             _LOG.warning("ended what an earlier scheduler had left: %s", process)
-        for job in jobs:
-            found = job.name in adopted
-            self._executor.handle(job.name, Adopt(job.state.generation) if found else Recover())
+        for name, event in events.items():
+            self._executor.handle(name, event)
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
@@ -328,18 +328,15 @@ class Scheduler:
             admin_token=self._admin_token,
             meters=self._meters,
         )
-        self._server = HttpServer(app, *self._address, preferred=self._last_port())
+        killed = self.state_dir.read_server()  # its jobs still report where it listened
+        preferred = killed.port if killed else 0
+        self._server = HttpServer(app, *self._address, preferred=preferred)
         resources.callback(self._server.stop)
         resources.callback(end_waiting, app)
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
         resources.callback(self.state_dir.remove_server)
-
-    def _last_port(self) -> int:
-        """Return where a scheduler that was killed listened: its jobs still report there."""
-        last = self.state_dir.read_server()
-        return 0 if last is None else urlsplit(last.url).port or 0
 
     def _start_thread(
         self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event

@@ -50,7 +50,7 @@ def ask(client: httpx.Client, name: str, generation: int, wait: float) -> httpx.
     return client.get(f"/jobs/{name}/replicas", params=query)
 
 
-def eventually(true: Callable[[], object], seconds: float = 10.0) -> None:
+def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never came true"

@@ -63,9 +63,9 @@ def apply(
 
 
 def _complete(directory: StateDir) -> set[str]:
-    if not directory.database.exists():
+    if not directory.has_store():
         return set()
-    with Store(directory.database) as store:
+    with Store(directory.store) as store:
         return {job.name for job in store.jobs() if job.phase is Phase.COMPLETE}
 
 

@@ -90,7 +90,7 @@ def jobs(
     after a failure; Restarts counts both.
     """
     directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.database) as store:
+    with one_sentence(), Store(directory.store) as store:
         found, points, launches = store.jobs(), store.last_points(), store.num_launches()
     if output is ListFormat.json:
         print_data([_plain(job, points.get(job.name)) for job in found], OutputFormat.json)
@@ -131,7 +131,7 @@ def logs(
     \[generation.replica].
     """
     directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.database) as store:
+    with one_sentence(), Store(directory.store) as store:
         job = store.job(name)
         reader = LogReader(directory, name, generation, replica)
         for line in _lines(reader, store, name, follow):
@@ -178,15 +178,15 @@ def _plain(job: JobRecord, point: Point | None) -> dict[str, Any]:
 
 
 def _last_event(directory: StateDir) -> int:
-    if not directory.database.exists():
+    if not directory.has_store():
         return 0
-    with Store(directory.database) as store:
+    with Store(directory.store) as store:
         return store.last_event()
 
 
 def _wait_for(directory: StateDir, names: set[str], last: int) -> None:
     """Tell what happens to jobs until all have ended."""
-    with Store(directory.database) as store:
+    with Store(directory.store) as store:
         while True:
             served = directory.is_served()  # asked first, so that the last events are not missed
             for event in store.events(last):

@@ -52,6 +52,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PIPOLLUX_STORE",
+            metavar="URL",
+            help="Database of the store: postgresql://USER@HOST/DATABASE.",
+            show_default="SQLite in the state directory",
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")
     ] = 0,
@@ -84,6 +93,7 @@ def serve(
             autoscaling=rules,
             expander=expander,
             on_event=_print_event,
+            store=store,
         )
         with Interruption() as interruption:
             scheduler.start()

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from . import schema
+from .claim import Claim
 from .engines import make_engine, reading, writing
 from .errors import StoreError, StoreUnavailableError
 from .location import Location
@@ -42,11 +43,12 @@ class Database:
         self._news = threading.Condition()
         self._version = 0
         self._closed = False
+        self._claim: Claim | None = None
         try:
             self._open(create)
         except BaseException as error:
             self._engine.dispose()
-            if isinstance(error, DatabaseError | OSError):
+            if isinstance(error, DatabaseError | OSError | StoreUnavailableError):
                 raise StoreError(
                     f"{self._location} cannot be used as a store: {_reason(error)}"
                 ) from error
@@ -57,10 +59,28 @@ class Database:
         """Where the store is."""
         return self._location
 
+    def claim(self) -> None:
+        """Let nobody else serve the store until this is closed.
+
+        Raises:
+            StoreTakenError: another scheduler serves it.
+        """
+        with self._available():
+            claim = Claim(self._engine, self._location)
+        try:
+            with self.write() as session:
+                claim.leave_mark(session)
+        except BaseException:
+            claim.close()
+            raise
+        self._claim = claim
+
     def close(self) -> None:
         """Close every connection; from then on every transaction is refused."""
         with self._lock:
             self._closed = True
+        if self._claim is not None:
+            self._claim.close()
         self._engine.dispose()
 
     @contextmanager
@@ -68,11 +88,14 @@ class Database:
         """Run a writing transaction: committed at the end, rolled back when an error leaves it.
 
         Raises:
+            StoreTakenError: another scheduler has taken the store over.
             StoreUnavailableError: the database cannot do it now; whether it was committed is not
                 known where the connection broke at the very end.
         """
         self._check_open()
         with self._available(), self._lock, Session(self._writer) as session, session.begin():
+            if self._claim is not None:
+                self._claim.check_mark(session)
             yield session
         with self._news:
             self._version += 1
@@ -134,5 +157,7 @@ class Database:
 
 def _reason(error: Exception) -> str:
     """What a database said, its first line."""
-    said = str(error.__cause__ or error).strip()
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    said = str(error).strip()
     return said.splitlines()[0].rstrip(".: ") if said else type(error).__name__

@@ -39,10 +39,10 @@ _BEFORE_ALEMBIC = {
     # Jobs can be suspended by their users and have deadlines; nodes can be drained and be dead.
     "2": (
         "ALTER TABLE jobs ADD COLUMN held BOOLEAN NOT NULL DEFAULT 0",
-        "ALTER TABLE jobs ADD COLUMN deadline_at FLOAT",
+        "ALTER TABLE jobs ADD COLUMN deadline_at DOUBLE",
         "ALTER TABLE nodes ADD COLUMN condition VARCHAR NOT NULL DEFAULT 'ready'",
         "ALTER TABLE nodes ADD COLUMN reason VARCHAR NOT NULL DEFAULT ''",
-        "ALTER TABLE nodes ADD COLUMN since FLOAT NOT NULL DEFAULT 0",
+        "ALTER TABLE nodes ADD COLUMN since DOUBLE NOT NULL DEFAULT 0",
     ),
     "3": (),
 }

@@ -1,6 +1,7 @@
 """The directory in which a scheduler keeps everything: its store, the files of its jobs.
 
 <state dir>/pipollux.db                     the store
+<state dir>/store.url                       where the store is, if elsewhere (mode 0600)
 <state dir>/lock                            held by the scheduler that serves this directory
 <state dir>/server.json                     where it listens, and its admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          what the job saved
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -19,9 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.write_aside import PRIVATE, write_aside
+
+from .location import Location
+
+_LOG = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 """Names the state directory where no flag does."""
@@ -41,6 +48,11 @@ class ServerInfo:
     pid: int
     token: str
     """The admin token."""
+
+    @property
+    def port(self) -> int:
+        """The port of the URL."""
+        return urlsplit(self.url).port or 80
 
 
 @dataclass(frozen=True)
@@ -68,8 +80,33 @@ class StateDir:
 
     @property
     def database(self) -> Path:
-        """The file of the store."""
+        """The file of the store, where it is not elsewhere: see `store`."""
         return self.path / "pipollux.db"
+
+    @property
+    def store_url(self) -> Path:
+        """The file that says where the store is, if it is elsewhere."""
+        return self.path / "store.url"
+
+    @property
+    def store(self) -> Path | str:
+        """What `Store` is to be opened with: a file, or the URL of a database.
+
+        Raises:
+            StateDirError: what says where it is cannot be read.
+        """
+        try:
+            return self.store_url.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return self.database
+        except (OSError, ValueError) as error:
+            raise StateDirError(
+                f"{self.store_url} cannot be read ({error}); it says where the store is"
+            ) from error
+
+    def has_store(self) -> bool:
+        """Say whether a scheduler has kept a store for this directory."""
+        return self.store_url.exists() or self.database.exists()
 
     @property
     def server(self) -> Path:
@@ -146,6 +183,15 @@ class StateDir:
         except OSError:
             return True
         return False
+
+    def keep_store(self, where: Path | str) -> None:
+        """Say where the store is, for commands and later schedulers; for the owner alone."""
+        new = Location.of(where)
+        if self.has_store():
+            old = Location.of(self.store)
+            if old.url.set(password=None) != new.url.set(password=None):
+                _LOG.warning("the store was %s; jobs that are there are not in %s", old, new)
+        write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
 
     def write_server(self, info: ServerInfo) -> None:
         """Say where the scheduler listens; readable for the owner alone."""

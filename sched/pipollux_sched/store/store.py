@@ -75,6 +75,15 @@ class Store:
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
 
+    def claim(self) -> None:
+        """Be the one scheduler that serves the store, until it is closed.
+
+        Raises:
+            StoreTakenError: another scheduler serves it. Whoever has to give way to another later
+                on, because its connection was lost, is told so by whatever writes.
+        """
+        self._database.claim()
+
     def close(self) -> None:
         """Close the store; it must not be used afterwards."""
         self._database.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -23,6 +23,7 @@ class Base(DeclarativeBase):
         dict[str, Any]: JSON,
         list[str]: JSON,
         list[dict[str, Any]]: JSON,
+        float: Double(),
         # Ids of events and counts of samples outgrow 32 bits, which SQLite's integers do not have.
         int: BigInteger().with_variant(Integer(), "sqlite"),
     }

@@ -18,6 +18,7 @@ from pipollux_sched.spec import SpecError
 from pipollux_sched.store import (
     ConflictError,
     StoreError,
+    StoreUnavailableError,
     UnknownJobError,
     UnknownNodeError,
     UnknownReplicaError,
@@ -32,6 +33,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (UnknownNodeError, 404),
     (UnknownReplicaError, 422),
     (ConflictError, 409),
+    (StoreUnavailableError, 503),
     (StoreError, 500),
     (HintsError, 422),
     (SpecError, 422),

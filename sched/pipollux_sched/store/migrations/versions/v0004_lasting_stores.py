@@ -19,7 +19,8 @@ down_revision = "0003"
 
 def upgrade() -> None:
     """Add the column, make the index anew."""
-    column = sa.Column("num_replicas", sa.Integer(), nullable=False, server_default="0")
+    integer = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+    column = sa.Column("num_replicas", integer, nullable=False, server_default="0")
     op.add_column("generations", column)
     connection = op.get_bind()
     rows = connection.execute(sa.text("SELECT id, nodes FROM generations")).all()

@@ -1,0 +1,90 @@
+"""One scheduler a store: who serves it holds a lock, and whoever lost the lock can write no more.
+
+The lock is one that ends with its process: of a file beside an SQLite file, of a session of
+PostgreSQL. The latter also ends when the server is started again, or a network breaks; another
+scheduler may take the store over then. So it leaves a mark of its own in the store, and every
+writing transaction of a scheduler begins by looking whether the mark is still its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+
+from sqlalchemy import Engine, select
+from sqlalchemy.orm import Session
+
+from .errors import StoreTakenError
+from .location import Location
+from .tables import MetaRow
+
+_SERVING_LOCK = 0x50697079
+"""Number of the advisory lock, within its database, of the scheduler that serves the store."""
+
+_KEY = "scheduler"
+
+
+class Claim:
+    """The right of one scheduler to serve a store, until `close`.
+
+    Raises:
+        StoreTakenError: another scheduler serves it.
+    """
+
+    def __init__(self, engine: Engine, location: Location) -> None:
+        self._location = location
+        self._mark = secrets.token_hex(16)
+        self._resources = ExitStack()
+        file = location.file
+        try:
+            held = self._lock_session(engine) if file is None else self._lock_file(file)
+        except BaseException:
+            self.close()
+            raise
+        if not held:
+            self.close()
+            raise StoreTakenError(
+                f"another scheduler already serves the store {location}; stop it first, or choose "
+                "another with --store or --state-dir"
+            )
+
+    def leave_mark(self, session: Session) -> None:
+        """Take the store over, within a writing transaction."""
+        session.merge(MetaRow(key=_KEY, value=self._mark))
+
+    def check_mark(self, session: Session) -> None:
+        """Raise `StoreTakenError` where another scheduler has taken the store over."""
+        found = session.scalar(select(MetaRow.value).where(MetaRow.key == _KEY))
+        if found != self._mark:
+            raise StoreTakenError(
+                f"another scheduler has taken over the store {self._location}; this one may not "
+                "write to it any more, and has to be stopped"
+            )
+
+    def close(self) -> None:
+        """Leave the store to others."""
+        self._resources.close()
+
+    def _lock_file(self, file: Path) -> bool:
+        beside = file.with_name(f"{file.name}.lock")
+        handle = self._resources.enter_context(beside.open("a"))
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _lock_session(self, engine: Engine) -> bool:
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        # Not put back into the pool, where it would keep the lock.
+        self._resources.callback(connection.close)
+        self._resources.callback(connection.invalidate)
+        # The server is to notice soon that the machine at the other end is gone.
+        connection.exec_driver_sql(
+            "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 10; "
+            "SET tcp_keepalives_count = 3"
+        )
+        locked = connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_SERVING_LOCK})")
+        return bool(locked.scalar())
