@@ -19,7 +19,7 @@ from .executor import Executor
 from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
-from .spec import JobSpec
+from .spec import JobSpec, SpecError
 from .store import JobRecord, NodeCondition, NodeRecord, Store
 
 _LOG = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Control:
         """
         self._check_running()
         fitting = admitted(spec, self._nodes)
+        self._check_checkpoints(fitting)
         token = secrets.token_urlsafe(32)
         data = fitting.model_dump(mode="json")
         change = self._store.submit(spec.name, data, token, spec.max_restarts, spec.deadline)
@@ -157,6 +158,17 @@ class Control:
             for name, node in self._nodes.items()
             if conditions[name] is not NodeCondition.DEAD
         }
+
+    def _check_checkpoints(self, spec: JobSpec) -> None:
+        """Refuse a job that would save over another one's checkpoints."""
+        if spec.checkpoint_dir is None:
+            return
+        for job in self._store.jobs():
+            if job.name != spec.name and job.spec.get("checkpoint_dir") == spec.checkpoint_dir:
+                raise SpecError(
+                    f"job '{spec.name}': checkpoint_dir: {spec.checkpoint_dir} is job "
+                    f"'{job.name}''s; give each job a folder of its own"
+                )
 
     def _check_running(self) -> None:
         if self._stopping():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipollux_sched.inventory import replica_resources
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.service import Scheduler
+from pipollux_sched.spec import ResourceSpec, SpecError
 from pipollux_sched.store import NodeCondition, UnknownJobError, UnknownNodeError
 from tests.sched.processes import processes_of
 from tests.sched.test_service import CLUSTER, scheduler_on, toy, training, types
@@ -67,3 +70,22 @@ def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> 
         assert (nodes[other]["condition"], nodes[first]["condition"]) == ("dead", "ready")
         with pytest.raises(UnknownNodeError, match="no node is named 'node-z'"):
             scheduler.control.set_node("node-z", NodeCondition.READY)
+
+
+def test_where_a_job_saves_and_what_its_stages_need(directory: Path, tmp_path: Path) -> None:
+    """Its own folder, for it alone; and what each stage needs is asked of one node."""
+    with scheduler_on(directory) as scheduler:
+        scheduler.submit(toy("toy", "--steps", "3", checkpoint_dir=str(tmp_path / "kept")))
+        with pytest.raises(SpecError, match="is job 'toy''s; give each job a folder of its own"):
+            scheduler.submit(toy("other", checkpoint_dir=str(tmp_path / "kept")))
+        assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, timeout=60)
+        log = scheduler.state_dir.log("toy", 1, 0).read_text()
+        assert json.loads(log.splitlines()[0])["PIPOLLUX_CHECKPOINT_DIR"] == str(tmp_path / "kept")
+    wide = toy(
+        "wide",
+        num_stages=2,
+        resources=ResourceSpec(cpus=1),
+        resources_per_stage=ResourceSpec(cpus=2, memory=8),
+    )
+    assert replica_resources(wide) == {"slots": 2, "cpus": 5, "memory": 16}
+    assert replica_resources(wide, 4) == {"slots": 4, "cpus": 9, "memory": 32}
