@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_perfmodel import SchedHints
 from pipollux_sched.control import Control
 from pipollux_sched.meters import Meters
 from pipollux_sched.store import Discovery, Store
@@ -17,6 +16,7 @@ from pipollux_sched.store.replicas import check_replica
 from pipollux_sched.training_report import TrainingReport
 
 from .bodies import JsonObject, reader
+from .hint_limits import read_hints
 from .limits import Limits, Places
 from .news import News
 from .tokens import AdmittedJob, Gate
@@ -105,7 +105,7 @@ def _add_progress(router: APIRouter, store: Store, control: Control, meters: Met
     @router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
     def put_hints(name: str, generation: _Generation, body: JsonObject) -> None:
         """The scheduler keeps the latest hints; they decide what the job is worth giving."""
-        hints = SchedHints.from_json_object(body)
+        hints = read_hints(body)
         store.put_hints(name, generation, hints.to_json_object())
         meters.hints.inc()
 
