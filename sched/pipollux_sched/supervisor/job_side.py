@@ -72,22 +72,6 @@ _Entry = Annotated[Registration, Depends(reader(Registration, "replica"))]
 _Report = Annotated[TrainingReport, Depends(reader(TrainingReport, "report"))]
 
 
-class ReplicaPlace(BaseModel):
-    """One replica that has said where it is."""
-
-    replica: int
-    address: str
-
-
-class DiscoveryReply(BaseModel):
-    """The replicas of a generation that have said where they are, in order."""
-
-    generation: int
-    num_replicas: int
-    complete: bool
-    replicas: list[ReplicaPlace]
-
-
 def job_side(
     store: Store, control: Control, meters: Meters, gate: Gate, news: News, limits: Limits
 ) -> APIRouter:
@@ -138,9 +122,7 @@ def _add_replicas(router: APIRouter, store: Store, news: News, limits: Limits) -
         """Kept until the generation ends; what the replica said before is replaced."""
         store.replicas.register(name, entry.generation, entry.replica, entry.address)
 
-    @router.get(
-        "/replicas", summary="Discover the replicas", responses={200: {"model": DiscoveryReply}}
-    )
+    @router.get("/replicas", summary="Discover the replicas")
     async def get_replicas(name: str, generation: _Generation, wait: _Wait = 0.0) -> dict[str, Any]:
         """Wait until all replicas of the generation are there; answer with those that are.
 
