@@ -11,13 +11,16 @@ from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
 
+MOST_SAMPLES = 2**22
+"""Largest batch: the sizes up to it may be tried one by one, which takes memory."""
 MOST = {
     "numStages": 1024,
     "numMicrobatches": 2**20,
     "maxProfiledReplicas": 2**20,
-    "initBatchSize": 2**40,
-    "globalBatchSize": 2**40,
-    "maxBatchSize": 2**40,
+    "initBatchSize": MOST_SAMPLES,
+    "localBszBounds": MOST_SAMPLES,
+    "globalBatchSize": MOST_SAMPLES,
+    "maxBatchSize": MOST_SAMPLES,
     "remainingSamples": 1e18,
     "memoryLimit": 1e18,
 }
@@ -51,4 +54,4 @@ def _check(key: str, value: Any, most: float) -> None:
             _check(f"{key}.{index}", child, most)
     elif isinstance(value, int | float) and abs(value) > most:
         text = str(value) if isinstance(value, float) or abs(value) < 2**63 else "far too large"
-        raise HintsError(f"hints: {key:.100} is {text}; at most {most:g} is allowed")
+        raise HintsError(f"hints: {key:.100} is {text}; at most {most} is allowed")
