@@ -1,4 +1,4 @@
-"""The supervisor of a real scheduler: what the allocator counts is told, and streams end with it."""
+"""The supervisor of a real scheduler: what the allocator counts is told, streams end with it."""
 
 from __future__ import annotations
 
