@@ -20,6 +20,7 @@ from .background import BackgroundSave
 from .control import ControlPlane
 from .env import JobEnvironment
 from .errors import ConfigurationError
+from .heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +122,12 @@ class JobContext:
             self._tracer = Tracer(self.env)
         return self._tracer
 
+    def start_heartbeat(self) -> None:
+        """Begin to tell the scheduler, if there is one, that this replica is alive."""
+        heartbeat = Heartbeat.start(self.env, lambda: self._metrics.step if self._metrics else None)
+        if heartbeat is not None:
+            self.closers.append(heartbeat.close)  # the first, so that it ends last
+
     def close(self) -> None:
         """End what runs in the background."""
         while self.closers:
@@ -150,6 +157,7 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
                 "call pipollux_hybrid.init_process_group() at the beginning of the script"
             )
         _context = JobContext(env=env, control=ControlPlane(env.num_replicas, timeout))
+        _context.start_heartbeat()
     return _context
 
 

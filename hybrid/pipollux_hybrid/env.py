@@ -49,6 +49,8 @@ class JobEnvironment:
     """One device per stage (``PIPOLLUX_DEVICES``, separated by commas)."""
     hints_interval: float = 30.0
     """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
+    heartbeat_interval: float = 10.0
+    """Seconds between two signs of life (``PIPOLLUX_HEARTBEAT_INTERVAL``); 0: none."""
     checkpoint_interval: float = 60.0
     """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
     checkpoint_background: bool = False
@@ -102,6 +104,7 @@ class JobEnvironment:
                 name.strip() for name in env.get("PIPOLLUX_DEVICES", "").split(",") if name.strip()
             ),
             hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
+            heartbeat_interval=_seconds(env, "PIPOLLUX_HEARTBEAT_INTERVAL", 10.0, or_none=True),
             checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
             checkpoint_background=_switch(env, "PIPOLLUX_CHECKPOINT_BACKGROUND", default=False),
             progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
@@ -126,7 +129,7 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -
     return value
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(env: Mapping[str, str], name: str, default: float, *, or_none: bool = False) -> float:
     text = env.get(name)
     if text is None or not text.strip():
         return default
@@ -134,9 +137,10 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0.0 < value < float("inf"):
+    if not 0.0 < value < float("inf") and not (or_none and value == 0.0):
+        allowed = ", or 0 for none," if or_none else ""
         raise ConfigurationError(
-            f"environment variable {name}={text!r}: a positive number of seconds is needed"
+            f"environment variable {name}={text!r}: a positive number of seconds{allowed} is needed"
         )
     return value
 

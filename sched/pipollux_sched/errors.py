@@ -5,7 +5,8 @@
     ├── StateDirError           (.store)
     ├── BackendError            (.backend)
     ├── HttpServerError         (.http_server)
-    ├── UnavailableError        (.supervisor)
+    ├── UnavailableError        (.control)
+    ├── TooManyRequestsError, BusyError   (.supervisor)
     └── ClientError             (.client)
 
 What is wrong with a file is a `SpecError` (`.document`), what is wrong with a plan a `PlanError`.

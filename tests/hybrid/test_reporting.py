@@ -75,6 +75,7 @@ def environment(url: str) -> dict[str, str]:
         "PIPOLLUX_GENERATION": "3",
         "PIPOLLUX_TOKEN": TOKEN,
         "PIPOLLUX_HINTS_INTERVAL": "1",
+        "PIPOLLUX_HEARTBEAT_INTERVAL": "0",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from sqlalchemy import Select, distinct, func, or_, select
@@ -51,7 +52,7 @@ class Overview:
         """Return how many jobs are in each phase that has any."""
         query = select(JobRow.phase, func.count()).group_by(JobRow.phase)
         with self._database.read() as session:
-            return dict(session.execute(query).tuples().all())
+            return {row[0]: row[1] for row in session.execute(query)}
 
     def launches(self) -> LaunchCounts:
         """Return how often jobs were launched."""
@@ -127,5 +128,5 @@ def _noise_point(row: EventRow) -> NoisePoint | None:
     if not gradient:
         return None
     norm, var, size = gradient["norm"], gradient["var"], hints.get("initBatchSize")
-    scale = size * var / norm if size and norm > 0 else None
-    return NoisePoint(row.time, norm, var, scale)
+    scale = size * var / norm if size and norm > 0 else math.inf
+    return NoisePoint(row.time, norm, var, scale if math.isfinite(scale) else None)

@@ -154,7 +154,7 @@ def _add_events(router: APIRouter, store: Store, news: News, limits: Limits) -> 
         since = after if since is None else since
         if since is None:
             since = await run_in_threadpool(store.last_event)
-        return EventStream(stream(news, tail, since, job), places)
+        return EventStream(stream(news, tail, since, job, limits.keep_alive), places)
 
 
 def _last_event_id(request: Request) -> int | None:

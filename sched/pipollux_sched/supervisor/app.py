@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from fastapi import Depends, FastAPI, Response
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipollux_sched.control import Control
@@ -11,11 +14,13 @@ from pipollux_sched.store import StateDir, Store
 
 from .admin_side import admin_side
 from .body_limit import BodyLimit
+from .docs_page import render_docs
 from .errors import answer_errors
 from .job_side import job_side
 from .limits import Limits
 from .metrics import RefusedCounter, SchedulerCollector, render
 from .news import News
+from .openapi import document
 from .tokens import Gate
 
 BODY_LIMIT = 2**20
@@ -46,7 +51,7 @@ def create_app(
     meters, limits = meters or Meters(), limits or Limits()
     gate = Gate(store, state_dir, admin_token, limits)
     news = News(store)
-    app = FastAPI(title="Pipollux", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Pipollux", openapi_url=None)
     app.state.news = news
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     app.add_middleware(RefusedCounter, meters=meters)
@@ -54,6 +59,7 @@ def create_app(
     app.include_router(job_side(store, control, meters, gate, news, limits))
     app.include_router(admin_side(store, control, state_dir, gate, news, limits))
     _add_health(app)
+    _add_pages(app)
     _add_metrics(app, meters, SchedulerCollector(store, control, state_dir), gate, open_metrics)
     return app
 
@@ -69,6 +75,19 @@ def _add_health(app: FastAPI) -> None:
     async def healthz() -> dict[str, str]:
         """Needs no token."""
         return {"status": "ok"}
+
+
+def _add_pages(app: FastAPI) -> None:
+    made = version("pipollux")
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(document(app, made))
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> HTMLResponse:
+        headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return HTMLResponse(render_docs(document(app, made)), headers=headers)
 
 
 def _add_metrics(

@@ -26,6 +26,9 @@ from pipollux_sched.store import (
 
 from .limits import BusyError, TooManyRequestsError
 
+MOST_WORDS = 1000
+"""Characters of a sentence; what a request held may stand in it."""
+
 _LOG = logging.getLogger(__name__)
 
 STATUSES: Sequence[tuple[type[Exception], int]] = (
@@ -55,15 +58,18 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the answer that refuses a request."""
-    return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
+    """Return the answer that refuses a request, in one line whatever the request held."""
+    lines = (line.strip() for line in sentence.splitlines())
+    text = "; ".join(line for line in lines if line)
+    printable = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:MOST_WORDS])
+    return JSONResponse({"detail": printable}, status_code=status, headers=headers)
 
 
 def _answer(status: int) -> ExceptionHandler:
     def handler(_request: Request, error: Exception) -> JSONResponse:
         seconds = getattr(error, "retry_after", None)
         headers = None if seconds is None else {"Retry-After": str(seconds)}
-        return refusal(status, str(error).partition("\n")[0], headers)
+        return refusal(status, str(error), headers)
 
     return handler
 
@@ -92,7 +98,7 @@ def _answer_database(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, DBAPIError)  # noqa: S101  # it is registered for no other
     _LOG.error("%s %s: the store failed: %s", request.method, request.url.path, error.orig)
     sentence = f"the store cannot be used just now ({error.orig}); nothing was changed, ask again"
-    return refusal(503, sentence.replace("\n", " "), {"Retry-After": "5"})
+    return refusal(503, sentence, {"Retry-After": "5"})
 
 
 def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:

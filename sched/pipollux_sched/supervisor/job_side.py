@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_perfmodel import SchedHints
 from pipollux_sched.control import Control
 from pipollux_sched.meters import Meters
 from pipollux_sched.store import Discovery, Store
@@ -17,6 +16,7 @@ from pipollux_sched.store.replicas import check_replica
 from pipollux_sched.training_report import TrainingReport
 
 from .bodies import JsonObject, reader
+from .hint_limits import read_hints
 from .limits import Limits, Places
 from .news import News
 from .tokens import AdmittedJob, Gate
@@ -72,22 +72,6 @@ _Entry = Annotated[Registration, Depends(reader(Registration, "replica"))]
 _Report = Annotated[TrainingReport, Depends(reader(TrainingReport, "report"))]
 
 
-class ReplicaPlace(BaseModel):
-    """One replica that has said where it is."""
-
-    replica: int
-    address: str
-
-
-class DiscoveryReply(BaseModel):
-    """The replicas of a generation that have said where they are, in order."""
-
-    generation: int
-    num_replicas: int
-    complete: bool
-    replicas: list[ReplicaPlace]
-
-
 def job_side(
     store: Store, control: Control, meters: Meters, gate: Gate, news: News, limits: Limits
 ) -> APIRouter:
@@ -105,7 +89,7 @@ def _add_progress(router: APIRouter, store: Store, control: Control, meters: Met
     @router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
     def put_hints(name: str, generation: _Generation, body: JsonObject) -> None:
         """The scheduler keeps the latest hints; they decide what the job is worth giving."""
-        hints = SchedHints.from_json_object(body)
+        hints = read_hints(body)
         store.put_hints(name, generation, hints.to_json_object())
         meters.hints.inc()
 
@@ -138,9 +122,7 @@ def _add_replicas(router: APIRouter, store: Store, news: News, limits: Limits) -
         """Kept until the generation ends; what the replica said before is replaced."""
         store.replicas.register(name, entry.generation, entry.replica, entry.address)
 
-    @router.get(
-        "/replicas", summary="Discover the replicas", responses={200: {"model": DiscoveryReply}}
-    )
+    @router.get("/replicas", summary="Discover the replicas")
     async def get_replicas(name: str, generation: _Generation, wait: _Wait = 0.0) -> dict[str, Any]:
         """Wait until all replicas of the generation are there; answer with those that are.
 

@@ -37,6 +37,8 @@ class Limits:
     waiting_per_job: int = 64
     listeners: int = 32
     """Streams of events."""
+    keep_alive: float = 15.0
+    """Seconds after which a stream that has nothing to tell says so."""
 
 
 class TooManyRequestsError(SchedulerError):

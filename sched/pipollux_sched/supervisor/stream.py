@@ -22,8 +22,6 @@ from pipollux_sched.store import Store, StoreError
 from .limits import Places
 from .news import News
 
-KEEP_ALIVE = 15.0
-"""Seconds of silence after which a comment is sent."""
 RETRY_MS = 2000
 """After which a browser connects anew."""
 BATCH = 500
@@ -96,7 +94,7 @@ class Tail:
 
 
 async def stream(
-    news: News, tail: Tail, after: int, job: str | None, keep_alive: float = KEEP_ALIVE
+    news: News, tail: Tail, after: int, job: str | None, keep_alive: float
 ) -> AsyncGenerator[str]:
     """Yield the text of a stream of events, until the server stops.
 

@@ -1,0 +1,57 @@
+"""Hints whose numbers are absurd: refused before anything is computed from them.
+
+`SchedHints` says what is well-formed. A job that claims a million stages, or steps of a billion
+years, would be well-formed, and cost the scheduler its memory, or all jobs their allocations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipollux_perfmodel import HintsError, SchedHints
+
+MOST_SAMPLES = 2**22
+"""Largest batch: the sizes up to it may be tried one by one, which takes memory."""
+MOST = {
+    "numStages": 1024,
+    "numMicrobatches": 2**20,
+    "maxProfiledReplicas": 2**20,
+    "initBatchSize": MOST_SAMPLES,
+    "localBszBounds": MOST_SAMPLES,
+    "globalBatchSize": MOST_SAMPLES,
+    "maxBatchSize": MOST_SAMPLES,
+    "remainingSamples": 1e18,
+    "memoryLimit": 1e18,
+}
+"""Largest value of each of these keys."""
+MOST_GRADIENT = 1e60
+"""Largest squared norm and variance of a gradient: it may explode, and still be told."""
+MOST_NUMBER = 1e18
+"""Largest magnitude of any other number: seconds, bytes, samples."""
+
+
+def read_hints(body: Mapping[str, Any]) -> SchedHints:
+    """Read hints.
+
+    Raises:
+        HintsError: naming the first key that is wrong, its value and what is allowed.
+    """
+    for key, most in MOST.items():
+        _check(key, body.get(key), most)
+    for key, value in body.items():
+        _check(key, value, MOST_GRADIENT if key == "gradParams" else MOST_NUMBER)
+    return SchedHints.from_json_object(body)
+
+
+def _check(key: str, value: Any, most: float) -> None:
+    """Refuse numbers larger than `most` in a value; its depth is bounded."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            _check(f"{key}.{name}", child, most)
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            _check(f"{key}.{index}", child, most)
+    elif isinstance(value, int | float) and abs(value) > most:
+        text = str(value) if isinstance(value, float) or abs(value) < 2**63 else "far too large"
+        raise HintsError(f"hints: {key:.100} is {text}; at most {most} is allowed")

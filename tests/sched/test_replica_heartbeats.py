@@ -1,0 +1,142 @@
+"""Replicas that tell a real supervisor that they are alive: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipollux_hybrid import init_process_group
+from pipollux_hybrid.context import context, reset
+from pipollux_hybrid.env import JobEnvironment
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.heartbeat import Heartbeat
+from pipollux_sched.http_server import HttpServer
+from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from tests.hybrid.replicas import run_replicas
+from tests.sched.supervised import Service, detail
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    with Service(tmp_path / "state") as service:
+        yield service
+
+
+def environment(service: Service, job: str, **changes: str) -> dict[str, str]:
+    return {
+        "PIPOLLUX_SUPERVISOR_URL": service.server.url,
+        "PIPOLLUX_JOB_ID": job,
+        "PIPOLLUX_GENERATION": "1",
+        "PIPOLLUX_TOKEN": service.store.job(job).token,
+        "PIPOLLUX_HEARTBEAT_INTERVAL": "0.05",
+        **changes,
+    }
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def work_until(end: Path) -> int:
+    """Be a replica that trains until a file is there; return the step it came to."""
+    init_process_group("gloo")
+    metrics = context().metrics
+    deadline = time.monotonic() + PATIENCE
+    while not end.exists():
+        assert time.monotonic() < deadline
+        metrics.step += 1
+        time.sleep(0.001)
+    reset()
+    return metrics.step
+
+
+def test_every_replica_is_heard_of_also_after_the_scheduler_was_away(
+    service: Service, tmp_path: Path
+) -> None:
+    service.submit("alive", ["node-a", "node-b"])
+    beats = service.control.heartbeats
+    end = tmp_path / "end"
+    with ThreadPoolExecutor(1) as pool:
+        replicas = pool.submit(
+            run_replicas, work_until, 2, end, environment=environment(service, "alive")
+        )
+        try:
+            eventually(lambda: beats.heard("alive", 1).keys() == {0, 1})
+            assert beats.silent(PATIENCE) == []
+            first = beats.heard("alive", 1)[0].step or 0
+            eventually(lambda: (beats.heard("alive", 1)[0].step or 0) > first)
+            port = int(service.server.url.rpartition(":")[2])
+            service.server.stop()
+            beats.forget("alive")
+            service.server = HttpServer(service.app, "127.0.0.1", port)
+            service.server.start()
+            eventually(lambda: beats.heard("alive", 1).keys() == {0, 1})
+        finally:
+            end.touch()
+        steps = replicas.result(PATIENCE)
+    assert all(step > first for step in steps)
+
+
+def test_the_heartbeats_of_a_generation_that_was_moved_are_not_taken(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.submit("moved", ["node-a"])
+    service.store.transition("moved", Allocate(["node-b"], "it is better"))
+    service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
+    env = JobEnvironment.read(environment(service, "moved"))
+    heartbeat = Heartbeat.start(env, lambda: None)
+    assert heartbeat is not None
+    eventually(lambda: "409" in caplog.text)
+    heartbeat.close()
+    assert service.control.heartbeats.heard("moved", 1) == {}
+    refused = service.admin.post("/jobs/moved/heartbeats", json={"generation": 1, "replica": 0})
+    assert detail(refused) == "generation 1 of job 'moved' is not the present one (2)"
+
+
+def test_a_wrong_token_ends_them(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    service.submit("wrong", ["node-a"])
+    env = JobEnvironment.read(environment(service, "wrong", PIPOLLUX_TOKEN="a guess"))
+    heartbeat = Heartbeat.start(env, lambda: None)
+    assert heartbeat is not None
+    eventually(lambda: not heartbeat._thread.is_alive())
+    assert "refuses this job's heartbeats (status 401)" in caplog.text
+    assert service.control.heartbeats.heard("wrong", 1) == {}
+    heartbeat.close()
+
+
+def test_one_that_accepts_and_never_answers_holds_nobody_up(
+    service: Service, tmp_path: Path
+) -> None:
+    service.submit("patient", ["node-a"])
+    end = tmp_path / "end"
+    end.touch()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        changes = environment(service, "patient", PIPOLLUX_SUPERVISOR_URL=url)
+        assert run_replicas(work_until, 1, end, environment=changes) == [0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"PIPOLLUX_HEARTBEAT_INTERVAL": "0"}, {"PIPOLLUX_GENERATION": "0"}, {"PIPOLLUX_JOB_ID": ""}],
+)
+def test_none_where_nobody_wants_them(service: Service, changes: dict[str, str]) -> None:
+    service.submit("quiet", ["node-a"])
+    env = JobEnvironment.read({**environment(service, "quiet"), **changes})
+    assert Heartbeat.start(env, lambda: None) is None
+
+
+@pytest.mark.parametrize("text", ["-1", "often", "inf", "nan"])
+def test_intervals_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"PIPOLLUX_HEARTBEAT_INTERVAL.*or 0 for none"):
+        JobEnvironment.read({"PIPOLLUX_HEARTBEAT_INTERVAL": text})

@@ -1,0 +1,77 @@
+"""Every command of docs/rest.md is run, in its order, against a real supervisor."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.lifecycle import Allocate, Intent, Phase
+from pipollux_sched.store import ServerInfo
+from pipollux_sched.supervisor import Limits
+from tests.sched.supervised import ADMIN, Service
+
+# A refusal fails a command, and streams are listened to for a second.
+CURL = """
+curl() {
+  case "$*" in
+    */events/stream*) command curl --fail-with-body -sS --max-time 1 "$@" || [ $? = 28 ] ;;
+    *) command curl --fail-with-body -sS --max-time 20 "$@" ;;
+  esac
+}
+"""
+
+
+@pytest.mark.skipif(
+    not (shutil.which("curl") and shutil.which("jq")), reason="the page asks with curl and jq"
+)
+def test_every_command(repository: Path, tmp_path: Path) -> None:
+    text = (repository / "docs" / "rest.md").read_text()
+    setup, *blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    assert sum(block.count("curl ") for block in blocks) == 20
+    with Service(tmp_path / "state") as service:
+        info = ServerInfo(service.server.url, os.getpid(), ADMIN)
+        service.state_dir.write_server(info)
+        environment = {**os.environ, "PIPOLLUX_STATE_DIR": str(service.state_dir.path)}
+        said = ""
+        for block in blocks:
+            jobs = service.store.jobs()
+            if jobs:
+                environment["PIPOLLUX_TOKEN"] = jobs[0].token
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", CURL + setup + block],
+                env=environment,
+                cwd=repository,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, (block, done.stdout, done.stderr)
+            said += done.stdout
+            if not jobs:
+                service.store.transition("char-lm", Allocate(["node-a"], "it is free"))
+        job = service.store.job("char-lm")
+        assert job.phase is Phase.RUNNING
+        assert job.state.intent is Intent.CANCEL
+        assert service.store.last_points()["char-lm"].step == 7
+    assert '"complete":true' in said
+    assert "id: 4\ndata: " in said
+    assert "pipollux_policy_seconds_count" in said
+
+
+def test_the_limits_are_those_that_the_page_tells(repository: Path) -> None:
+    text = (repository / "docs" / "rest.md").read_text()
+    limits = Limits()
+    for words in (
+        f"| {limits.job_rate:g} a second, {limits.job_burst} at once |",
+        f"| {limits.admin_rate:g} a second, {limits.admin_burst} at once |",
+        f"| {limits.wrong_rate:g} a second, {limits.wrong_burst} at once;",
+        f"| {limits.waiting}, {limits.waiting_per_job} of one job |",
+        f"| streams of events | {limits.listeners} |",
+        f"A comment every {limits.keep_alive:g} s",
+    ):
+        assert words in text

@@ -1,0 +1,44 @@
+"""The supervisor of a real scheduler: what the allocator counts is told, streams end with it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.client import Client
+from pipollux_sched.service import Scheduler
+from pipollux_sched.spec import ClusterSpec, JobSpec
+from tests.sched.supervised import NODES, SCRIPT
+
+
+def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    listening = threading.Event()
+
+    def listen() -> None:
+        with Client(scheduler.state_dir) as client:
+            for event in client.follow(0):
+                heard.append(event)
+                listening.set()
+
+    with Scheduler(tmp_path / "state", ClusterSpec(nodes=NODES), interval=0.3) as scheduler:
+        listener = threading.Thread(target=listen)
+        listener.start()
+        assert listening.wait(20)
+        with Client(scheduler.state_dir) as client:
+            client.submit(JobSpec(name="toy", script=SCRIPT, args=("--steps", "3")))
+            assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, 60)
+            lines = client.metrics().splitlines()
+            shown = client.job("toy", 500)
+        all_events = scheduler.store.events()
+    listener.join(20)
+    assert not listener.is_alive()
+    assert [event["id"] for event in heard][: len(all_events)] == [e["id"] for e in all_events]
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(figures["pipollux_policy_seconds_count"]) > 0
+    assert float(figures["pipollux_decisions_total"]) == 1
+    assert float(figures["pipollux_policy_failures_total"]) == 0
+    assert float(figures['pipollux_jobs{phase="Complete"}']) == 1
+    assert shown["phase"] == "Complete"
+    assert shown["replicas"] == []
