@@ -29,7 +29,10 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
     if not folder.is_dir():
         raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
-    return spec.model_copy(update={"script": str(script), "working_dir": str(folder.absolute())})
+    found = {"script": str(script), "working_dir": str(folder.absolute())}
+    if spec.checkpoint_dir is not None:
+        found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
+    return spec.model_copy(update=found)
 
 
 def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
@@ -47,4 +50,5 @@ def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
         num_stages=spec.num_stages,
         environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
         directory=Path(spec.working_dir) if spec.working_dir else None,
+        checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
     )

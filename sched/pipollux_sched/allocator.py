@@ -27,6 +27,7 @@ from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.explanation import explain
 from pipollux_sched.inventory import job_info
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
+from pipollux_sched.meters import Meters
 from pipollux_sched.policy import violations
 from pipollux_sched.spec import parse_job
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
@@ -190,6 +191,7 @@ class Allocator:
         carry_out: lets a job be allocated.
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         clock: tells the time, in seconds since the epoch.
+        meters: where decisions are counted and timed; None: nowhere that anybody sees.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class Allocator:
         carry_out: Callable[[str, Allocate], object],
         restart_seconds: float,
         clock: Callable[[], float] = time.time,
+        meters: Meters | None = None,
     ) -> None:
         self._store = store
         self._stated = dict(nodes)
@@ -210,6 +213,7 @@ class Allocator:
         self._carry_out = carry_out
         self._restart_seconds = restart_seconds
         self._clock = clock
+        self._meters = meters or Meters()
 
     def run_once(self) -> list[Decision]:
         """Start what can be started, then weigh all jobs against each other.
@@ -290,10 +294,13 @@ class Allocator:
     ) -> list[Decision]:
         candidates = self.candidates()
         try:
-            decisions = decide(candidates, self._nodes, self._strategy)
+            with self._meters.deciding():
+                decisions = decide(candidates, self._nodes, self._strategy)
         except Exception:  # policies are other people's code
+            self._meters.policy_failures.inc()
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
+        self._meters.decisions.inc(len(decisions))
         for decision in decisions:
             event = Allocate(decision.nodes, decision.why, decision.details, decision.num_stages)
             self._let(decision.job, event)

@@ -16,9 +16,10 @@ from .admission import admitted
 from .backend import Backend
 from .errors import SchedulerError
 from .executor import Executor
+from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
-from .spec import JobSpec
+from .spec import JobSpec, SpecError
 from .store import JobRecord, NodeCondition, NodeRecord, Store
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Control:
         policy: name of the policy, for those who ask.
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
+        heartbeats: when replicas were last heard of; None: new ones.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Control:
         policy: str,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
         self._executor = executor
@@ -59,6 +62,8 @@ class Control:
         self._policy = policy
         self._reconsider = reconsider
         self._stopping = stopping
+        self.heartbeats = heartbeats or Heartbeats()
+        """When replicas were last heard of."""
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Take a job in; it is started as soon as something is free.
@@ -69,6 +74,7 @@ class Control:
         """
         self._check_running()
         fitting = admitted(spec, self._nodes)
+        self._check_checkpoints(fitting)
         token = secrets.token_urlsafe(32)
         data = fitting.model_dump(mode="json")
         change = self._store.submit(spec.name, data, token, spec.max_restarts, spec.deadline)
@@ -152,6 +158,17 @@ class Control:
             for name, node in self._nodes.items()
             if conditions[name] is not NodeCondition.DEAD
         }
+
+    def _check_checkpoints(self, spec: JobSpec) -> None:
+        """Refuse a job that would save over another one's checkpoints."""
+        if spec.checkpoint_dir is None:
+            return
+        for job in self._store.jobs():
+            if job.name != spec.name and job.spec.get("checkpoint_dir") == spec.checkpoint_dir:
+                raise SpecError(
+                    f"job '{spec.name}': checkpoint_dir: {spec.checkpoint_dir} is job "
+                    f"'{job.name}''s; give each job a folder of its own"
+                )
 
     def _check_running(self) -> None:
         if self._stopping():

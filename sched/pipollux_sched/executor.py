@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipollux_sched.backend import Backend, BackendError, Report, Workload
+from pipollux_sched.backend.processes import POLL_INTERVAL
 from pipollux_sched.lifecycle import (
     Action,
     Event,
@@ -28,6 +29,7 @@ from pipollux_sched.lifecycle import (
     Record,
     Retry,
     RetryAfter,
+    Shutdown,
     Stop,
 )
 from pipollux_sched.spec import SpecError
@@ -35,6 +37,8 @@ from pipollux_sched.store import JobRecord, Store
 
 _LOG = logging.getLogger(__name__)
 
+STOP_PATIENCE = 5.0
+"""Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
 HARD_GRACE = 5.0
 """Seconds to end for a generation that has trained nothing yet, so has nothing to save."""
 
@@ -93,9 +97,19 @@ class Executor:
         self.woken.wait(timeout)
         self.woken.clear()
 
-    def limit_grace(self, grace: float) -> None:
-        """Give jobs that are asked to stop from now on at most so many seconds."""
+    def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
+        """Ask all jobs to save and end, and wait until they have, as long as there is patience.
+
+        Args:
+            grace: seconds that jobs have from now on to save.
+            hurry: asked now and then; True ends the wait.
+        """
         self._grace = min(self._grace, grace)
+        for job in self._store.jobs():
+            self.handle(job.name, Shutdown())
+        deadline = time.monotonic() + grace + STOP_PATIENCE
+        while self._backend.running() and time.monotonic() < deadline and not hurry():
+            time.sleep(POLL_INTERVAL)
 
     def step(self) -> None:
         """Do what is to be done, and take up what has happened.

@@ -26,13 +26,14 @@ class HttpServer:
         app: what is served.
         host: address to listen on.
         port: port to listen on; 0 for any that is free.
+        preferred: which of the free ones, if it is free; 0: any.
 
     Raises:
         HttpServerError: the address cannot be listened on.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._socket = _listen(host, port)
+    def __init__(self, app: ASGIApp, host: str, port: int, preferred: int = 0) -> None:
+        self._socket = _listen_preferably(host, preferred) if not port else _listen(host, port)
         config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -73,6 +74,13 @@ class HttpServer:
 
     def _run(self) -> None:
         self._server.run(sockets=[self._socket])
+
+
+def _listen_preferably(host: str, port: int) -> socket.socket:
+    try:
+        return _listen(host, port)
+    except HttpServerError:
+        return _listen(host, 0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

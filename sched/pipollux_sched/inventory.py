@@ -47,9 +47,14 @@ def node_info(spec: NodeSpec) -> NodeInfo:
 
 def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
     """Return what one replica of a job holds of its node: its K slots, and what else it asks."""
-    asked = {"cpus": spec.resources.cpus, "memory": spec.resources.memory}
+    stages = num_stages or spec.num_stages
+    whole, each = spec.resources, spec.resources_per_stage
+    asked = {
+        "cpus": whole.cpus + stages * each.cpus,
+        "memory": whole.memory + stages * each.memory,
+    }
     others = {kind: amount for kind, amount in asked.items() if amount}
-    return {"slots": num_stages or spec.num_stages, **others}
+    return {"slots": stages, **others}
 
 
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:

@@ -1,10 +1,11 @@
 """The scheduler as one object: store, supervisor, allocator, backend, started and ended as one.
 
-Four threads share the work, and meet in the store alone:
+Five threads share the work, and meet in the store alone:
 
 * `pipollux-http` answers jobs and users (`pipollux_sched.supervisor`);
 * `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
 * `pipollux-executor` starts and stops processes and watches them (`.executor`);
+* `pipollux-watchdog` looks for what is overdue, and tidies the store (`.watchdog`);
 * `pipollux-events` hands events on to whoever listens (`.event_feed`).
 """
 
@@ -22,10 +23,10 @@ from types import TracebackType
 from typing import Self
 
 from pipollux_sched.admission import workload
+from pipollux_sched.allocation_loop import AllocationLoop
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.autoscaler import Autoscaler
-from pipollux_sched.backend import Backend, LocalBackend, Node, Workload
-from pipollux_sched.backend.processes import POLL_INTERVAL
+from pipollux_sched.backend import Backend, LocalBackend, Node
 from pipollux_sched.control import Control
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
@@ -34,11 +35,8 @@ from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
-from pipollux_sched.lifecycle import (
-    Allocate,
-    Recover,
-    Shutdown,
-)
+from pipollux_sched.lifecycle import Adopt, Allocate, Event, Recover
+from pipollux_sched.meters import Meters
 from pipollux_sched.policy import (
     DEFAULT_POLICY,
     AutoscalingRules,
@@ -48,14 +46,13 @@ from pipollux_sched.policy import (
 )
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
-from pipollux_sched.supervisor import create_app
+from pipollux_sched.supervisor import create_app, end_waiting
+from pipollux_sched.watchdog import SILENCE_LIMIT, Watchdog
 
 _LOG = logging.getLogger(__name__)
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
-STOP_PATIENCE = 5.0
-"""Seconds beyond that, after which what is left is killed once more."""
 TICK = 0.2
 """Seconds between two looks at the processes."""
 JOIN_TIMEOUT = 5.0
@@ -79,6 +76,7 @@ class Scheduler:
         checkpoint_interval: seconds between two checkpoints of a job.
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         grace: seconds that a job has to save when it is asked to stop.
+        silence_limit: seconds without a heartbeat after which a replica is taken for lost.
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
@@ -101,6 +99,7 @@ class Scheduler:
         checkpoint_interval: float = 60.0,
         restart_seconds: float = 30.0,
         grace: float = STOP_GRACE,
+        silence_limit: float = SILENCE_LIMIT,
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
@@ -127,6 +126,7 @@ class Scheduler:
         self._interval = interval
         self._restart_seconds = restart_seconds
         self._grace = grace
+        self._silence_limit = silence_limit
         self._address = (host, port)
         self._on_event = on_event
         self._environment = {
@@ -134,6 +134,7 @@ class Scheduler:
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
         }
         self._admin_token = secrets.token_urlsafe(32)
+        self._meters = Meters()
         self._resources = ExitStack()
         self._started = self._serving = False
         self._stopping = False
@@ -167,11 +168,13 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
+            self._take_over()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
                 self._autoscaler.start()
+            self._start_thread(resources, "watchdog", self._watchdog().run, self._ending)
             self._start_thread(resources, "executor", self._execute, self._executor.woken)
-            self._start_thread(resources, "allocator", self._allocate, self._reconsider)
+            self._start_thread(resources, "allocator", self._allocation().run, self._reconsider)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -190,7 +193,7 @@ class Scheduler:
                 return
             self._stopping = True
         with self._resources:
-            self._stop_jobs(self._grace if grace is None else grace, hurry)
+            self._executor.stop_all(self._grace if grace is None else grace, hurry)
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM; at a second one jobs are no longer given time to save."""
@@ -276,14 +279,14 @@ class Scheduler:
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
-        """Open the backend, end what an earlier scheduler left, and queue its jobs to go on."""
+        """Open the backend, and all that acts through it."""
         nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
         check_gpus(nodes)
         self._backend: Backend = LocalBackend(nodes, self.state_dir, grace=self._grace)
         self._executor = Executor(
             self._store,
             self._backend,
-            self._workload,
+            lambda job: workload(job, self._environment),
             grace=self._grace,
             on_ended=self._reconsider.set,
         )
@@ -304,17 +307,32 @@ class Scheduler:
         )
         described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
         self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+
+    def _take_over(self) -> None:
+        """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
+        events: dict[str, Event] = {}
+        for job in (job for job in self._store.jobs() if not job.phase.ended):
+            launch = job.name, job.state.generation
+            found = job.state.launched and self._backend.adopt(*launch, self._server.url)
+            events[job.name] = Adopt(job.state.generation) if found else Recover()
         for process in self._backend.recover(self._grace):
             _LOG.warning("ended what an earlier scheduler had left: %s", process)
-        for job in self._store.jobs():
-            self._executor.handle(job.name, Recover())
+        for name, event in events.items():
+            self._executor.handle(name, event)
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
-            self._store, self._control, state_dir=self.state_dir, admin_token=self._admin_token
+            self._store,
+            self._control,
+            state_dir=self.state_dir,
+            admin_token=self._admin_token,
+            meters=self._meters,
         )
-        self._server = HttpServer(app, *self._address)
+        killed = self.state_dir.read_server()  # its jobs still report where it listened
+        preferred = killed.port if killed else 0
+        self._server = HttpServer(app, *self._address, preferred=preferred)
         resources.callback(self._server.stop)
+        resources.callback(end_waiting, app)
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
@@ -340,33 +358,35 @@ class Scheduler:
                 self._ending.wait(1.0)
             self._executor.wait(TICK)
 
-    def _allocate(self) -> None:
-        allocator = self._make_allocator()
-        while not self._ending.is_set():
-            self._reconsider.clear()
-            try:
-                allocator.set_nodes(self._control.present_nodes())
-                allocator.run_once()
-                if self._autoscaler is not None and allocator.adjust(self._autoscaler):
-                    self._reconsider.set()
-                self._store.prune(time.time())
-            except Exception:  # a thread that dies would leave all jobs where they are for ever
-                if self._stopping:
-                    return
-                _LOG.exception("the allocator failed; it goes on at the next occasion")
-            self._reconsider.wait(self._interval)
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(
+            self._store,
+            self._control.heartbeats,
+            self._executor.handle,
+            ending=self._ending,
+            silence_limit=self._silence_limit,
+        )
 
     def _note_nodes(self, plan: NodePlan) -> None:
         data = {"desired": plan.num_nodes, "drain": plan.drain, "release": plan.release}
         self._store.add_event("autoscaling", data)
 
-    def _make_allocator(self) -> Allocator:
-        return Allocator(
+    def _allocation(self) -> AllocationLoop:
+        allocator = Allocator(
             self._store,
             self._nodes,
             self._strategy,
             carry_out=self._carry_out,
             restart_seconds=self._restart_seconds,
+            meters=self._meters,
+        )
+        return AllocationLoop(
+            allocator,
+            self._control.present_nodes,
+            interval=self._interval,
+            reconsider=self._reconsider,
+            ending=self._ending,
+            autoscaler=self._autoscaler,
         )
 
     def _carry_out(self, name: str, event: Allocate) -> None:
@@ -374,17 +394,3 @@ class Scheduler:
         with self._deciding:
             if not self._stopping:
                 self._executor.handle(name, event)
-
-    # How it ends
-
-    def _stop_jobs(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Ask all jobs to save and end, and wait until they have, as long as there is patience."""
-        self._executor.limit_grace(grace)
-        for job in self._store.jobs():
-            self._executor.handle(job.name, Shutdown())
-        deadline = time.monotonic() + grace + STOP_PATIENCE
-        while self._backend.running() and time.monotonic() < deadline and not hurry():
-            time.sleep(POLL_INTERVAL)
-
-    def _workload(self, job: JobRecord) -> Workload:
-        return workload(job, self._environment)

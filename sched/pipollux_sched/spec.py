@@ -185,11 +185,18 @@ class JobSpec(_Spec):
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
     """Per replica, besides its slots."""
+    resources_per_stage: ResourceSpec = Field(
+        default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
+    )
+    """Per stage of a replica, besides its slot and added to `resources`; grows with K."""
     environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
         default={}, description="a mapping of texts to texts"
     )
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
     """The folder that the script runs in; None: the one that the scheduler was started in."""
+    checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
+    """Where the job saves, for itself alone, as every node sees it; None: where the scheduler keeps
+    its state."""
     max_restarts: int = Field(
         default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
     )

@@ -88,6 +88,8 @@ def _text(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
             return f"the field {spell_value(place[-1])} is not a text; put it in quotes"
         case "greater_than_equal" | "less_than_equal" | "literal_error" | "string_type":
             pass
+        case "string_pattern_mismatch" | "string_too_long":
+            pass
         case kind if not kind.endswith(("_type", "_from_float")):
             return f"{spell_value(details['input'])} is not allowed: {details['msg']}"
     return f"{spell_value(details['input'])} is not allowed; it must be " + _expected(

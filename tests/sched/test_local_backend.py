@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pipollux_sched.backend import BackendError, LocalBackend, Node, Workload
+from pipollux_sched.backend.environment import Devices
 from pipollux_sched.backend.replica_log import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
@@ -180,13 +181,11 @@ def test_impossible_allocations_are_refused(backend: LocalBackend) -> None:
     assert backend.running() == {}
 
 
-def test_gpus_are_shared_out_among_nodes(
-    state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_shared_out_among_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica sees the GPUs of its own slots, numbered from 0."""
     nodes = {"node-a": Node(2, "gpu"), "cpus": Node(8, "cpu"), "node-b": Node(2, "gpu")}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    devices = LocalBackend(nodes, state_dir)._devices("node-b", (0, 1))
+    devices = Devices(nodes).of("node-b", (0, 1))
     assert devices == {"PIPOLLUX_DEVICES": "cuda:0,cuda:1", "CUDA_VISIBLE_DEVICES": "6,7"}
 
 

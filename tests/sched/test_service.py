@@ -91,7 +91,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
         scheduler.submit(toy("bad", "--fail-at", "2", max_restarts=1))
         assert scheduler.wait(lambda jobs: all(j.phase.ended for j in jobs.values()), timeout=60)
         good, bad = scheduler.jobs()["good"], scheduler.jobs()["bad"]
-        assert scheduler.cluster()["nodes"]["node-a"]["free"] == 2
+        assert scheduler.control.cluster()["nodes"]["node-a"]["free"] == 2
     assert good.phase is Phase.COMPLETE
     assert (bad.phase, bad.state.failures) == (Phase.FAILED, 2)
     first, *_, last = bad.state.message.splitlines()

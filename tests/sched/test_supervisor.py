@@ -3,109 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from pipollux_sched.http_server import HttpServer, HttpServerError
-from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
-from pipollux_sched.spec import JobSpec
-from pipollux_sched.store import JobRecord, StateDir, Store
-from pipollux_sched.supervisor import BODY_LIMIT, create_app
-
-POINT = {
-    "time": 1.0,
-    "step": 7,
-    "epoch": 0,
-    "samples": 56,
-    "loss": 0.5,
-    "batchSize": 8,
-    "atomicBsz": 8,
-    "accumSteps": 0,
-    "numReplicas": 1,
-    "stepTime": 0.1,
-    "predictedStepTime": None,
-    "goodput": None,
-    "efficiency": None,
-}
-TIMELINE = {
-    "step": 7,
-    "numStages": 1,
-    "numMicrobatches": 1,
-    "events": [[0, 0, "forward", 0.0, 0.1], [0, 0, "backward", 0.1, 0.3]],
-}
-
-
-class StoreOnly:
-    """Carries out what the supervisor asks for as far as the store goes; starts no process."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.has_settled: list[str] = []
-
-    def submit(self, spec: JobSpec) -> JobRecord:
-        data = spec.model_dump(mode="json")
-        return self.store.submit(spec.name, data, f"token of {spec.name}", spec.max_restarts).job
-
-    def cancel(self, name: str) -> JobRecord:
-        return self.store.transition(name, Cancel()).job
-
-    def cluster(self) -> Mapping[str, Any]:
-        return {"nodes": {"node-a": {"slots": 2, "kind": "cpu", "free": 2}}, "policy": "none"}
-
-    def settled(self, name: str) -> None:
-        self.has_settled.append(name)
-
-
-class Service:
-    """A supervisor that listens, with one job of generation 1 on node-a."""
-
-    def __init__(self, directory: Path) -> None:
-        self.state_dir = StateDir(directory)
-        self.store = Store(self.state_dir.database, create=True)
-        self.control = StoreOnly(self.store)
-        app = create_app(
-            self.store, self.control, state_dir=self.state_dir, admin_token="admin token"
-        )
-        self.server = HttpServer(app, "127.0.0.1", 0)
-        self.server.start()
-        self.admin = self.client("admin token")
-        self.admin.post("/jobs", json={"name": "toy", "script": "toy.py"}).raise_for_status()
-        self.store.transition("toy", Allocate(["node-a"], "it is free"))
-        self.job = self.client("token of toy")
-
-    def client(self, token: str | None) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return httpx.Client(base_url=self.server.url, headers=headers, trust_env=False, timeout=30)
-
-    def close(self) -> None:
-        self.admin.close()
-        self.job.close()
-        self.server.stop()
-        self.store.close()
+from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from pipollux_sched.supervisor import BODY_LIMIT
+from tests.sched.supervised import SCRIPT, TIMELINE, Service, detail, report
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("state"))
-    yield service
-    service.close()
-
-
-def report(generation: int = 1, **changes: object) -> dict[str, object]:
-    point = {**POINT, **changes}
-    return {"generation": generation, "numEpochs": 3, "points": [point], "timeline": TIMELINE}
-
-
-def detail(response: httpx.Response) -> str:
-    """The one sentence of a refusal."""
-    text = response.json()["detail"]
-    assert isinstance(text, str)
-    assert "\n" not in text
-    return text
+    with Service(tmp_path_factory.mktemp("state")) as service:
+        service.job = service.submit("toy", ["node-a"])
+        yield service
 
 
 def test_health_needs_no_token(service: Service) -> None:
@@ -114,14 +26,14 @@ def test_health_needs_no_token(service: Service) -> None:
 
 
 def test_a_job_reports_and_hints(service: Service) -> None:
+    before = service.store.last_event()
     hints = {"initBatchSize": 8, "maxBatchSize": 64, "maxProfiledReplicas": 1}
     assert service.job.put("/jobs/toy/hints?generation=1", json=hints).status_code == 204
     assert service.job.post("/jobs/toy/reports", json=report()).status_code == 204
-    assert service.control.has_settled == ["toy"]
     assert service.store.hints()["toy"]["maxBatchSize"] == 64
     assert service.store.last_points()["toy"].loss == 0.5
     assert service.store.job("toy").state.reason == "Training"
-    events = service.admin.get("/events?after=2").json()
+    events = service.admin.get(f"/events?after={before}").json()
     assert [event["type"] for event in events] == ["hints", "first_step", "progress", "timeline"]
     assert events[2]["num_epochs"] == 3
     assert events[3]["events"] == TIMELINE["events"]
@@ -143,6 +55,15 @@ def test_a_job_reports_and_hints(service: Service) -> None:
         ("GET", "/jobs/toy/logs"),
         ("GET", "/events"),
         ("GET", "/cluster"),
+        ("POST", "/jobs/toy/heartbeats"),
+        ("POST", "/jobs/toy/replicas"),
+        ("GET", "/jobs/toy/replicas?generation=1"),
+        ("POST", "/jobs/toy/suspend"),
+        ("POST", "/jobs/toy/resume"),
+        ("GET", "/nodes"),
+        ("PUT", "/nodes/node-a"),
+        ("GET", "/events/stream"),
+        ("GET", "/metrics"),
     ],
 )
 @pytest.mark.parametrize("token", [None, "wrong token", "tökén"])
@@ -157,26 +78,33 @@ def test_wrong_tokens_open_nothing(
 
 
 def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
-    service.admin.post("/jobs", json={"name": "other", "script": "toy.py"}).raise_for_status()
-    with service.client("token of other") as other:
+    with service.submit("other") as other:
         assert other.put("/jobs/toy/hints?generation=1", json={}).status_code == 401
         assert other.post("/jobs/toy/reports", json=report()).status_code == 401
-        for path in ("/jobs", "/jobs/other", "/events", "/cluster"):
+        for path in ("/jobs", "/jobs/other", "/events", "/cluster", "/nodes", "/metrics"):
             assert other.get(path).status_code == 401
         assert other.delete("/jobs/other").status_code == 401
 
 
+def test_a_first_step_lets_the_jobs_that_wait_be_weighed(service: Service) -> None:
+    job = service.submit("settling", ["node-a"])
+    service.submit("waiting")
+    service.store.transition("waiting", Allocate((), "there is no room"))
+    before = service.num_reconsidered
+    for _ in range(2):
+        assert job.post("/jobs/settling/reports", json=report()).status_code == 204
+    assert service.num_reconsidered == before + 1
+
+
 def test_generations_that_are_gone_are_refused(service: Service) -> None:
-    service.admin.post("/jobs", json={"name": "moved", "script": "toy.py"}).raise_for_status()
-    service.store.transition("moved", Allocate(["node-a"], "it is free"))
+    moved = service.submit("moved", ["node-a"])
     service.store.transition("moved", Allocate(["node-b"], "it is better"))
     service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
-    with service.client("token of moved") as moved:
-        response = moved.put("/jobs/moved/hints?generation=1", json={})
-        assert response.status_code == 409
-        assert "generation 1 of job 'moved' is not the present one (2)" in detail(response)
-        assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
-        assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 204
+    response = moved.put("/jobs/moved/hints?generation=1", json={})
+    assert response.status_code == 409
+    assert "generation 1 of job 'moved' is not the present one (2)" in detail(response)
+    assert moved.post("/jobs/moved/reports", json=report(1)).status_code == 409
+    assert moved.post("/jobs/moved/reports", json=report(2)).status_code == 204
 
 
 HUGE = "x" * 10_000_000
@@ -239,7 +167,7 @@ def test_jobs_that_make_no_sense(service: Service) -> None:
     response = service.admin.post("/jobs", json={"name": "Toy", "script": "toy.py"})
     assert response.status_code == 422
     assert "'Toy' is not a name" in detail(response)
-    response = service.admin.post("/jobs", json={"name": "toy", "script": "toy.py"})
+    response = service.admin.post("/jobs", json={"name": "toy", "script": SCRIPT})
     assert response.status_code == 409
     assert "'toy' is already there" in detail(response)
     for response in (service.admin.get("/jobs/tyo"), service.admin.delete("/jobs/tyo")):
@@ -263,4 +191,4 @@ def test_a_port_that_is_taken(service: Service) -> None:
     with pytest.raises(
         HttpServerError, match=rf"cannot listen on 127.0.0.1:{port}.*another --port"
     ):
-        HttpServer(create_app, "127.0.0.1", port)
+        HttpServer(service.app, "127.0.0.1", port)

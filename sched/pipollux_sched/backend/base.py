@@ -49,6 +49,8 @@ class Workload:
     """Added to the environment of the processes."""
     directory: Path | None = None
     """Working directory; None: that of the scheduler."""
+    checkpoints: Path | None = None
+    """Where it saves; None: in the state directory."""
 
 
 class Report(NamedTuple):
@@ -120,8 +122,23 @@ class Backend(ABC):
         """Return what runs, by job."""
 
     @abstractmethod
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
+        """Look after a generation that an earlier scheduler of the same state directory launched.
+
+        Whether it still runs or has ended meanwhile, `poll` reports its `Exited` as of any other.
+
+        Args:
+            job: its name.
+            generation: which launch.
+            supervisor_url: where this scheduler is told things.
+
+        Returns:
+            False where it was not launched, or not wholly, or cannot be looked after.
+        """
+
+    @abstractmethod
     def recover(self, grace: float) -> list[str]:
-        """End what an earlier scheduler of the same state directory left running.
+        """End what an earlier scheduler of the same state directory left, but for what is adopted.
 
         Returns:
             One line for each process that was found.

@@ -3,15 +3,17 @@
 A virtual node is a name and a number of slots. A slot of a CPU node is a CPU device of one thread;
 a slot of a GPU node is one GPU, and the GPU nodes share out the machine's GPUs in the order in
 which they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
+
+The processes do not depend on the scheduler that started them: when it is killed they go on, and
+the next scheduler of the state directory adopts them.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -21,24 +23,15 @@ from pipollux_sched.store import StateDir
 
 from . import processes
 from .base import Backend, BackendError, Node, Report, Running, Workload
+from .environment import Devices, marks, replica_environment
+from .launch import LaunchRecord, drop_earlier, status_files
 from .replica_group import ReplicaGroup
+from .replica_process import ReplicaProcess
 from .slots import SlotLedger
+from .starting import free_port, start
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
-
-_INHERITED_NOT = ("PIPOLLUX_", "TORCHELASTIC_", "PET_")
-_INHERITED_NEITHER = frozenset(
-    (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-)
 
 
 class _Pending(NamedTuple):
@@ -56,7 +49,6 @@ class LocalBackend(Backend):
         nodes: the virtual nodes.
         state_dir: where the jobs' logs and checkpoints go.
         grace: seconds that a generation has to save when a newer one takes its place.
-        instance: tells the processes of this backend from those of earlier ones.
     """
 
     name = "local"
@@ -67,14 +59,12 @@ class LocalBackend(Backend):
         state_dir: StateDir,
         *,
         grace: float = STOP_GRACE,
-        instance: str | None = None,
     ) -> None:
         self._nodes = dict(nodes)
         self._state_dir = state_dir
         self._grace = grace
-        self._instance = instance or uuid.uuid4().hex
         self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
-        self._first_gpu = _first_gpus(nodes)
+        self._devices = Devices(nodes)
         self._groups: dict[str, ReplicaGroup] = {}
         self._pending: dict[str, _Pending] = {}
         self._reports: list[Report] = []
@@ -152,20 +142,40 @@ class LocalBackend(Backend):
             }
             return waiting | there
 
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
+        """Look after a generation that an earlier scheduler launched: see `Backend`."""
+        folder = self._state_dir.launch(job, generation)
+        launch = LaunchRecord.read(folder)
+        if launch is None or (launch.job, launch.generation) != (job, generation):
+            return False
+        replicas = [ReplicaProcess(path) for path in status_files(folder, len(launch.nodes))]
+        if not all(replica.pid for replica in replicas):
+            return False  # the scheduler died while it started them
+        reports_here = launch.supervisor_url == supervisor_url
+        if not reports_here and any(replica.poll() is None for replica in replicas):
+            return False  # nothing would ever be heard of them
+        with self._lock:
+            if not self._has_same_slots(launch):
+                return False
+            self._groups[job] = self._group(launch, replicas)
+        return True
+
     def recover(self, grace: float) -> list[str]:
-        """End what an earlier scheduler of the same state directory left running."""
-        own, place = self._instance, str(self._state_dir.path)
+        """End what an earlier scheduler left running, but for what was adopted."""
+        place = str(self._state_dir.path)
+        with self._lock:
+            adopted = {(job, str(group.generation)) for job, group in self._groups.items()}
 
-        def of_another(environment: Mapping[str, str]) -> bool:
-            instance = environment.get("PIPOLLUX_INSTANCE")
+        def left_behind(environment: Mapping[str, str]) -> bool:
+            launch = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
             here = environment.get("PIPOLLUX_STATE_DIR") == place
-            return here and instance is not None and instance != own
+            return here and launch[1] is not None and launch not in adopted
 
-        found = [_describe(process) for process in processes.marked(of_another)]
-        if found and not processes.end(lambda: processes.marked(of_another), grace):
+        found = [_describe(process) for process in processes.marked(left_behind)]
+        if found and not processes.end(lambda: processes.marked(left_behind), grace):
             raise BackendError(
                 f"processes that an earlier scheduler of {place} left behind cannot be ended: "
-                + "; ".join(_describe(process) for process in processes.marked(of_another))
+                + "; ".join(_describe(process) for process in processes.marked(left_behind))
             )
         return found
 
@@ -203,86 +213,57 @@ class LocalBackend(Backend):
         self._reports.append(Report(job, started))
 
     def _launch(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
+        """Start a generation: what it is to be is on the disk before its first process is there."""
         workload, generation, nodes = pending
-        logs = [self._state_dir.log(workload.job, generation, r) for r in range(len(nodes))]
-        checkpoints = self._state_dir.checkpoints(workload.job)
-        checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
-        logs[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        marks = self._marks(workload.job, generation)
+        launch = LaunchRecord(
+            job=workload.job,
+            generation=generation,
+            nodes=nodes,
+            slots=tuple(slots),
+            devices=tuple(map(self._devices.of, nodes, slots)),
+            port=free_port(),
+            supervisor_url=workload.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
+            checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job),
+        )
+        folder = self._state_dir.launch(workload.job, generation)
+        logs = self._logs(launch)
+        for needed in (launch.checkpoints, logs[0].parent, folder):
+            needed.mkdir(mode=0o700, parents=True, exist_ok=True)
+        drop_earlier(folder, list(folder.parent.iterdir()))
+        launch.write(folder)
+        place = str(self._state_dir.path)
+        replicas = start(
+            workload,
+            launch,
+            folder=folder,
+            logs=logs,
+            environments=[
+                replica_environment(workload, launch, replica, place)
+                for replica in range(len(nodes))
+            ],
+        )
+        return self._group(launch, replicas)
+
+    def _group(self, launch: LaunchRecord, replicas: Sequence[ReplicaProcess]) -> ReplicaGroup:
+        wanted = marks(str(self._state_dir.path), launch.job, launch.generation).items()
 
         def find_marked() -> set[psutil.Process]:
-            return processes.marked(lambda environment: marks.items() <= environment.items())
+            return processes.marked(lambda environment: wanted <= environment.items())
 
-        return ReplicaGroup(
-            workload,
-            generation,
-            nodes,
-            environments=[
-                self._environment(pending, node, held)
-                for node, held in zip(nodes, slots, strict=True)
-            ],
-            logs=logs,
-            checkpoints=checkpoints,
-            find_marked=find_marked,
-        )
+        return ReplicaGroup(launch, replicas, logs=self._logs(launch), find_marked=find_marked)
 
-    def _marks(self, job: str, generation: int) -> dict[str, str]:
-        """What tells the processes of one generation from all others."""
-        return {
-            "PIPOLLUX_INSTANCE": self._instance,
-            "PIPOLLUX_JOB_ID": job,
-            "PIPOLLUX_GENERATION": str(generation),
-        }
+    def _logs(self, launch: LaunchRecord) -> list[Path]:
+        replicas = range(len(launch.nodes))
+        return [self._state_dir.log(launch.job, launch.generation, r) for r in replicas]
 
-    def _environment(self, pending: _Pending, node: str, slots: tuple[int, ...]) -> dict[str, str]:
-        """Return the whole environment of one replica."""
-        workload, generation, nodes = pending
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_INHERITED_NOT) and name not in _INHERITED_NEITHER
-        }
-        return {
-            **inherited,
-            "PYTHONUNBUFFERED": "1",
-            # How long a replica may take to save is decided here, not by torchrun.
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
-            **self._devices(node, slots),
-            **workload.environment,
-            **self._marks(workload.job, generation),
-            "PIPOLLUX_STATE_DIR": str(self._state_dir.path),
-            "PIPOLLUX_CHECKPOINT_DIR": str(self._state_dir.checkpoints(workload.job)),
-            "PIPOLLUX_NUM_NODES": str(len(set(nodes))),
-            "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
-        }
-
-    def _devices(self, node: str, slots: tuple[int, ...]) -> dict[str, str]:
-        """Name the devices of a replica, and hide all others from it."""
-        if self._nodes[node].kind == "cpu":
-            return {
-                "PIPOLLUX_DEVICES": ",".join(["cpu"] * len(slots)),
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "MKL_NUM_THREADS": "1",
-            }
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        indices = [self._first_gpu[node] + slot for slot in slots]
-        return {
-            "PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(len(slots))),
-            "CUDA_VISIBLE_DEVICES": ",".join(
-                visible[index] if index < len(visible) else str(index) for index in indices
-            ),
-        }
-
-
-def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Share out the machine's GPUs: the index of each GPU node's first one."""
-    first, shared = 0, {}
-    for name, node in nodes.items():
-        if node.kind == "gpu":
-            shared[name] = first
-            first += node.slots
-    return shared
+    def _has_same_slots(self, launch: LaunchRecord) -> bool:
+        """Take the slots of a launch again, if the cluster has them still, on the same devices."""
+        if not all(name in self._nodes for name in launch.nodes):
+            return False
+        devices = tuple(map(self._devices.of, launch.nodes, launch.slots))
+        if devices != launch.devices:
+            return False
+        return self._ledger.restore(launch.job, launch.nodes, launch.slots)
 
 
 def _describe(process: psutil.Process) -> str:

@@ -4,32 +4,29 @@ torchrun's elastic mode is not used: a change of membership restarts every worke
 generation gets agents of its own, a port of its own, and no restarts. As the agents end with
 status 1 whenever they were asked to stop, a clean stop is told by the marker that rank 0 writes
 beside its checkpoint: ``stopped.json``, with the number of the generation.
+
+A group is the same whether this scheduler started its processes (`start`) or found them running.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from pipollux_sched.lifecycle import Exited, Outcome
 
-from .base import Workload
+from .launch import LaunchRecord
 from .processes import descendants, kill
 from .replica_log import last_words
+from .replica_process import ReplicaProcess
 
 FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end when one has failed; they cannot save any more."""
-_PORTS = range(20_000, 32_000)
 LINGER = 1.0
 """Seconds that what an agent left behind has to end before it is killed."""
 
@@ -38,54 +35,37 @@ class ReplicaGroup:
     """The running processes of one generation.
 
     Args:
-        workload: what they run.
-        generation: number of this launch.
-        nodes: node of each replica.
-        environments: complete environment of each replica.
+        launch: what it was launched as.
+        replicas: its processes, in the order of replicas.
         logs: file that takes what each replica prints.
-        checkpoints: where the job saves, and rank 0 leaves its marker.
         find_marked: finds the living processes of this generation by their environment.
-
-    Raises:
-        OSError: a process could not be started; none is left.
     """
 
     def __init__(
         self,
-        workload: Workload,
-        generation: int,
-        nodes: Sequence[str],
+        launch: LaunchRecord,
+        replicas: Sequence[ReplicaProcess],
         *,
-        environments: Sequence[Mapping[str, str]],
         logs: Sequence[Path],
-        checkpoints: Path,
         find_marked: Callable[[], set[psutil.Process]],
     ) -> None:
-        self.generation = generation
-        self.nodes = tuple(nodes)
-        self.port = free_port()
+        self.generation = launch.generation
+        self.nodes = launch.nodes
+        self.port = launch.port
         self._logs = list(logs)
-        self._checkpoints = checkpoints
+        self._checkpoints = launch.checkpoints
         self._find_marked = find_marked
-        self._agents: list[subprocess.Popen[bytes]] = []
+        self._replicas = list(replicas)
         self._deadline: float | None = None
         self._grace = 0.0
         self._asked = False
         self._failed: int | None = None
         self._killed = ""
-        try:
-            for replica, environment in enumerate(environments):
-                self._agents.append(self._start(workload, replica, environment))
-        except OSError:
-            self.kill()
-            for agent in self._agents:
-                agent.wait(timeout=10)
-            raise
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the agents, in the order of replicas."""
-        return tuple(agent.pid for agent in self._agents)
+        """Process ids of the agents' parents, in the order of replicas."""
+        return tuple(replica.pid for replica in self._replicas)
 
     def stop(self, grace: float) -> None:
         """Ask all replicas to save and end; `poll` kills what is left after `grace` seconds."""
@@ -97,7 +77,7 @@ class ReplicaGroup:
 
     def poll(self) -> Exited | None:
         """Carry on; return how the generation ended, None as long as something of it is left."""
-        codes = [agent.poll() for agent in self._agents]
+        codes = [replica.poll() for replica in self._replicas]
         self._notice_failure(codes)
         over = all(code is not None for code in codes)
         if over:
@@ -119,35 +99,14 @@ class ReplicaGroup:
         kill(self._processes())
         self._signal(signal.SIGKILL)
 
-    def _start(
-        self, workload: Workload, replica: int, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            f"--nnodes={len(self.nodes)}",
-            f"--node-rank={replica}",
-            "--nproc-per-node=1",
-            "--master-addr=127.0.0.1",
-            f"--master-port={self.port}",
-            "--max-restarts=0",
-            str(workload.script),
-            *workload.args,
-        ]
-        with self._logs[replica].open("ab") as log:
-            return subprocess.Popen(
-                command,
-                env=dict(environment),
-                cwd=workload.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of processes that were killed, `timeout` seconds for each."""
+        for replica in self._replicas:
+            replica.wait(timeout)
 
     def _signal(self, number: signal.Signals) -> None:
-        for agent in self._agents:
-            with suppress(ProcessLookupError):
-                agent.send_signal(number)
+        for replica in self._replicas:
+            replica.signal(number)
 
     def _end_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -163,7 +122,7 @@ class ReplicaGroup:
             self._end_within(FAILURE_GRACE)
 
     def _processes(self) -> set[psutil.Process]:
-        alive = [agent.pid for agent in self._agents if agent.poll() is None]
+        alive = [replica.pid for replica in self._replicas if replica.poll() is None]
         return descendants(alive) | self._find_marked()
 
     def _exited(self, codes: Sequence[int]) -> Exited:
@@ -204,17 +163,3 @@ class ReplicaGroup:
             return int(marker["step"]) if marker["generation"] == self.generation else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nobody uses at the moment.
-
-    It lies below the range that outgoing connections get theirs from, so that none of them can take
-    it in the second until torchrun listens.
-    """
-    for _ in range(100):
-        port = secrets.choice(_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} seems to be free")

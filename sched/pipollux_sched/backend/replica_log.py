@@ -47,14 +47,21 @@ class LastWords(NamedTuple):
 
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a file, fewer when it is short, none when it cannot be read."""
+    tail = _tail(path, _READ_LIMIT)
+    if len(tail) < _READ_LIMIT:  # a log that was just moved aside ends in the one before
+        tail = _tail(path.with_name(path.name + ".1"), _READ_LIMIT - len(tail)) + tail
+    return tail.decode("utf-8", "replace").splitlines()[-count:] if count > 0 else []
+
+
+def _tail(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file; none where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(file.tell() - _READ_LIMIT, 0))
-            text = file.read().decode("utf-8", "replace")
+            file.seek(max(file.tell() - size, 0))
+            return file.read()
     except OSError:
-        return []
-    return text.splitlines()[-count:] if count > 0 else []
+        return b""
 
 
 def last_words(path: Path, count: int = 20) -> LastWords:

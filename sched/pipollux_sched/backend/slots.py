@@ -49,6 +49,18 @@ class SlotLedger:
         self._held[holder] = list(zip(nodes, taken, strict=True))
         return taken
 
+    def restore(self, holder: str, nodes: Sequence[str], slots: Sequence[tuple[int, ...]]) -> bool:
+        """Give a holder the very slots that it had; False, and nothing given, if it cannot be."""
+        held = list(zip(nodes, slots, strict=True))
+        wanted = [(name, slot) for name, taken in held for slot in taken]
+        free = all(slot in self._free.get(name, ()) for name, slot in wanted)
+        if holder in self._held or not free or len(set(wanted)) < len(wanted):
+            return False
+        for name, slot in wanted:
+            self._free[name].discard(slot)
+        self._held[holder] = held
+        return True
+
     def release(self, holder: str) -> None:
         """Take back all that `holder` has."""
         for name, slots in self._held.pop(holder, []):

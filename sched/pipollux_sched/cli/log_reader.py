@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pipollux_sched.store import StateDir
@@ -63,8 +64,17 @@ class LogReader:
         return [entry for entry in found if self._replica in (None, entry[1])]
 
     def _new_lines(self, path: Path) -> Iterator[str]:
-        with path.open("rb") as file:
-            file.seek(self._offsets.setdefault(path, 0))
+        offset = self._offsets.setdefault(path, 0)
+        if path.stat().st_size < offset:  # it was moved aside, and is written from its beginning on
+            with suppress(FileNotFoundError):
+                yield from self._lines_of(path.with_name(path.name + ".1"), path)
+            self._offsets[path] = 0
+        yield from self._lines_of(path, path)
+
+    def _lines_of(self, file_path: Path, path: Path) -> Iterator[str]:
+        """Return the lines of a file from where the log `path` was left."""
+        with file_path.open("rb") as file:
+            file.seek(self._offsets[path])
             while chunk := file.read(_CHUNK):
                 self._offsets[path] += len(chunk)
                 *lines, begun = (self._begun.get(path, b"") + chunk).split(b"\n")

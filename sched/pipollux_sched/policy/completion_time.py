@@ -17,7 +17,9 @@ is how fast the time that jobs have still to spend in the cluster goes down. Sym
     w_j     u_j · rank_j^a        0 <= a <= 1
     D_j     seconds that a start or restart of job j takes, measured
     H_j     seconds for which the job is going to use what it gets: what it has left on that
-            allocation, or `horizon` if that is less, as allocations change
+            allocation, or what an allocation lasts if that is less, as allocations change. It is
+            taken to last as long as the job's have until now on average, age / (restarts + 1), as
+            Pollux's own restart penalty has it, and at least `horizon`
 
 rank_j is the number of jobs that wait for a second of job j's work if the shorter are served first:
 with a = 1 and speedups that are straight lines the greatest sum is the shortest remaining
@@ -57,7 +59,7 @@ class CompletionTime:
     rank_power: float = 0.75
     """a."""
     horizon: float = 300.0
-    """The most seconds for which an allocation is taken to last."""
+    """The least seconds for which an allocation is taken to last."""
     part: float = 0.1
     """Share of its life for which every job holds something."""
     patience: float = 600.0
@@ -125,7 +127,8 @@ class _Worth:
         work = np.inf if info.remaining_work is None else info.remaining_work
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(speedups > 0, work / speedups, np.inf)
-        used = np.minimum(left, self._knobs.horizon)
+        lasts = max(self._knobs.horizon, info.age / (info.num_restarts + 1))
+        used = np.minimum(left, lasts)
         return np.divide(used, used + info.restart_seconds, out=np.ones_like(used), where=used > 0)
 
     def _starves(self, options: JobOptions) -> bool:

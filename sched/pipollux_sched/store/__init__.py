@@ -13,19 +13,26 @@ from .errors import (
     UnknownNodeError,
 )
 from .journal import Change
+from .overview import LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
+from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .state_dir import ServerInfo, StateDir, StateDirError
 from .store import Store, moving_average
 
 __all__ = [
     "Change",
     "ConflictError",
+    "Discovery",
     "GenerationRecord",
     "JobExistsError",
     "JobRecord",
+    "LaunchCounts",
     "NodeCondition",
     "NodeRecord",
+    "NoisePoint",
+    "Overview",
     "Point",
+    "ReplicaAddresses",
     "ServerInfo",
     "StaleGenerationError",
     "StateDir",
@@ -37,5 +44,6 @@ __all__ = [
     "Timeline",
     "UnknownJobError",
     "UnknownNodeError",
+    "UnknownReplicaError",
     "moving_average",
 ]

@@ -5,6 +5,7 @@
 <state dir>/lock                            held by the scheduler that serves this directory
 <state dir>/server.json                     where it listens, and its admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          what the job saved
+<state dir>/jobs/NAME/launches/gen-G/       what was launched last, and how its processes are
 <state dir>/jobs/NAME/logs/gen-G-replica-R.log
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.write_aside import PRIVATE, write_aside
@@ -46,6 +48,11 @@ class ServerInfo:
     pid: int
     token: str
     """The admin token."""
+
+    @property
+    def port(self) -> int:
+        """The port of the URL."""
+        return urlsplit(self.url).port or 80
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,10 @@ class StateDir:
     def checkpoints(self, name: str) -> Path:
         """Return the directory of a job's checkpoints."""
         return self.job(name) / "checkpoints"
+
+    def launch(self, name: str, generation: int) -> Path:
+        """Return the directory of what is known of a launch and its processes."""
+        return self.job(name) / "launches" / f"gen-{generation}"
 
     def log(self, name: str, generation: int, replica: int) -> Path:
         """Return the file that takes what one replica of one generation prints."""

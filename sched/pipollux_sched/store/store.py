@@ -15,15 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import case, func, select
+from sqlalchemy import case, func, or_, select
 from sqlalchemy.orm import aliased
 
-from pipollux_sched.lifecycle import Event, FirstStep, JobState, Submit
+from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Phase, Submit
 
 from . import journal, retention
 from .database import Database
 from .errors import JobExistsError, UnknownNodeError
 from .journal import Change
+from .overview import Overview
 from .records import (
     GenerationRecord,
     JobRecord,
@@ -36,6 +37,7 @@ from .records import (
     node_record,
     write_job_state,
 )
+from .replicas import ReplicaAddresses
 from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
 
 RESTART_WEIGHT = 0.3
@@ -68,6 +70,10 @@ class Store:
     ) -> None:
         self._database = Database(where, create=create)
         self._clock = clock
+        self.replicas = ReplicaAddresses(self._database, clock)
+        """Where the replicas of running jobs can be reached."""
+        self.overview = Overview(self._database)
+        """Figures over many jobs, and curves of one."""
 
     def claim(self) -> None:
         """Be the one scheduler that serves the store, until it is closed.
@@ -166,6 +172,17 @@ class Store:
             return journal.advance_job(
                 session, journal.find_job(session, name), event, self._clock()
             )
+
+    def overdue(self) -> list[JobRecord]:
+        """Return the jobs whose deadline has passed and that have neither ended nor been told."""
+        final = (Intent.CANCEL.value, Intent.EXPIRE.value)
+        query = select(JobRow).where(
+            JobRow.deadline_at <= self._clock(),
+            JobRow.phase.not_in([phase.value for phase in Phase if phase.ended]),
+            or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
+        )
+        with self._database.read() as session:
+            return [job_record(row) for row in session.scalars(query)]
 
     # What jobs say
 

@@ -149,3 +149,15 @@ class NodeRow(Base):
     condition: Mapped[str]
     reason: Mapped[str]
     since: Mapped[float]
+
+
+class ReplicaRow(Base):
+    """Where a replica of a job's present generation can be reached."""
+
+    __tablename__ = "replicas"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    replica: Mapped[int] = mapped_column(primary_key=True)
+    address: Mapped[str]
+    time: Mapped[float]

@@ -2,6 +2,7 @@
 
 * `generations.num_replicas`, so that slots are counted without reading JSON in SQL;
 * the index of events by job holds their ids, as one that is not SQLite's would not;
+* `replicas`, where replicas say under which address the others reach them;
 * `meta.schema_version` is what versions before alembic look at: they refuse this store by it.
 """
 
@@ -28,6 +29,14 @@ def upgrade() -> None:
             sa.text("UPDATE generations SET num_replicas = :replicas WHERE id = :id"),
             [{"id": row.id, "replicas": len(json.loads(row.nodes))} for row in rows],
         )
+    op.create_table(
+        "replicas",
+        sa.Column("job", sa.String(), sa.ForeignKey("jobs.name"), primary_key=True),
+        sa.Column("generation", sa.Integer(), primary_key=True),
+        sa.Column("replica", sa.Integer(), primary_key=True),
+        sa.Column("address", sa.String(), nullable=False),
+        sa.Column("time", sa.Float(), nullable=False),
+    )
     op.drop_index("events_by_job", table_name="events")
     op.create_index("events_by_job", "events", ["job", "type", "id"])
     op.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")

@@ -1,0 +1,61 @@
+"""The thread that decides: at every interval, and whenever something has changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from .allocator import Allocator
+from .autoscaler import Autoscaler
+from .strategy import Nodes
+
+_LOG = logging.getLogger(__name__)
+
+
+class AllocationLoop:
+    """Lets the allocator decide again and again, one decision at a time.
+
+    Args:
+        allocator: decides on all jobs.
+        nodes: tells the nodes as they are now.
+        interval: seconds between two decisions.
+        reconsider: set when a job or node has changed, so that a decision is due at once.
+        ending: set when the scheduler ends.
+        autoscaler: looks after the number of nodes; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        nodes: Callable[[], Nodes],
+        *,
+        interval: float,
+        reconsider: threading.Event,
+        ending: threading.Event,
+        autoscaler: Autoscaler | None = None,
+    ) -> None:
+        self._allocator = allocator
+        self._nodes = nodes
+        self._interval = interval
+        self._reconsider = reconsider
+        self._ending = ending
+        self._autoscaler = autoscaler
+
+    def run(self) -> None:
+        """Decide until the scheduler ends; what fails is logged, and tried again when it is due."""
+        while not self._ending.is_set():
+            self._reconsider.clear()
+            try:
+                self._decide()
+            except Exception:  # a thread that dies would leave all jobs where they are for ever
+                if self._ending.is_set():
+                    return
+                _LOG.exception("the allocator failed; it goes on at the next occasion")
+            self._reconsider.wait(self._interval)
+
+    def _decide(self) -> None:
+        self._allocator.set_nodes(self._nodes())
+        self._allocator.run_once()
+        if self._autoscaler is not None and self._allocator.adjust(self._autoscaler):
+            self._reconsider.set()

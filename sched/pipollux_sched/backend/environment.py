@@ -1,0 +1,94 @@
+"""What the processes of a replica find in their environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from .base import Node, Workload
+from .launch import LaunchRecord
+
+_INHERITED_NOT = ("PIPOLLUX_", "TORCHELASTIC_", "PET_")
+_INHERITED_NEITHER = frozenset(
+    (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+)
+
+
+class Devices:
+    """Which devices a replica may use, told by environment variables.
+
+    Args:
+        nodes: all nodes of the cluster; its GPU nodes share out the machine's GPUs in this order.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes = dict(nodes)
+        self._first_gpu = _first_gpus(nodes)
+
+    def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
+        """Name the devices of a replica, and hide all others from it."""
+        if self._nodes[node].kind == "cpu":
+            return {
+                "PIPOLLUX_DEVICES": ",".join(["cpu"] * len(slots)),
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            }
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        indices = [self._first_gpu[node] + slot for slot in slots]
+        return {
+            "PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(len(slots))),
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                visible[index] if index < len(visible) else str(index) for index in indices
+            ),
+        }
+
+
+def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
+    """Return what tells the processes of one generation from all others."""
+    return {
+        "PIPOLLUX_STATE_DIR": state_dir,
+        "PIPOLLUX_JOB_ID": job,
+        "PIPOLLUX_GENERATION": str(generation),
+    }
+
+
+def replica_environment(
+    workload: Workload, launch: LaunchRecord, replica: int, state_dir: str
+) -> dict[str, str]:
+    """Return the whole environment of one replica."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_INHERITED_NOT) and name not in _INHERITED_NEITHER
+    }
+    return {
+        **inherited,
+        "PYTHONUNBUFFERED": "1",
+        # How long a replica may take to save is decided by the scheduler, not by torchrun.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
+        **launch.devices[replica],
+        **workload.environment,
+        **marks(state_dir, launch.job, launch.generation),
+        "PIPOLLUX_CHECKPOINT_DIR": str(launch.checkpoints),
+        "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
+        "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
+    }
+
+
+def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
+    """Share out the machine's GPUs: the index of each GPU node's first one."""
+    first, shared = 0, {}
+    for name, node in nodes.items():
+        if node.kind == "gpu":
+            shared[name] = first
+            first += node.slots
+    return shared

@@ -1,0 +1,98 @@
+"""When each replica was last heard of.
+
+In memory alone, on the monotonic clock: a scheduler that has just started has heard of nobody, and
+must not take its own absence for the silence of others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Heard", "Heartbeats", "SilentReplica"]
+
+
+class Heard(NamedTuple):
+    """The last sign of life of a replica."""
+
+    seconds: float
+    """How long ago it was."""
+    step: int | None
+    """Optimizer step that the replica told then; None where it told none."""
+
+
+class SilentReplica(NamedTuple):
+    """A replica that was heard of once, and not for some time."""
+
+    job: str
+    generation: int
+    replica: int
+    seconds: float
+    """How long ago it was heard of last."""
+
+
+@dataclass
+class _Generation:
+    number: int
+    last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+
+
+class Heartbeats:
+    """Remembers when each replica of each job's present generation was last heard of.
+
+    Every method may be called by any thread.
+
+    Example:
+        >>> heartbeats = Heartbeats(clock=lambda: 0.0)
+        >>> heartbeats.note("char-lm", 2, 0)
+        >>> heartbeats.silent(30.0)
+        []
+
+    Args:
+        clock: tells the time in seconds; it must never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Generation] = {}
+
+    def note(self, job: str, generation: int, replica: int, step: int | None = None) -> None:
+        """Take note of a sign of life; one of an older generation than the last is left aside."""
+        with self._lock:
+            known = self._jobs.get(job)
+            if known is None or known.number < generation:
+                known = self._jobs[job] = _Generation(generation)
+            if known.number == generation:
+                known.last[replica] = (self._clock(), step)
+
+    def silent(self, limit_seconds: float) -> list[SilentReplica]:
+        """Return the replicas that were heard of at least once, but not for `limit_seconds`."""
+        with self._lock:
+            now = self._clock()
+            return [
+                SilentReplica(job, known.number, replica, now - last)
+                for job, known in self._jobs.items()
+                for replica, (last, _) in sorted(known.last.items())
+                if now - last > limit_seconds
+            ]
+
+    def heard(self, job: str, generation: int) -> dict[int, Heard]:
+        """Return the last sign of life of each replica of a generation that gave one."""
+        with self._lock:
+            known = self._jobs.get(job)
+            if known is None or known.number != generation:
+                return {}
+            now = self._clock()
+            return {
+                replica: Heard(now - last, step)
+                for replica, (last, step) in sorted(known.last.items())
+            }
+
+    def forget(self, job: str) -> None:
+        """Expect no more of a job, because it has ended or is being stopped."""
+        with self._lock:
+            self._jobs.pop(job, None)

@@ -1,0 +1,71 @@
+"""What the scheduler counts while it runs, for `GET /metrics`.
+
+Only what the store does not know stands here; these numbers begin at zero with every start, which
+is what Prometheus expects of a counter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["Meters"]
+
+POLICY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds: the exact policy takes milliseconds, the genetic one up to minutes."""
+
+
+class Meters:
+    """Counters and clocks of one scheduler, in a registry of their own; safe for any thread.
+
+    Example:
+        >>> meters = Meters()
+        >>> with meters.deciding():
+        ...     pass
+        >>> meters.registry.get_sample_value("pipollux_policy_seconds_count")
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        """Where Prometheus finds them."""
+        self.policy_seconds = Histogram(
+            "pipollux_policy_seconds",
+            "Time that one decision on the jobs took.",
+            buckets=POLICY_BUCKETS,
+            registry=self.registry,
+        )
+        self.last_decision = Gauge(
+            "pipollux_last_decision_timestamp_seconds",
+            "When the allocator decided last, in seconds since the epoch; 0: not yet.",
+            registry=self.registry,
+        )
+        self.decisions = self._counter("decisions", "Allocations that were decided on.")
+        self.policy_failures = self._counter(
+            "policy_failures", "Decisions that failed, so that nothing was changed."
+        )
+        self.hints = self._counter("hints_received", "Hints that were taken.")
+        self.reports = self._counter("reports_received", "Reports of progress that were taken.")
+        self.heartbeats = self._counter("heartbeats_received", "Heartbeats that were taken.")
+        self.refused = Counter(
+            "pipollux_requests_refused",
+            "Requests that were refused, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Time one decision; also one that fails."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.policy_seconds.observe(time.perf_counter() - began)
+            self.last_decision.set_to_current_time()
+
+    def _counter(self, name: str, words: str) -> Counter:
+        return Counter(f"pipollux_{name}", words, registry=self.registry)

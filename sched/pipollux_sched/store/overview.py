@@ -1,0 +1,131 @@
+"""What is asked of many rows at once: figures for monitoring, and curves thinned for plots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import Select, distinct, func, or_, select
+
+from pipollux_sched.lifecycle import Intent, Outcome
+
+from . import journal
+from .database import Database
+from .records import Point
+from .tables import EventRow, GenerationRow, JobRow, PointRow
+
+
+class LaunchCounts(NamedTuple):
+    """How often jobs were launched, and why again, since the store was made."""
+
+    restarts: int
+    """Launches of a job after its first."""
+    reallocations: int
+    """Generations that were stopped for the job to go on elsewhere."""
+    failures: int
+    """Generations that failed by themselves."""
+
+
+class NoisePoint(NamedTuple):
+    """A job's gradient as it measured it."""
+
+    time: float
+    norm: float
+    """Squared norm of the gradient."""
+    var: float
+    """Variance of the gradient at the initial batch size."""
+    noise_scale: float | None
+    """Noise scale, in samples; None where the initial batch size or the norm is not known."""
+
+
+class Overview:
+    """Reads figures and curves.
+
+    Args:
+        database: where from.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def jobs_by_phase(self) -> dict[str, int]:
+        """Return how many jobs are in each phase that has any."""
+        query = select(JobRow.phase, func.count()).group_by(JobRow.phase)
+        with self._database.read() as session:
+            return dict(session.execute(query).tuples().all())
+
+    def launches(self) -> LaunchCounts:
+        """Return how often jobs were launched."""
+        row = GenerationRow
+        failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
+        query = select(
+            func.count() - func.count(distinct(row.job)),
+            func.count().filter(row.intent == Intent.MOVE.value),
+            func.count().filter(failed),
+        ).select_from(row)
+        with self._database.read() as session:
+            return LaunchCounts(*session.execute(query).one())
+
+    def goodputs(self) -> dict[str, float]:
+        """Return the goodput that each running job reported last, in samples per second."""
+        running = select(JobRow.name).where(JobRow.phase == "Running")
+        with self._database.read() as session:
+            found = {}
+            # One look into the index for each, where a grouping would walk through all points.
+            for name in session.scalars(running).all():
+                newest = select(PointRow).where(PointRow.job == name)
+                row = session.scalar(newest.order_by(PointRow.event.desc()).limit(1))
+                if row is not None and row.goodput is not None:
+                    found[name] = row.goodput
+            return found
+
+    def points(self, job: str, most: int) -> list[Point]:
+        """Return at most `most` points of a job's progress, evenly thinned, the newest among them.
+
+        Args:
+            job: its name.
+            most: 0 for none.
+        """
+        if most < 1:
+            return []
+        ids = select(PointRow.event).where(PointRow.job == job)
+        query = select(PointRow).where(PointRow.event.in_(_thinned(ids, most)))
+        with self._database.read() as session:
+            rows = session.scalars(query.order_by(PointRow.event))
+            return [journal.point_of(row) for row in rows]
+
+    def noise(self, job: str, most: int) -> list[NoisePoint]:
+        """Return at most `most` of a job's measurements of its gradient, as `points` thins them."""
+        if most < 1:
+            return []
+        ids = select(EventRow.id).where(EventRow.job == job, EventRow.type == "hints")
+        query = select(EventRow).where(EventRow.id.in_(_thinned(ids, most)))
+        with self._database.read() as session:
+            rows = session.scalars(query.order_by(EventRow.id)).all()
+            found = [_noise_point(row) for row in rows]
+            return [point for point in found if point is not None]
+
+
+def _thinned(ids: Select[int], most: int) -> Select[Any]:
+    """Keep at most `most` of the ids that a query finds, evenly spread, the first and the last too.
+
+    Of n ids that at position p is kept where p (most - 1) / (n - 1) passes a whole number.
+    """
+    inner = ids.subquery()
+    found = inner.c[0].label("id")
+    place = (func.row_number().over(order_by=inner.c[0]) - 1).label("position")
+    numbered = select(found, place, func.count().over().label("total")).subquery()
+    position, total = numbered.c.position, numbered.c.total
+    if most == 1:
+        return select(numbered.c.id).where(position == total - 1)
+    passes = (position * (most - 1)) % func.nullif(total - 1, 0) < most - 1
+    return select(numbered.c.id).where(or_(total <= most, passes))
+
+
+def _noise_point(row: EventRow) -> NoisePoint | None:
+    hints = row.data.get("hints", {})
+    gradient = hints.get("gradParams")
+    if not gradient:
+        return None
+    norm, var, size = gradient["norm"], gradient["var"], hints.get("initBatchSize")
+    scale = size * var / norm if size and norm > 0 else None
+    return NoisePoint(row.time, norm, var, scale)

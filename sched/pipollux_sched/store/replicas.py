@@ -1,0 +1,99 @@
+"""Where the replicas of a job's present generation can be reached, as they said themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+
+from . import journal
+from .database import Database
+from .errors import StaleGenerationError, StoreError
+from .tables import JobRow, ReplicaRow
+
+
+class UnknownReplicaError(StoreError):
+    """A generation has no replica of this index."""
+
+
+class Discovery(NamedTuple):
+    """The replicas of a generation that have said where they are."""
+
+    num_replicas: int
+    """How many the generation has."""
+    addresses: dict[int, str]
+    """By replica, in order."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have."""
+        return len(self.addresses) == self.num_replicas
+
+
+class ReplicaAddresses:
+    """Keeps the addresses, so that they outlive the scheduler that was told.
+
+    Args:
+        database: where.
+        clock: tells the time, in seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def register(self, job: str, generation: int, replica: int, address: str) -> None:
+        """Keep where a replica is; what it said before is replaced.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            StaleGenerationError: `generation` is not the present one, or has ended.
+            UnknownReplicaError: the generation has no such replica.
+        """
+        with self._database.write() as session:
+            row = journal.find_job(session, job)
+            check_replica(job, row.generation, len(row.launched), generation, replica)
+            older = ReplicaRow.generation != generation
+            session.execute(delete(ReplicaRow).where(ReplicaRow.job == job, older))
+            session.merge(
+                ReplicaRow(
+                    job=job,
+                    generation=generation,
+                    replica=replica,
+                    address=address,
+                    time=self._clock(),
+                )
+            )
+
+    def find(self, job: str, generation: int) -> Discovery:
+        """Return who has said where it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            StaleGenerationError: `generation` is not the present one, or has ended.
+        """
+        with self._database.read() as session:
+            row: JobRow = journal.find_job(session, job)
+            check_replica(job, row.generation, len(row.launched), generation)
+            query = (
+                select(ReplicaRow)
+                .where(ReplicaRow.job == job, ReplicaRow.generation == generation)
+                .order_by(ReplicaRow.replica)
+            )
+            addresses = {entry.replica: entry.address for entry in session.scalars(query)}
+            return Discovery(len(row.launched), addresses)
+
+
+def check_replica(
+    job: str, present: int, num_replicas: int, generation: int, replica: int = 0
+) -> None:
+    """Raise unless `generation` is the `present` one, runs, and has such a replica."""
+    if generation != present or num_replicas == 0:
+        why = "has ended" if generation == present else f"is not the present one ({present})"
+        raise StaleGenerationError(f"generation {generation} of job {job!r} {why}")
+    if replica >= num_replicas:
+        raise UnknownReplicaError(
+            f"replica is {replica}, but generation {generation} of job {job!r} has "
+            f"{num_replicas}, numbered from 0 to {num_replicas - 1}"
+        )

@@ -1,0 +1,89 @@
+"""Waiting for a commit without holding a thread or a connection for each who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+
+from pipollux_sched.store import Store
+
+LOOK = 1.0
+"""Seconds after which the one thread that waits looks whether anybody still does."""
+PAUSE = 0.1
+"""Seconds between two awakenings: what is committed in between is told at once."""
+
+
+class News:
+    """Wakes coroutines of one event loop when the store has changed.
+
+    As long as somebody listens, one thread waits for the store on behalf of all.
+
+    Args:
+        store: what is waited for.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._num_listening = 0
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.closed = False
+        """Whether the server stops, so that nobody should wait any more."""
+
+    @property
+    def version(self) -> int:
+        """What to wait for a change of; to be read before what it stands for is."""
+        return self._store.version
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Be among those who are woken."""
+        self._loop = asyncio.get_running_loop()
+        self._num_listening += 1
+        if self._task is None:
+            self._task = self._loop.create_task(self._watch(), name="pipollux-news")
+        try:
+            yield
+        finally:
+            self._num_listening -= 1
+
+    async def wait(self, version: int, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for a commit after `version`, or the end of the server.
+
+        Returns:
+            Whether there was one.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._store.version == version and not self.closed:
+                    await self._changed.wait()
+        return self._store.version != version or self.closed
+
+    def close(self) -> None:
+        """Let everybody go; may be called by any thread."""
+        self.closed = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+                self._loop.call_soon_threadsafe(self._wake)
+
+    async def _watch(self) -> None:
+        own = CapacityLimiter(1)  # the threads that answer requests are left to them
+        version = self._store.version
+        try:
+            while self._num_listening and not self.closed:
+                now = await run_sync(self._store.wait, version, LOOK, limiter=own)
+                if now != version:
+                    version = now
+                    self._wake()
+                    await asyncio.sleep(PAUSE)
+        finally:
+            self._task = None
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,83 @@
+"""What happens to jobs because time passes: deadlines, replicas that fall silent, old entries."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from .heartbeats import Heartbeats
+from .lifecycle import Event, Expire, Silent
+from .store import JobRecord, Store, UnknownJobError
+
+_LOG = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks."""
+TIDY_INTERVAL = 60.0
+"""Seconds between two times that the store is tidied."""
+SILENCE_LIMIT = 60.0
+"""Seconds without a heartbeat after which a replica is taken for lost."""
+
+
+class Watchdog:
+    """Looks now and then whether anything is overdue, and lets it happen.
+
+    Args:
+        store: knows the jobs and their deadlines.
+        heartbeats: know when each replica was last heard of.
+        handle: lets an event happen to a job.
+        ending: set when the scheduler ends.
+        silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        heartbeats: Heartbeats,
+        handle: Callable[[str, Event], object],
+        *,
+        ending: threading.Event,
+        silence_limit: float = SILENCE_LIMIT,
+    ) -> None:
+        self._store = store
+        self._heartbeats = heartbeats
+        self._handle = handle
+        self._ending = ending
+        self._silence_limit = silence_limit
+
+    def run(self) -> None:
+        """Look every second, and let the store be tidied now and then, until the scheduler ends."""
+        tidy_at = time.monotonic() + TIDY_INTERVAL
+        while not self._ending.wait(LOOK_INTERVAL):
+            try:
+                self.look()
+                if time.monotonic() >= tidy_at:
+                    self._store.prune(time.time())
+                    tidy_at = time.monotonic() + TIDY_INTERVAL
+            except Exception:  # a full disk, say, must not end the watch for ever
+                if self._ending.is_set():
+                    return
+                _LOG.exception("the watchdog failed; it goes on in a second")
+
+    def look(self) -> None:
+        """End jobs whose deadline has passed, and generations of which a replica is lost."""
+        for job in self._store.overdue():
+            self._let(job.name, Expire(_why_overdue(job)))
+        for name, generation, replica, seconds in self._heartbeats.silent(self._silence_limit):
+            self._heartbeats.forget(name)
+            why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
+            self._let(name, Silent(generation, why))
+
+    def _let(self, name: str, event: Event) -> None:
+        try:
+            self._handle(name, event)
+        except UnknownJobError:
+            _LOG.warning("job %s is gone", name)
+
+
+def _why_overdue(job: JobRecord) -> str:
+    deadline = datetime.fromtimestamp(job.deadline_at or 0.0).isoformat(" ", "seconds")
+    return f"The deadline, {deadline}, has passed; submit the job again to let it go on."

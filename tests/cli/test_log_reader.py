@@ -1,0 +1,29 @@
+"""Reading logs while they are written, and moved aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipollux_sched.backend.replica_log import last_lines
+from pipollux_sched.backend.runner import rotate
+from pipollux_sched.cli.log_reader import LogReader
+from pipollux_sched.store import StateDir
+
+
+def test_no_line_is_lost_or_told_twice_when_a_log_is_moved_aside(tmp_path: Path) -> None:
+    state_dir = StateDir(tmp_path)
+    path = state_dir.log("toy", 1, 0)
+    path.parent.mkdir(parents=True)
+    reader = LogReader(state_dir, "toy", None, None)
+    with path.open("ab", buffering=0) as log:
+        log.write(b"one\ntwo\nthr")
+        assert list(reader.read()) == ["one", "two"]
+        log.write(b"ee\nfour\n")
+        rotate(path, 1)
+        log.write(b"five\n")
+        assert list(reader.read()) == ["three", "four", "five"]
+        assert list(reader.read()) == []
+        assert last_lines(path, 3) == ["three", "four", "five"]
+        log.write(b"six\nand")
+        assert list(reader.read()) == ["six"]
+        assert list(reader.rest()) == ["and"]

@@ -1,0 +1,139 @@
+"""A supervisor that listens, over a real store and backend; nothing steps the executor, so nothing
+is started but what a test starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipollux_sched.admission import workload
+from pipollux_sched.backend import LocalBackend, Node
+from pipollux_sched.control import Control
+from pipollux_sched.executor import Executor
+from pipollux_sched.http_server import HttpServer
+from pipollux_sched.inventory import node_info
+from pipollux_sched.lifecycle import Allocate
+from pipollux_sched.meters import Meters
+from pipollux_sched.spec import NodeSpec
+from pipollux_sched.store import StateDir, Store
+from pipollux_sched.supervisor import Limits, create_app, end_waiting
+
+SCRIPT = str(Path(__file__).parent / "toy_job.py")
+ADMIN = "admin token"
+NODES = (NodeSpec(name="node-a", slots=2, kind="cpu"), NodeSpec(name="node-b", slots=2, kind="cpu"))
+
+POINT = {
+    "time": 1.0,
+    "step": 7,
+    "epoch": 0,
+    "samples": 56,
+    "loss": 0.5,
+    "batchSize": 8,
+    "atomicBsz": 8,
+    "accumSteps": 0,
+    "numReplicas": 1,
+    "stepTime": 0.1,
+    "predictedStepTime": None,
+    "goodput": None,
+    "efficiency": None,
+}
+TIMELINE = {
+    "step": 7,
+    "numStages": 1,
+    "numMicrobatches": 1,
+    "events": [[0, 0, "forward", 0.0, 0.1], [0, 0, "backward", 0.1, 0.3]],
+}
+
+
+class Service:
+    """A supervisor that listens; a context manager."""
+
+    job: httpx.Client
+    """Bears the token of the job that the tests of a module share, where they do."""
+
+    def __init__(self, directory: Path, limits: Limits | None = None, **options: Any) -> None:
+        self.state_dir = StateDir(directory)
+        self.state_dir.create()
+        self.store = Store(self.state_dir.database, create=True)
+        self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in NODES)
+        backend = LocalBackend(
+            {node.name: Node(node.slots, node.kind) for node in NODES}, self.state_dir, grace=1.0
+        )
+        executor = Executor(self.store, backend, lambda job: workload(job, {}), grace=1.0)
+        self.num_reconsidered = 0
+        self.control = Control(
+            self.store,
+            executor,
+            backend,
+            {node.name: node_info(node) for node in NODES},
+            policy="none",
+            reconsider=self._reconsider,
+            stopping=lambda: False,
+        )
+        self.meters = Meters()
+        self.app = create_app(
+            self.store,
+            self.control,
+            state_dir=self.state_dir,
+            admin_token=ADMIN,
+            meters=self.meters,
+            limits=limits,
+            **options,
+        )
+        self.server = HttpServer(self.app, "127.0.0.1", 0)
+        self.server.start()
+        self._clients: list[httpx.Client] = []
+        self.admin = self.client(ADMIN)
+
+    def client(self, token: str | None) -> httpx.Client:
+        """Return a client that shows a token; it is closed with the service."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        client = httpx.Client(
+            base_url=self.server.url, headers=headers, trust_env=False, timeout=30
+        )
+        self._clients.append(client)
+        return client
+
+    def submit(self, name: str, nodes: Sequence[str] = (), **fields: Any) -> httpx.Client:
+        """Submit a job and let it be allocated; return a client with its token."""
+        body = {"name": name, "script": SCRIPT, **fields}
+        self.admin.post("/jobs", json=body).raise_for_status()
+        if nodes:
+            self.store.transition(name, Allocate(list(nodes), "it is free"))
+        return self.client(self.store.job(name).token)
+
+    def stop_serving(self) -> None:
+        """Stop as the scheduler does: those who wait are let go first."""
+        end_waiting(self.app)
+        self.server.stop()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.close()
+        self.stop_serving()
+        self.store.close()
+
+    def _reconsider(self) -> None:
+        self.num_reconsidered += 1
+
+
+def report(generation: int = 1, **changes: object) -> dict[str, object]:
+    """The body of a report of one point."""
+    point = {**POINT, **changes}
+    return {"generation": generation, "numEpochs": 3, "points": [point], "timeline": TIMELINE}
+
+
+def detail(response: httpx.Response) -> str:
+    """The one sentence of a refusal."""
+    body = response.json()
+    assert body.keys() == {"detail"}
+    text = body["detail"]
+    assert isinstance(text, str)
+    assert "\n" not in text
+    return text

@@ -1,0 +1,143 @@
+"""The parent of a replica's agent: what it passes on, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.backend import runner
+from pipollux_sched.backend.replica_process import ReplicaProcess, read_status
+
+PATIENT = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("ready", flush=True)
+while not asked:
+    time.sleep(0.01)
+time.sleep(0.3)
+sys.exit(40 + len(asked))
+"""
+
+
+def until(what: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+class Case:
+    """One replica, whose files lie in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.status, self.log = folder / "replica-0.json", folder / "log"
+        self.process: ReplicaProcess | None = None
+
+    def start(self, code: str) -> ReplicaProcess:
+        self.process = ReplicaProcess.start(
+            [sys.executable, "-c", code],
+            status=self.status,
+            log=self.log,
+            environment=dict(os.environ),
+            directory=None,
+        )
+        return self.process
+
+    def ended(self) -> int:
+        """How it ended, once it has."""
+        assert self.process is not None
+        self.process.wait(30.0)
+        code = self.process.poll()
+        assert code is not None
+        return code
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    case = Case(tmp_path)
+    yield case
+    if case.process is not None and case.process.poll() is None:
+        case.process.signal(signal.SIGKILL)
+        case.process.wait(10.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("print('done')", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)],
+)
+def test_how_the_agent_ended_is_on_the_disk(case: Case, code: str, status: int) -> None:
+    """Also for a scheduler that was not there when it happened."""
+    case.start(code)
+    assert case.ended() == status
+    assert read_status(case.status)["code"] == status
+    assert ReplicaProcess(case.status).poll() == status
+
+
+def test_a_second_sigterm_is_not_passed_on(case: Case) -> None:
+    """A new scheduler asks once more, as it cannot know; scripts take two for impatience."""
+    case.start(PATIENT)
+    until(lambda: "ready" in (case.log.read_text() if case.log.exists() else ""))
+    again = ReplicaProcess(case.status)
+    assert again.poll() is None
+    for _ in range(3):
+        again.signal(signal.SIGTERM)
+    assert case.ended() == 41
+
+
+def test_a_runner_that_was_killed_has_ended(case: Case) -> None:
+    """Nobody can say how its agent ended; what is left of it is found by its environment."""
+    started = case.start("print('ready', flush=True); import time; time.sleep(1.5)")
+    until(lambda: "ready" in (case.log.read_text() if case.log.exists() else ""))
+    again = ReplicaProcess(case.status)
+    started.signal(signal.SIGKILL)
+    assert case.ended() == -signal.SIGKILL
+    assert again.poll() == -signal.SIGKILL
+
+
+def test_another_process_of_the_same_id_is_not_taken_for_it(case: Case) -> None:
+    """Its birth differs, so it is neither waited for nor hit."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        status = {"pid": sleeper.pid, "birth": "another boot:1"}
+        case.status.write_text(json.dumps(status))
+        stranger = ReplicaProcess(case.status)
+        assert stranger.poll() == -signal.SIGKILL
+        stranger.signal(signal.SIGKILL)
+        assert sleeper.poll() is None
+        status["birth"] = str(runner.birth(sleeper.pid))
+        case.status.write_text(json.dumps(status))
+        assert ReplicaProcess(case.status).poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
+    assert runner.birth(sleeper.pid) is None
+
+
+def test_without_a_status_nothing_is_started(case: Case, tmp_path: Path) -> None:
+    case.status = tmp_path / "missing" / "replica-0.json"
+    case.start("print('started')")
+    assert case.ended() == runner.NO_STATUS
+    assert "nothing was started" in case.log.read_text()
+
+
+def test_a_log_is_moved_aside_and_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        file.write(b"old\n" * 10)
+        file.flush()
+        runner.rotate(log, 41)
+        assert log.stat().st_size == 40
+        runner.rotate(log, 40)
+        file.write(b"new\n")
+        file.flush()
+    assert log.read_bytes() == b"new\n"
+    assert (tmp_path / "log.1").read_bytes() == b"old\n" * 10

@@ -1,0 +1,96 @@
+"""Deadlines and silence: what is let happen, once each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.heartbeats import Heartbeats
+from pipollux_sched.lifecycle import Allocate, Event, Expire, Phase, Silent
+from pipollux_sched.store import Store
+from pipollux_sched.watchdog import Watchdog
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Case:
+    """A watchdog over one store, and what it lets happen."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self.store, self.clock = store, clock
+        self.happened: list[tuple[str, Event]] = []
+        self.heartbeats = Heartbeats(clock)
+        self.dog = Watchdog(
+            store, self.heartbeats, self.handle, ending=threading.Event(), silence_limit=30.0
+        )
+
+    def handle(self, name: str, event: Event) -> None:
+        self.happened.append((name, event))
+        self.store.transition(name, event)
+
+    def submit(self, name: str, deadline: float | None = None) -> None:
+        self.store.submit(name, {"name": name}, "token", 3, deadline)
+
+    def look(self) -> list[tuple[str, Event]]:
+        self.happened.clear()
+        self.dog.look()
+        return list(self.happened)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    clock = Clock()
+    with Store(tmp_path / "pipollux.db", create=True, clock=clock) as store:
+        yield Case(store, clock)
+
+
+def test_deadlines(case: Case) -> None:
+    case.submit("soon", 10.0)
+    case.submit("later", 20.0)
+    case.submit("never")
+    case.store.transition("later", Allocate(["a"], "free"))
+    case.clock.now += 9.9
+    assert case.look() == []
+    case.clock.now += 0.1
+    [(name, event)] = case.look()
+    assert name == "soon"
+    assert isinstance(event, Expire)
+    assert case.store.job("soon").phase is Phase.FAILED
+    assert "has passed" in case.store.job("soon").state.message
+    case.clock.now += 60.0
+    assert [name for name, _ in case.look()] == ["later"]
+    assert case.store.job("later").phase is Phase.RUNNING, "it saves first"
+    assert case.look() == [], "it was told"
+
+
+def test_silence(case: Case) -> None:
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a", "b"], "free"))
+    case.clock.now += 1000.0
+    assert case.look() == [], "who never said anything is not silent"
+    case.heartbeats.note("toy", 1, 0)
+    case.heartbeats.note("toy", 1, 1)
+    case.clock.now += 29.0
+    case.heartbeats.note("toy", 1, 0)
+    assert case.look() == []
+    case.clock.now += 2.0
+    why = "Replica 1 was not heard of for 31 s, so all were ended."
+    assert case.look() == [("toy", Silent(1, why))]
+    assert case.store.job("toy").state.reason == "Silent"
+    assert case.look() == [], "once is enough"
+    case.heartbeats.note("gone", 1, 0)
+    case.clock.now += 61.0
+    case.dog = Watchdog(
+        case.store, case.heartbeats, case.store.transition, ending=threading.Event()
+    )
+    case.dog.look()
+    assert case.heartbeats.silent(0.0) == [], "a job that is gone is forgotten"
