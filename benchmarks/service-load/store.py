@@ -34,13 +34,15 @@ SPAN = 3000.0
 """Seconds over which all was told, until now: nothing is old enough to be forgotten yet."""
 RATE = 200
 """Hints a second that the writer puts while the store forgets."""
+PATIENCE = 30.0
+"""Seconds after which it is enough of forgetting."""
 HINT = {
-    "init_batch_size": 32,
-    "max_batch_size": 1024,
-    "grad_params": {"norm": 0.0123, "var": 0.0456},
-    "perf_params": dict.fromkeys(("alpha_c", "beta_c", "alpha_n", "beta_n", "gamma"), 0.1),
-    "local_bsz_bounds": [8, 128],
-    "max_profiled_replicas": 4,
+    "initBatchSize": 32,
+    "maxBatchSize": 1024,
+    "gradParams": {"norm": 0.0123, "var": 0.0456},
+    "perfParams": dict.fromkeys(("alpha_c", "beta_c", "alpha_n", "beta_n", "gamma"), 0.1),
+    "localBszBounds": [8, 128],
+    "maxProfiledReplicas": 4,
     "numStages": 2,
 }
 
@@ -209,7 +211,7 @@ def forget(directory: StateDir) -> None:
             start = time.perf_counter()
             deleted += (found := store.prune(later))
             calls.append(time.perf_counter() - start)
-            if not found and calls[-1] < 0.4:
+            if not found or time.perf_counter() - began > PATIENCE:
                 break
         seconds = time.perf_counter() - began
         ended.set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,24 @@ store = Store(sys.argv[1], create=True)
 store.claim()
 print("claimed", flush=True)
 sys.stdin.read()
+"""
+
+
+FILL = """
+import resource, sys
+from pipollux_sched.store import Store, StoreUnavailableError
+store = Store(sys.argv[1], create=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+taken = 0
+try:
+    while True:
+        store.submit(f"job-{taken}", {"text": "x" * 5000}, "token", 0)
+        taken += 1
+except StoreUnavailableError as error:
+    print(taken, error, sep="\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+store.submit("after", {}, "token", 0)
+print(*(job.name for job in store.jobs()), sep="\\n")
 """
 
 
@@ -160,6 +180,40 @@ def test_a_server_that_is_started_again(postgresql: Server) -> None:
             postgresql.start()
         store.submit("after", {}, "token", 0)
         assert [job.name for job in store.jobs()] == ["before", "after"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Whoever writes is told; what was acknowledged stays, and with room again it goes on."""
+    filling = [sys.executable, "-c", FILL, str(tmp_path / "pipollux.db")]
+    done = subprocess.run(filling, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    taken, refused, *names = done.stdout.splitlines()
+    assert int(taken) > 5
+    assert refused.startswith(f"the store {tmp_path}/pipollux.db cannot be used now: ")
+    assert len(names) == int(taken) + 1
+    assert names[-1] == "after"
+
+
+def test_a_backup_of_a_store_in_use(tmp_path: Path) -> None:
+    """Holds one moment of it, and is a store."""
+    with Store(tmp_path / "pipollux.db", create=True) as store, ThreadPoolExecutor(1) as pool:
+        store.submit("job-0", {}, "token", 0)
+
+        def submit_all() -> None:
+            for number in range(1, 60):
+                store.submit(f"job-{number}", {}, "token", 0)
+
+        writing = pool.submit(submit_all)
+        with (
+            closing(sqlite3.connect(tmp_path / "pipollux.db")) as source,
+            closing(sqlite3.connect(tmp_path / "copy.db")) as copy,
+        ):
+            source.backup(copy, pages=3)
+        writing.result(60)
+    with Store(tmp_path / "copy.db") as store:
+        jobs = store.jobs()
+        assert [job.name for job in jobs] == [f"job-{n}" for n in range(len(jobs))] != []
+        assert len(store.events(types=["submitted"])) == len(jobs)
 
 
 def test_a_state_directory_remembers_where_its_store_is(

@@ -2,9 +2,9 @@
 
 What happened in a job's life is kept. What jobs tell again and again is thinned as it ages: of the
 events of one job and one type, all of the last hour are kept, then the last of every minute, after
-a day the last of every ten minutes, and after 30 days of every hour. Hints and timelines are large,
-and of interest while they are new: after a week only the last one of the job is left. The last one
-is always left.
+a day the last of every ten minutes, and after 30 days of every hour. Timelines and hints are large,
+and of interest while they are new: of the former only the last one of a job is left after a week,
+of the latter after 30 days. The last one is always left.
 
 An event is superfluous if the next of its job and type falls into the same stretch of time. That is
 asked of one event at a time, so the log is gone through in small transactions, and once for each of
@@ -42,8 +42,9 @@ class Rule(NamedTuple):
 RULES = (
     Rule("minutes", ("progress", "hints", "timeline"), _HOUR, 60.0),
     Rule("ten minutes", ("progress", "hints", "timeline"), _DAY, 600.0),
-    Rule("last", ("hints", "timeline"), 7 * _DAY, math.inf),
+    Rule("the last timeline", ("timeline",), 7 * _DAY, math.inf),
     Rule("hours", ("progress",), 30 * _DAY, _HOUR),
+    Rule("the last hints", ("hints",), 30 * _DAY, math.inf),
 )
 """What is thinned, in the order of age."""
 
