@@ -48,10 +48,10 @@ RULES = (
 )
 """What is thinned, in the order of age."""
 
-BATCH = 200
+BATCH = 100
 """Events that are looked at in one transaction."""
 
-PATIENCE = 0.5
+PATIENCE = 1.0
 """Seconds after which the rest is left for the next time."""
 
 

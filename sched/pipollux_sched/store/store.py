@@ -330,7 +330,7 @@ class Store:
     def prune(self, now: float) -> int:
         """Thin what jobs have told again and again, as it ages: see `.retention`.
 
-        To be called now and then; it takes half a second at the most, in small transactions, and
+        To be called now and then; it takes a second at the most, in small transactions, and
         goes on the next time with what is left.
 
         Returns:
