@@ -257,6 +257,17 @@ def test_every_failure_waits_longer_until_there_were_too_many() -> None:
     assert state.message == "Failed 3 times, max_restarts is 2: boom"
 
 
+def test_failures_are_forgiven_once_a_generation_has_trained_for_long() -> None:
+    state = replace(TRAINING, failures=3)
+    last, _ = advance(state, BROKEN, now=1.0 + 599.0)
+    assert last.phase is Phase.FAILED
+    forgiven, actions = advance(state, BROKEN, now=1.0 + 600.0)
+    assert (forgiven.phase, forgiven.failures) == (Phase.RESTARTING, 1)
+    assert actions[-1] == RetryAfter(1, 1.0)
+    unsettled, _ = advance(replace(state, settled=False), BROKEN, now=1.0 + 600.0)
+    assert unsettled.phase is Phase.FAILED, "it has trained nothing"
+
+
 EVENTS = st.one_of(
     st.builds(
         Allocate,

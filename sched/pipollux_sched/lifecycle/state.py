@@ -84,7 +84,7 @@ class JobState:
     held: bool = False
     """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
-    """How often a generation ended by itself without being complete."""
+    """How often a generation ended by itself without being complete, since one trained for long."""
     max_restarts: int = 3
     """How many such failures are made good by a restart."""
 

@@ -44,6 +44,9 @@ from .events import (
 from .state import Intent, JobState, Outcome, Phase
 from .steps import Transition, ended_early, enter, launch, set_aside, stop
 
+FORGIVEN_AFTER = 600.0
+"""Seconds after which failures of earlier generations do not count any more: a job that fails once
+a month must not be given up after some months."""
 BACKOFF_LIMIT = 60.0
 """Longest wait before a failed job is launched again, in seconds."""
 
@@ -201,12 +204,20 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
         )
         waiting = enter(gone, Phase.RESTARTING, "StoppedFromOutside", why, now)
         return waiting, (stopped, restarting, RetryAfter(event.generation, backoff(1)))
-    return _failed(gone, event, now)
+    return _failed(state, gone, event, now)
 
 
-def _failed(state: JobState, event: Exited, now: float) -> Transition:
-    failures = state.failures + 1
-    counted = replace(state, failures=failures)
+def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
+    """Let a job whose generation failed wait for another try, or give it up.
+
+    Args:
+        state: the job while that generation ran.
+        gone: the job without it.
+        event: how it ended.
+        now: seconds since the epoch.
+    """
+    failures = 1 if _trained_for_long(state, now) else state.failures + 1
+    counted = replace(gone, failures=failures)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
@@ -219,6 +230,12 @@ def _failed(state: JobState, event: Exited, now: float) -> Transition:
         Record("restarting", event.generation, data),
         RetryAfter(event.generation, seconds),
     )
+
+
+def _trained_for_long(state: JobState, now: float) -> bool:
+    """Whether the generation that failed was a good one: what failed before it is forgiven."""
+    since = state.condition.time if state.condition else now
+    return state.phase is Phase.RUNNING and state.settled and now - since >= FORGIVEN_AFTER
 
 
 def _retry(state: JobState, event: Retry, now: float) -> Transition:

@@ -1,0 +1,154 @@
+"""A job whose every sample can be accounted for.
+
+It counts steps of 32 samples and saves every few of them, slowly, so that it can be killed in the
+middle of a save. A checkpoint says which generation counted which steps; two processes that ever
+work on the same job as the same replica at the same time leave a file `violations` behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SAMPLES = 32
+SAVE_EVERY = 10
+
+asked_to_stop = threading.Event()
+
+
+def main() -> int:
+    """Count to the end, or until asked to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--step-seconds", type=float, default=0.1)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+    rank, generation = int(os.environ["RANK"]), int(os.environ["PIPOLLUX_GENERATION"])
+    alone = hold_alone(folder, rank, generation)
+    if alone is None:
+        return 3
+    told = Supervisor(rank, generation)
+    saved = load(folder)
+    begin = step = saved["step"]
+    while step < options.steps:
+        step += 1
+        time.sleep(options.step_seconds)
+        told.report(step)
+        stopping = asked_to_stop.is_set()
+        if rank == 0 and (step % SAVE_EVERY == 0 or step == options.steps or stopping):
+            save(folder, saved, generation, begin, step)
+        if stopping:
+            if rank == 0:
+                write(folder / "stopped.json", {"generation": generation, "step": step})
+            return 143
+    return 0
+
+
+def hold_alone(folder: Path, rank: int, generation: int) -> Any:
+    """Lock a replica's file for the life of this process; None where another one has it."""
+    file = (folder / f"replica-{rank}.lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        with (folder / "violations").open("a") as violations:
+            violations.write(f"generation {generation}, replica {rank}: another one runs\n")
+        return None
+    return file
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return what was saved last."""
+    try:
+        saved: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+    except FileNotFoundError:
+        return {"step": 0, "samples": 0, "counted": []}
+    return saved
+
+
+def save(folder: Path, saved: dict[str, Any], generation: int, begin: int, step: int) -> None:
+    """Save aside and rename, slowly; a file `saving` is there meanwhile."""
+    counted = [entry for entry in saved["counted"] if entry[0] != generation]
+    content = {
+        "step": step,
+        "samples": SAMPLES * step,
+        "counted": [*counted, [generation, begin, step]],
+        "weights": "0" * 4096,
+    }
+    (folder / "saving").touch()
+    text = json.dumps(content)
+    aside = folder / "checkpoint.part"
+    with aside.open("w") as file:
+        for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+            file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            time.sleep(0.05)
+    aside.replace(folder / "checkpoint.json")
+    (folder / "saving").unlink()
+
+
+def write(path: Path, content: object) -> None:
+    """Write a small file at one go."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(content))
+    aside.replace(path)
+
+
+class Supervisor:
+    """Tells the scheduler how the job does; that nobody answers does not matter."""
+
+    def __init__(self, rank: int, generation: int) -> None:
+        self._rank, self._generation = rank, generation
+        job = os.environ["PIPOLLUX_JOB_ID"]
+        self._client = httpx.Client(
+            base_url=f"{os.environ['PIPOLLUX_SUPERVISOR_URL']}/jobs/{job}",
+            headers={"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"},
+            timeout=2,
+            trust_env=False,
+        )
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def report(self, step: int) -> None:
+        """Report a step, from replica 0 alone."""
+        if self._rank == 0:
+            point = {
+                "time": time.time(),
+                "step": step,
+                "epoch": 0,
+                "samples": SAMPLES * step,
+                "loss": 1.0 / step,
+                "batchSize": SAMPLES,
+                "atomicBsz": SAMPLES,
+                "accumSteps": 0,
+                "numReplicas": int(os.environ["WORLD_SIZE"]),
+                "stepTime": 0.1,
+                "predictedStepTime": None,
+                "goodput": None,
+                "efficiency": None,
+            }
+            self._post("/reports", {"numEpochs": 1, "points": [point], "timeline": None})
+
+    def _beat(self) -> None:
+        while True:
+            self._post("/heartbeats", {"replica": self._rank})
+            time.sleep(1.0)
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        with suppress(httpx.HTTPError):
+            self._client.post(path, json={"generation": self._generation, **body})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

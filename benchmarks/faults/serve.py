@@ -1,0 +1,31 @@
+"""`pipollux serve` on a clock that can be set: it shows the real time plus what a file says."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1])
+_real_time = time.time
+
+
+def _shown_time() -> float:
+    return _real_time() + float((FOLDER / "clock").read_text() or 0)
+
+
+# Before anything is imported that remembers the function.
+time.time = _shown_time
+
+from pipollux_sched.policy import make_policy  # after the clock was changed
+from pipollux_sched.service import Scheduler  # the same
+from pipollux_sched.spec import load_cluster  # the same
+
+Scheduler(
+    FOLDER / "state",
+    load_cluster(FOLDER / "cluster.yaml"),
+    make_policy("exact"),
+    interval=2.0,
+    grace=20.0,
+    silence_limit=8.0,
+).run()
