@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
 """Seconds between two looks."""
-TIDY_INTERVAL = 60.0
+TIDY_INTERVAL = 5.0
 """Seconds between two times that the store is tidied."""
 SILENCE_LIMIT = 60.0
 """Seconds without a heartbeat after which a replica is taken for lost."""

@@ -109,6 +109,8 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
         "pipollux_sched/simulator/plots.html.j2",
+        "pipollux_sched/store/migrations/env.py",
+        "pipollux_sched/store/migrations/versions/v0004_lasting_stores.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",
     ):

@@ -79,7 +79,7 @@ def test_progress_is_thinned_as_it_ages(place: Path | str, at_once: bool) -> Non
         assert store.last_points()["toy"].step == now - 20
 
 
-def test_hints_and_timelines_are_for_a_week(place: Path | str) -> None:
+def test_hints_and_timelines_are_not_for_ever(place: Path | str) -> None:
     make_store(place, ["toy", "other"])
     database = Database(place, create=False)
     for kind in ("hints", "timeline"):
@@ -90,6 +90,9 @@ def test_hints_and_timelines_are_for_a_week(place: Path | str) -> None:
     with Store(place) as store:
         assert times(store, "hints") == times(store, "timeline") == [*range(570, 2 * HOUR, 600)]
         prune(database, START + 8 * DAY, patience=60)
+        assert times(store, "hints") == [*range(570, 2 * HOUR, 600)]
+        assert times(store, "timeline") == [2 * HOUR - 30]
+        prune(database, START + 31 * DAY, patience=60)
         assert times(store, "hints") == times(store, "timeline") == [2 * HOUR - 30]
         assert times(store, "hints", "other") == [HOUR - 30]
         assert times(store, "progress") == [0, HOUR]
@@ -136,6 +139,7 @@ def test_the_store_prunes_itself_by_its_method(place: Path | str) -> None:
         for step in range(3):
             store.add_report("toy", 1, [point(step, now[0])])
             now[0] += 10
+        assert store.num_bytes() > 4096
         assert store.prune(START + HOUR - 1) == 0
         assert store.prune(START + 2 * HOUR) == 2
         assert [event["step"] for event in store.events(types=["progress"])] == [2]

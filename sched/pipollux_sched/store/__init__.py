@@ -16,8 +16,9 @@ from .journal import Change
 from .overview import LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
+from .restart_cost import moving_average
 from .state_dir import ServerInfo, StateDir, StateDirError
-from .store import Store, moving_average
+from .store import Store
 
 __all__ = [
     "Change",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sqlalchemy import func, select
 from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -111,6 +112,19 @@ class Database:
         self._check_open()
         with self._available(), Session(self._reader) as session, session.begin():
             yield session
+
+    def num_bytes(self) -> int:
+        """Return how much room the database takes.
+
+        Raises:
+            StoreUnavailableError: the database cannot say it now.
+        """
+        file = self._location.file
+        if file is not None:
+            files = (file, file.with_name(f"{file.name}-wal"))
+            return sum(path.stat().st_size for path in files if path.exists())
+        with self.read() as session:
+            return session.scalar(select(func.pg_database_size(func.current_database()))) or 0
 
     @property
     def version(self) -> int:

@@ -2,9 +2,9 @@
 
 What happened in a job's life is kept. What jobs tell again and again is thinned as it ages: of the
 events of one job and one type, all of the last hour are kept, then the last of every minute, after
-a day the last of every ten minutes, and after 30 days of every hour. Hints and timelines are large,
-and of interest while they are new: after a week only the last one of the job is left. The last one
-is always left.
+a day the last of every ten minutes, and after 30 days of every hour. Timelines and hints are large,
+and of interest while they are new: of the former only the last one of a job is left after a week,
+of the latter after 30 days. The last one is always left.
 
 An event is superfluous if the next of its job and type falls into the same stretch of time. That is
 asked of one event at a time, so the log is gone through in small transactions, and once for each of
@@ -42,19 +42,17 @@ class Rule(NamedTuple):
 RULES = (
     Rule("minutes", ("progress", "hints", "timeline"), _HOUR, 60.0),
     Rule("ten minutes", ("progress", "hints", "timeline"), _DAY, 600.0),
-    Rule("last", ("hints", "timeline"), 7 * _DAY, math.inf),
+    Rule("the last timeline", ("timeline",), 7 * _DAY, math.inf),
     Rule("hours", ("progress",), 30 * _DAY, _HOUR),
+    Rule("the last hints", ("hints",), 30 * _DAY, math.inf),
 )
 """What is thinned, in the order of age."""
 
-BATCH = 500
+BATCH = 100
 """Events that are looked at in one transaction."""
 
-PATIENCE = 0.5
+PATIENCE = 1.0
 """Seconds after which the rest is left for the next time."""
-
-BREATH = 0.002
-"""Seconds between two transactions, in which whoever waits to write gets his turn."""
 
 
 def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
@@ -69,11 +67,13 @@ def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
     deleted = 0
     for rule in RULES:
         while _is_due(database, rule, now):
+            began = time.monotonic()
             with database.write() as session:
                 deleted += _prune_batch(session, rule, now)
             if time.monotonic() > deadline:
                 return deleted
-            time.sleep(BREATH)
+            # Whoever waits to write gets as much of the time as this.
+            time.sleep(time.monotonic() - began)
     return deleted
 
 

@@ -38,10 +38,8 @@ from .records import (
     write_job_state,
 )
 from .replicas import ReplicaAddresses
+from .restart_cost import moving_average
 from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
-
-RESTART_WEIGHT = 0.3
-"""Weight of the newest restart in the moving average of what a restart costs."""
 
 
 class Store:
@@ -332,13 +330,17 @@ class Store:
     def prune(self, now: float) -> int:
         """Thin what jobs have told again and again, as it ages: see `.retention`.
 
-        To be called now and then; it takes half a second at the most, in small transactions, and
+        To be called now and then; it takes a second at the most, in small transactions, and
         goes on the next time with what is left.
 
         Returns:
             How many events were deleted.
         """
         return retention.prune(self._database, now)
+
+    def num_bytes(self) -> int:
+        """Return how much room the store takes."""
+        return self._database.num_bytes()
 
     # Nodes
 
@@ -385,18 +387,3 @@ class Store:
         with self._database.read() as session:
             rows = session.scalars(select(NodeRow).order_by(NodeRow.name))
             return {row.name: node_record(row) for row in rows}
-
-
-def moving_average(values: Sequence[float], default: float) -> float:
-    """Return the exponentially weighted moving average of `values`, `default` when there is none.
-
-    Example:
-        >>> moving_average([10.0, 20.0], 30.0)
-        13.0
-    """
-    if not values:
-        return default
-    average = values[0]
-    for value in values[1:]:
-        average += RESTART_WEIGHT * (value - average)
-    return average

@@ -60,7 +60,7 @@ def create_app(
     app.include_router(admin_side(store, control, state_dir, gate, news, limits))
     _add_health(app)
     _add_pages(app)
-    _add_metrics(app, meters, SchedulerCollector(store, control, state_dir), gate, open_metrics)
+    _add_metrics(app, meters, SchedulerCollector(store, control), gate, open_metrics)
     return app
 
 

@@ -7,7 +7,6 @@ is read when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipollux_sched.control import Control
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.meters import Meters
-from pipollux_sched.store import NodeCondition, StateDir, Store
+from pipollux_sched.store import NodeCondition, Store
 
 REASONS = {
     401: "token",
@@ -62,13 +61,11 @@ class SchedulerCollector(Collector):
     Args:
         store: knows the jobs.
         control: knows the nodes.
-        state_dir: where the store's files are.
     """
 
-    def __init__(self, store: Store, control: Control, state_dir: StateDir) -> None:
+    def __init__(self, store: Store, control: Control) -> None:
         self._store = store
         self._control = control
-        self._state_dir = state_dir
 
     def collect(self) -> Iterable[Metric]:
         """Yield one family of numbers after the other."""
@@ -79,7 +76,7 @@ class SchedulerCollector(Collector):
         events = self._store.last_event()
         yield CounterMetricFamily("pipollux_events", "Entries of the event log.", events)
         words = "Size of the store's files, in bytes."
-        yield GaugeMetricFamily("pipollux_store_bytes", words, self._store_bytes())
+        yield GaugeMetricFamily("pipollux_store_bytes", words, self._store.num_bytes())
 
     def _jobs(self) -> Metric:
         family = GaugeMetricFamily("pipollux_jobs", "Jobs, by phase.", labels=["phase"])
@@ -117,14 +114,6 @@ class SchedulerCollector(Collector):
             ("failures", "Generations that failed by themselves.", counts.failures),
         ):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
-
-    def _store_bytes(self) -> int:
-        size = 0
-        database = self._state_dir.database
-        for path in (database, database.with_name(database.name + "-wal")):
-            with suppress(FileNotFoundError):
-                size += path.stat().st_size
-        return size
 
 
 def render(meters: Meters, collector: SchedulerCollector) -> bytes:

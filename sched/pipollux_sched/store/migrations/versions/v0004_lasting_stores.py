@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import json
-
 import sqlalchemy as sa
 from alembic import op
 
@@ -22,21 +20,27 @@ def upgrade() -> None:
     integer = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     column = sa.Column("num_replicas", integer, nullable=False, server_default="0")
     op.add_column("generations", column)
-    connection = op.get_bind()
-    rows = connection.execute(sa.text("SELECT id, nodes FROM generations")).all()
-    if rows:
-        connection.execute(
-            sa.text("UPDATE generations SET num_replicas = :replicas WHERE id = :id"),
-            [{"id": row.id, "replicas": len(json.loads(row.nodes))} for row in rows],
-        )
+    _count_replicas(op.get_bind())
     op.create_table(
         "replicas",
         sa.Column("job", sa.String(), sa.ForeignKey("jobs.name"), primary_key=True),
-        sa.Column("generation", sa.Integer(), primary_key=True),
-        sa.Column("replica", sa.Integer(), primary_key=True),
+        sa.Column("generation", integer, primary_key=True),
+        sa.Column("replica", integer, primary_key=True),
         sa.Column("address", sa.String(), nullable=False),
-        sa.Column("time", sa.Float(), nullable=False),
+        sa.Column("time", sa.Double(), nullable=False),
     )
     op.drop_index("events_by_job", table_name="events")
     op.create_index("events_by_job", "events", ["job", "type", "id"])
     op.execute("UPDATE meta SET value = '4' WHERE key = 'schema_version'")
+
+
+def _count_replicas(connection: sa.Connection) -> None:
+    table = sa.table(
+        "generations",
+        sa.column("id", sa.BigInteger()),
+        sa.column("nodes", sa.JSON()),
+        sa.column("num_replicas", sa.BigInteger()),
+    )
+    for row in connection.execute(sa.select(table.c.id, table.c.nodes)).all():
+        counted = table.update().where(table.c.id == row.id).values(num_replicas=len(row.nodes))
+        connection.execute(counted)
