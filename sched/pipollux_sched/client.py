@@ -9,7 +9,7 @@ import httpx
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec import JobSpec
-from pipollux_sched.store import StateDir
+from pipollux_sched.store import NodeCondition, StateDir
 
 TIMEOUT = 30.0
 """Seconds to wait for an answer."""
@@ -67,6 +67,23 @@ class Client:
     def cancel(self, name: str) -> dict[str, Any]:
         """Cancel a job; return it as the scheduler now knows it."""
         return dict(self._ask("DELETE", f"/jobs/{name}"))
+
+    def suspend(self, name: str) -> dict[str, Any]:
+        """Let a job save and hold nothing; return it as the scheduler now knows it."""
+        return dict(self._ask("POST", f"/jobs/{name}/suspend"))
+
+    def resume(self, name: str) -> dict[str, Any]:
+        """Let a job be given room again; return it as the scheduler now knows it."""
+        return dict(self._ask("POST", f"/jobs/{name}/resume"))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes with their condition and free slots."""
+        return list(self._ask("GET", "/nodes"))
+
+    def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> dict[str, Any]:
+        """Let a node be ready, drain, or be dead; return it as the scheduler now knows it."""
+        body = {"condition": condition.value, "reason": reason}
+        return dict(self._ask("PUT", f"/nodes/{name}", json=body))
 
     def job(self, name: str) -> dict[str, Any]:
         """Return a job, with its launches and latest hints."""

@@ -8,9 +8,13 @@ POST     /jobs                   admin   submit a job (`JobSpec`)
 GET      /jobs                   admin   all jobs
 GET      /jobs/{name}            admin   one job, with its launches and latest hints
 DELETE   /jobs/{name}            admin   cancel a job
+POST     /jobs/{name}/suspend    admin   let a job save and hold nothing
+POST     /jobs/{name}/resume     admin   let it be given room again
 GET      /jobs/{name}/logs       admin   the last lines of its replicas
 GET      /events                 admin   the event log
 GET      /cluster                admin   nodes and free slots
+GET      /nodes                  admin   the same nodes, as a list
+PUT      /nodes/{name}           admin   let a node be ready, drain, or be dead
 =======  ======================  ======  ==========================================================
 
 Every request but `/healthz` bears a token: the admin's opens everything, a job's only its own two
@@ -23,6 +27,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
@@ -38,10 +43,12 @@ from pipollux_sched.control import Control, UnavailableError
 from pipollux_sched.spec import SpecError, parse_job
 from pipollux_sched.store import (
     ConflictError,
+    NodeCondition,
     StateDir,
     Store,
     StoreError,
     UnknownJobError,
+    UnknownNodeError,
 )
 from pipollux_sched.training_report import TrainingReport
 from pipollux_sched.validation import problems
@@ -147,6 +154,14 @@ def _admin_side(store: Store, control: Control, state_dir: StateDir, admin_token
     def cancel(name: str) -> dict[str, Any]:
         return control.cancel(name).to_json_object()
 
+    @router.post("/jobs/{name}/suspend")
+    def suspend(name: str) -> dict[str, Any]:
+        return control.suspend(name).to_json_object()
+
+    @router.post("/jobs/{name}/resume")
+    def resume(name: str) -> dict[str, Any]:
+        return control.resume(name).to_json_object()
+
     @router.get("/jobs/{name}/logs")
     def logs(name: str, tail: Annotated[int, Query(ge=1, le=10_000)] = 100) -> list[dict[str, Any]]:
         store.job(name)
@@ -165,6 +180,18 @@ def _admin_side(store: Store, control: Control, state_dir: StateDir, admin_token
     @router.get("/cluster")
     def cluster() -> Mapping[str, Any]:
         return control.cluster()
+
+    @router.get("/nodes")
+    def nodes() -> list[dict[str, Any]]:
+        return [{"name": name, **node} for name, node in control.cluster()["nodes"].items()]
+
+    @router.put("/nodes/{name}")
+    def set_node(name: str, body: _Object) -> dict[str, Any]:
+        try:
+            condition = NodeCondition(str(body.get("condition")))
+        except ValueError:
+            raise HTTPException(422, "condition: give ready, draining or dead") from None
+        return asdict(control.set_node(name, condition, str(body.get("reason", ""))))
 
     return router
 
@@ -190,6 +217,7 @@ def _report(body: Mapping[str, Any]) -> TrainingReport:
 def _answer_errors(app: FastAPI) -> None:
     statuses: Sequence[tuple[type[Exception], int]] = (
         (UnknownJobError, 404),
+        (UnknownNodeError, 404),
         (ConflictError, 409),
         (StoreError, 500),
         (HintsError, 422),
