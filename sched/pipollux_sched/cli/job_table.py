@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.lifecycle import Phase
+from pipollux_sched.occupancy import holding
 from pipollux_sched.store import JobRecord, Point
 
-from .console import output_console
+from .wording import first_line, one_line, spell_age, spell_nodes
 
-_STYLES = {
+PHASE_STYLES = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "dim",
     Phase.FAILED: "red",
@@ -23,33 +23,34 @@ _STYLES = {
     Phase.SUSPENDED: "yellow",
     Phase.QUEUED: "cyan",
 }
-_COLUMNS = ("Job", "Phase", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s")
+"""In which colour each phase is shown."""
+_COLUMNS = ("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s")
 _LATER_COLUMNS = ("Restarts", "Age")
-_NUMBERS = ("Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
+_NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
 _LEAST_MESSAGE = 24
 """Columns without which a message says nothing and is left out."""
 
 
-def print_jobs(
-    jobs: Sequence[JobRecord], points: Mapping[str, Point], launches: Mapping[str, int]
-) -> None:
-    """Print jobs as a table; the message of each as far as there is room.
+def job_table(
+    jobs: Sequence[JobRecord],
+    points: Mapping[str, Point],
+    launches: Mapping[str, int],
+    console: Console,
+) -> Table:
+    """Return jobs as a table; the message of each as far as there is room.
 
     Args:
         jobs: the jobs.
         points: the latest progress of those that have reported any.
         launches: how often each was launched.
+        console: where it is to be shown.
     """
-    if not jobs:
-        typer.echo("No jobs yet; submit some with: pipollux submit FILE")
-        return
     rows = [_row(job, points.get(job.name), launches.get(job.name, 0)) for job in jobs]
-    console = output_console()
     room = console.width - console.measure(_table(rows)).maximum - 2
-    messages = [Text(job.state.message.partition("\n")[0]) for job in jobs]
+    messages = [Text(one_line(first_line(job.state.message))) for job in jobs]
     for message in messages:
         message.truncate(max(room, 0), overflow="ellipsis")
-    console.print(_table(rows, messages if room >= _LEAST_MESSAGE else None))
+    return _table(rows, messages if room >= _LEAST_MESSAGE else None)
 
 
 def _table(rows: Sequence[Sequence[Text]], messages: Sequence[Text] | None = None) -> Table:
@@ -67,12 +68,13 @@ def _table(rows: Sequence[Sequence[Text]], messages: Sequence[Text] | None = Non
 
 
 def _row(job: JobRecord, point: Point | None, launches: int) -> list[Text]:
-    held = job.state.launched or job.state.allocation
+    held, num_stages = holding(job)
     return [
         Text(job.name),
-        Text(_phase(job), style=_STYLES.get(job.phase, "")),
+        Text(spell_phase(job), style=PHASE_STYLES.get(job.phase, "")),
+        Text(str(num_stages)),
         Text(str(len(held)) if held else "–"),
-        Text(_nodes(held)),
+        Text(spell_nodes(held)),
         Text(_epoch(point, job.phase)),
         Text("–" if point is None else str(point.step)),
         Text("–" if point is None or point.loss is None else f"{point.loss:.3g}"),
@@ -82,14 +84,10 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> list[Text]:
     ]
 
 
-def _phase(job: JobRecord) -> str:
+def spell_phase(job: JobRecord) -> str:
+    """Spell a job's phase; one that was cancelled is told from one that failed."""
     cancelled = job.phase is Phase.FAILED and job.state.reason == "Cancelled"
     return "Cancelled" if cancelled else job.phase.value
-
-
-def _nodes(nodes: Sequence[str]) -> str:
-    counts = sorted(Counter(nodes).items())
-    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts) or "–"
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:
@@ -104,15 +102,3 @@ def _throughput(point: Point | None) -> str:
     if point is None or not point.step_time:
         return "–"
     return f"{point.batch_size / point.step_time:.3g}"
-
-
-def spell_age(seconds: float) -> str:
-    """Spell a duration as in ``42s``, ``3m07s``, ``5h12m``, ``3d04h``."""
-    minutes, left = divmod(max(int(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{left:02d}s" if minutes else f"{left}s"

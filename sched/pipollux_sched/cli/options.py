@@ -7,6 +7,9 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from .completion import complete_jobs, complete_nodes, complete_policies
+from .console import LineFormat, OutputFormat, TextFormat
+
 StateDirectory: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -48,6 +51,7 @@ PolicyName: TypeAlias = Annotated[
         "--policy",
         metavar="NAME",
         callback=_known_policy,
+        autocompletion=complete_policies,
         help="Who decides: pollux, exact, fifo, tiresias, optimus or sia.",
         show_default="the scheduler's own",
     ),
@@ -62,4 +66,29 @@ JobsFile: TypeAlias = Annotated[
         help="YAML: the jobs that want them.",
         show_default=False,
     ),
+]
+
+JobName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=complete_jobs)
+]
+
+JobNames: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME...", help="Names of jobs.", autocompletion=complete_jobs),
+]
+
+NodeName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=complete_nodes)
+]
+
+TableOutput: TypeAlias = Annotated[
+    OutputFormat, typer.Option("--output", "-o", help="How to print it.")
+]
+
+TextOutput: TypeAlias = Annotated[
+    TextFormat, typer.Option("--output", "-o", help="How to print it.")
+]
+
+LineOutput: TypeAlias = Annotated[
+    LineFormat, typer.Option("--output", "-o", help="How to print it; json: one object a line.")
 ]

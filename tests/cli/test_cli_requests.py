@@ -1,0 +1,72 @@
+"""`pipollux suspend`, `resume`, `cancel` and `drain`, asked of a scheduler that runs real jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from .runner import PIPOLLUX, TOY, Cli, one_sentence, wait_until
+
+
+def test_suspending_and_draining(cli: Cli) -> None:
+    (cli.folder / "jobs.yaml").write_text(f"""
+jobs:
+  - {{name: one, script: {TOY}}}
+  - {{name: two, script: {TOY}}}
+""")
+    cli.serve("--interval", "1")
+    taken = json.loads(cli("submit", "jobs.yaml", "--output", "json").stdout)
+    assert [job["name"] for job in taken] == ["one", "two"]
+    wait_until(lambda: all(job["reason"] == "Training" for job in cli.jobs().values()))
+
+    following = subprocess.Popen(
+        [PIPOLLUX, "events", "--follow", "--output", "json", "--last", "0"],
+        cwd=cli.folder,
+        env=cli.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    refused = cli("suspend", "one", "nobody", "two")
+    assert "no job is named 'nobody'" in one_sentence(refused, 1)
+    assert refused.stdout.splitlines() == [
+        "one: The job was suspended by its user and is being stopped.",
+        "two: The job was suspended by its user and is being stopped.",
+    ]
+    wait_until(lambda: {job["phase"] for job in cli.jobs().values()} == {"Suspended"})
+    assert cli.alive() == []
+
+    drained = cli("drain", "node-a", "--reason", "new fans", "--wait", "--timeout", "30s")
+    assert drained.stdout == "node-a: draining; nothing runs there\n"
+    resumed = cli("resume", "one", "two")
+    assert resumed.stdout.splitlines()[0].startswith("one: The job was resumed")
+    wait_until(lambda: all(job["reason"] == "Training" for job in cli.jobs().values()))
+    assert {tuple(job["launched"]) for job in cli.jobs().values()} == {("node-b",)}
+
+    waiting = cli("drain", "node-b", "--wait", "--timeout", "0.1s")
+    assert "node-b is not empty after" in waiting.stderr
+    assert waiting.returncode == 1
+    assert "node-b: waiting for one, two to leave" in waiting.stderr
+    undone = json.loads(cli("drain", "node-a", "--undo", "--output", "json").stdout)
+    assert (undone["condition"], undone["name"]) == ("ready", "node-a")
+    assert cli("drain", "node-b", "--dead", "--reason", "fire").returncode == 0
+    wait_until(lambda: {tuple(job["launched"]) for job in cli.jobs().values()} == {("node-a",)})
+    assert "no node is named 'node-z'; there are" in one_sentence(cli("drain", "node-z"), 1)
+
+    cancelled = cli("cancel", "one", "two", "--output", "json")
+    assert [job["intent"] for job in json.loads(cancelled.stdout)] == ["cancel", "cancel"]
+    wait_until(lambda: {job["reason"] for job in cli.jobs().values()} == {"Cancelled"})
+    following.terminate()
+    told = map(json.loads, following.communicate(timeout=30)[0].splitlines())
+    events = list(told)
+    kinds = [event["type"] for event in events]
+    assert kinds.count("suspended") == kinds.count("resumed") == 2
+    assert [
+        (event["node"], event["condition"], event["reason"])
+        for event in events
+        if event["type"] == "node"
+    ] == [
+        ("node-a", "draining", "new fans"),
+        ("node-b", "draining", ""),
+        ("node-a", "ready", ""),
+        ("node-b", "dead", "fire"),
+    ]
