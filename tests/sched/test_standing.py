@@ -132,10 +132,10 @@ def test_speedups_are_those_that_the_policy_is_told() -> None:
 class Widen:
     """A strategy that gives a job one replica more, beside its others."""
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+    def place(self, _candidate: Candidate, _free: Nodes) -> Sequence[str]:
         return ()
 
-    def optimize(self, candidates: Sequence[Candidate], nodes: Nodes) -> dict[str, Sequence[str]]:
+    def optimize(self, candidates: Sequence[Candidate], _nodes: Nodes) -> dict[str, Sequence[str]]:
         return {job.name: [*job.allocation, "c"] for job in candidates}
 
 
