@@ -49,7 +49,8 @@ def frame(view: ClusterView, width: int, height: int | None, hint: str = "") -> 
     events = event_lines(view, width, max(room - len(nodes) - len(jobs), 0))
     lines = _stack(view, width, nodes, jobs, events)
     last = [fit(Text(hint, style="dim"), width)] if hint else []
-    body = lines[: height - len(last)]
+    body = [line if line.cell_len <= width else fit(line, width) for line in lines]
+    body = body[: height - len(last)]
     return [*body, *(Text() for _ in range(height - len(body) - len(last))), *last]
 
 
