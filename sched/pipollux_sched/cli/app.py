@@ -78,7 +78,6 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     name="pipollux",
     cls=_LazyGroup,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from pipollux_sched.amounts import parse_duration
-from pipollux_sched.client import Client
 from pipollux_sched.occupancy import NodeOccupancy, occupancy
 from pipollux_sched.store import NodeCondition, StateDir, Store
 
@@ -72,6 +71,8 @@ def drain(
     Exit code: 0 done; 1 refused (with --wait: it was not empty in time); 2 an
     option is wrong.
     """
+    from pipollux_sched.client import Client  # slow, and neither --help nor a shell needs it
+
     if dead and undo:
         raise CommandError("--dead and --undo contradict each other; give one of them", USAGE)
     if wait and undo:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipollux_sched.client import Client
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import StateDir
 
@@ -13,6 +12,10 @@ from .console import CommandError, OutputFormat
 from .failure import one_sentence
 from .jobs import print_answers
 from .options import JobNames, StateDirectory, TableOutput
+
+if TYPE_CHECKING:
+    # What it imports in turn takes longer than a shell that completes should wait.
+    from pipollux_sched.client import Client
 
 
 def cancel(
@@ -25,7 +28,7 @@ def cancel(
 
         pipollux cancel char-lm digits
     """
-    _ask_each(StateDir.choose(state_dir), names, Client.cancel, output)
+    _ask_each(StateDir.choose(state_dir), names, lambda client, name: client.cancel(name), output)
 
 
 def suspend(
@@ -36,7 +39,7 @@ def suspend(
     pipollux suspend char-lm
     pipollux resume char-lm
     """
-    _ask_each(StateDir.choose(state_dir), names, Client.suspend, output)
+    _ask_each(StateDir.choose(state_dir), names, lambda client, name: client.suspend(name), output)
 
 
 def resume(
@@ -46,7 +49,7 @@ def resume(
 
     A job that was not suspended by its user stays as it is.
     """
-    _ask_each(StateDir.choose(state_dir), names, Client.resume, output)
+    _ask_each(StateDir.choose(state_dir), names, lambda client, name: client.resume(name), output)
 
 
 def _ask_each(
@@ -56,6 +59,8 @@ def _ask_each(
     output: OutputFormat,
 ) -> None:
     """Ask the same for each job; one that is refused does not keep the others from it."""
+    from pipollux_sched.client import Client
+
     answers: list[Mapping[str, Any]] = []
     refused: list[str] = []
     with one_sentence(), Client(directory) as client:
