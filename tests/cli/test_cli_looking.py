@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from pipollux_sched.cli import main
+from pipollux_sched.cli.job_table import job_table
 from pipollux_sched.store import Store
 
 from .kept import Clock, kept
@@ -70,6 +73,27 @@ def test_jobs_of_a_phase(say: Say) -> None:
     first = data(say, "jobs")[0]
     assert (first["name"], first["num_launches"], first["progress"]["step"]) == ("grown", 2, 21)
     assert "pipollux events --follow" in say("jobs", "--watch", code=2)
+
+
+def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
+    jobs, points, launches = store.jobs(), store.last_points(), store.num_launches()
+    shown = {}
+    for width in (160, 80, 40):
+        console = Console(width=width, file=StringIO())
+        console.print(job_table(jobs, points, launches, console))
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # a StringIO
+        assert max(map(len, lines)) <= width
+        assert len(lines) == 1 + len(jobs)
+        shown[width] = lines[0].split()
+    assert shown[160][-1] == "Message"
+    assert shown[80] == [
+        *("Job", "Phase", "Stages", "Replicas", "Nodes", "Step", "Loss", "Samples/s", "Age"),
+    ]
+    assert shown[40] == ["Job", "Phase", "Replicas", "Step", "Loss"]
+
+
+def test_version(say: Say) -> None:
+    assert say("version") == f"pipollux {data(say, 'version')['version']}\n"
 
 
 def test_nodes(say: Say) -> None:

@@ -63,7 +63,8 @@ def submit(
         pipollux submit examples/jobs.yaml --wait
 
     Exit code: 0 submitted (with --wait: all are complete); 1 a job was refused
-    (with --wait: or has failed); 2 the file or an option is wrong.
+    (with --wait: or has failed); 2 the file or an option is wrong. With --wait,
+    --output json prints the jobs as they have ended.
     """
     from pipollux_sched.client import Client
     from pipollux_sched.spec import load_jobs
@@ -74,11 +75,17 @@ def submit(
         last = _last_event(directory) if wait else 0
         with Client(directory) as client:
             taken, refused = _submit(client, specs)
-        print_answers(taken, output)
+        waits = wait and not refused
+        if output is OutputFormat.table or not waits:
+            print_answers(taken, output)
         if refused:
             raise CommandError("\n".join(refused))
-        if wait:
-            _wait_for(directory, {spec.name for spec in specs}, last)
+        if waits:
+            names = {spec.name for spec in specs}
+            ended = _wait_for(directory, names, last, to_stderr=output is not OutputFormat.table)
+            if output is not OutputFormat.table:
+                print_data([job.to_json_object() for job in ended.values()], output)
+            _exit_for(ended)
 
 
 def jobs(
@@ -236,8 +243,10 @@ def _last_event(directory: StateDir) -> int:
         return store.last_event()
 
 
-def _wait_for(directory: StateDir, names: set[str], last: int) -> None:
-    """Tell what happens to jobs until all have ended."""
+def _wait_for(
+    directory: StateDir, names: set[str], last: int, *, to_stderr: bool
+) -> dict[str, JobRecord]:
+    """Tell what happens to jobs until all have ended; return them then."""
     with Store(directory.database) as store:
         while True:
             served = directory.is_served()  # asked first, so that the last events are not missed
@@ -245,11 +254,10 @@ def _wait_for(directory: StateDir, names: set[str], last: int) -> None:
                 last = event["id"]
                 line = event_line(event)
                 if event["job"] in names and line:
-                    typer.echo(line)
+                    typer.echo(line, err=to_stderr)
             ended = {job.name: job for job in store.jobs() if job.name in names and job.phase.ended}
             if len(ended) == len(names):
-                _exit_for(ended)
-                return
+                return ended
             if not served:
                 raise CommandError(
                     "the scheduler has ended before the jobs have; they go on when it is back"
