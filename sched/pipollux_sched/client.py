@@ -85,6 +85,10 @@ class Client:
         body = {"condition": condition.value, "reason": reason}
         return dict(self._ask("PUT", f"/nodes/{name}", json=body))
 
+    def decide(self) -> None:
+        """Let the allocator decide now, not only at the next interval."""
+        self._ask("POST", "/decisions")
+
     def job(self, name: str) -> dict[str, Any]:
         """Return a job, with its launches and latest hints."""
         return dict(self._ask("GET", f"/jobs/{name}"))

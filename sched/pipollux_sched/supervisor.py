@@ -13,6 +13,7 @@ POST     /jobs/{name}/resume     admin   let it be given room again
 GET      /jobs/{name}/logs       admin   the last lines of its replicas
 GET      /events                 admin   the event log
 GET      /cluster                admin   nodes and free slots
+POST     /decisions              admin   let the allocator decide now
 GET      /nodes                  admin   the same nodes, as a list
 PUT      /nodes/{name}           admin   let a node be ready, drain, or be dead
 =======  ======================  ======  ==========================================================
@@ -180,6 +181,11 @@ def _admin_side(store: Store, control: Control, state_dir: StateDir, admin_token
     @router.get("/cluster")
     def cluster() -> Mapping[str, Any]:
         return control.cluster()
+
+    @router.post("/decisions", status_code=202)
+    def decide() -> dict[str, str]:
+        control.decide()
+        return {"status": "deciding"}
 
     @router.get("/nodes")
     def nodes() -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "demo": _Entry("demo", "Show it all at work on this machine, and write a report."),
-    "plan": _Entry("plan", "Print what every job of a file would get; touch nothing."),
-    "apply": _Entry("apply", "Carry a plan out on this machine, and wait for the jobs."),
+    "plan": _Entry("plan", "Print what every job would get; touch nothing."),
+    "apply": _Entry("apply", "Carry a plan out, once it was looked at."),
     "serve": _Entry("serve", "Run the scheduler until it is interrupted."),
     "submit": _Entry("jobs", "Submit jobs to a running scheduler."),
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),

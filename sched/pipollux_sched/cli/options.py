@@ -33,6 +33,18 @@ ClusterFile: TypeAlias = Annotated[
 ]
 
 
+SomeClusterFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="FILE",
+        help="YAML: the nodes that there are.",
+        show_default="the scheduler's own",
+    ),
+]
+
+
 def _known_policy(name: str | None) -> str | None:
     if name is not None:
         from pipollux_sched.policy import POLICIES, make_policy  # slow, and --help needs neither
@@ -57,14 +69,14 @@ PolicyName: TypeAlias = Annotated[
     ),
 ]
 
-JobsFile: TypeAlias = Annotated[
-    Path,
+SomeJobsFile: TypeAlias = Annotated[
+    Path | None,
     typer.Option(
         "--jobs",
         "-j",
         metavar="FILE",
         help="YAML: the jobs that want them.",
-        show_default=False,
+        show_default="the scheduler's own",
     ),
 ]
 
