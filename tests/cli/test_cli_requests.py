@@ -35,6 +35,16 @@ jobs:
     wait_until(lambda: {job["phase"] for job in cli.jobs().values()} == {"Suspended"})
     assert cli.alive() == []
 
+    (cli.folder / "quick.yaml").write_text(
+        f'jobs:\n  - {{name: quick, script: {TOY}, args: [--steps, "2"]}}\n'
+    )
+    waited = cli("submit", "quick.yaml", "--wait", "--output", "json")
+    assert [job["phase"] for job in json.loads(waited.stdout)] == ["Complete"]
+    assert "quick: complete at step 2" in waited.stderr
+    lines = cli("logs", "quick", "--output", "json").stdout.splitlines()
+    told = {"generation": 1, "replica": 0, "line": "replica 0 of generation 1 goes on from step 0"}
+    assert told in map(json.loads, lines)
+
     drained = cli("drain", "node-a", "--reason", "new fans", "--wait", "--timeout", "30s")
     assert drained.stdout == "node-a: draining; nothing runs there\n"
     resumed = cli("resume", "one", "two")
@@ -56,8 +66,7 @@ jobs:
     assert [job["intent"] for job in json.loads(cancelled.stdout)] == ["cancel", "cancel"]
     wait_until(lambda: {job["reason"] for job in cli.jobs().values()} == {"Cancelled"})
     following.terminate()
-    told = map(json.loads, following.communicate(timeout=30)[0].splitlines())
-    events = list(told)
+    events = [json.loads(line) for line in following.communicate(timeout=30)[0].splitlines()]
     kinds = [event["type"] for event in events]
     assert kinds.count("suspended") == kinds.count("resumed") == 2
     assert [

@@ -159,7 +159,7 @@ def logs(
         reader = LogReader(directory, name, generation, replica)
         for line in _lines(reader, store, name, follow):
             if output is LineFormat.json:
-                print_json_line(line._asdict())
+                print_json_line(line.to_dict())
             else:
                 typer.echo(line.prefixed)
     if not reader.found:

@@ -25,6 +25,10 @@ class LogLine(NamedTuple):
         """The line, told apart from those of other logs where there are any."""
         return f"[{self.generation}.{self.replica}] {self.line}" if self.several else self.line
 
+    def to_dict(self) -> dict[str, int | str]:
+        """Return it as plain data."""
+        return {"generation": self.generation, "replica": self.replica, "line": self.line}
+
 
 class LogReader:
     """Reads whole lines of a job's logs, each line once.
