@@ -28,7 +28,7 @@ from pipollux_sched.explanation import explain
 from pipollux_sched.inventory import job_info
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
 from pipollux_sched.meters import Meters
-from pipollux_sched.policy import violations
+from pipollux_sched.policy import Allocation, violations
 from pipollux_sched.spec import parse_job
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.strategy import (
@@ -67,7 +67,7 @@ class Decision:
     why: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     """num_stages; where they can be predicted, num_microbatches, atomic_bsz, accum_steps,
-    batch_size and speedup."""
+    batch_size and speedup, and previous_speedup: by the same model, of what it had until now."""
     num_stages: int | None = None
     """K of each replica; None where it gets nothing."""
 
@@ -162,10 +162,16 @@ def _decision(
         "atomic_bsz": known.atomic_bsz if known else None,
         "accum_steps": known.accum_steps if known else None,
         "batch_size": known.batch_size if known else None,
-        "speedup": known.speedup if known and math.isfinite(known.speedup) else None,
+        "speedup": _predicted_speedup(given),
+        "previous_speedup": _predicted_speedup(old.held),
     }
     why = explain(new.info, old.held, given, nodes, free)
     return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
+
+
+def _predicted_speedup(held: Allocation) -> float | None:
+    known = held.configuration
+    return known.speedup if known and math.isfinite(known.speedup) else None
 
 
 def _with_resources(nodes: Nodes, resources: Mapping[str, Mapping[str, int]]) -> Nodes:

@@ -112,6 +112,10 @@ class Client:
         body = {"condition": condition.value, "reason": reason}
         return dict(self._ask("PUT", f"/nodes/{name}", json=body))
 
+    def decide(self) -> None:
+        """Let the allocator decide now, not only at the next interval."""
+        self._ask("POST", "/decisions")
+
     def events(
         self, after: int = 0, *, job: str | None = None, limit: int = 1000
     ) -> list[dict[str, Any]]:

@@ -126,6 +126,11 @@ class Control:
         self._reconsider()
         return node
 
+    def decide(self) -> None:
+        """Let the allocator decide now, not only at the next interval."""
+        self._check_running()
+        self._reconsider()
+
     def cluster(self) -> Mapping[str, Any]:
         """Describe nodes, their conditions and free slots, and the policy."""
         free = self._backend.free()

@@ -2,65 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeAlias
+
+Event: TypeAlias = Mapping[str, Any]
 
 
-def event_line(event: Mapping[str, Any]) -> str | None:
+def event_line(event: Event, *, every: bool = False) -> str | None:
     """Describe an event in one line; None for those that come too often to be shown.
+
+    Args:
+        event: one flat object, as `Store.events` returns it.
+        every: describe those as well.
 
     Example:
         >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "generation": 2,
         ...             "step": 90, "epoch": 3})[9:]
         'toy: complete at step 90, epochs done: 3'
     """
-    text = _text(event)
+    text = event_text(event, every=every)
     if text is None:
         return None
     time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
     return f"{time} {event['job']}: {text}" if event.get("job") else f"{time} {text}"
 
 
-def _text(event: Mapping[str, Any]) -> str | None:
-    match event["type"]:
-        case "submitted":
-            return "submitted"
-        case "allocated":
-            return str(event["why"])
-        case "first_step":
-            seconds = event["restart_seconds"]
-            took = "" if seconds is None else f", {seconds:.1f} s after it was asked to move"
-            return f"training since step {event['step']}{took}"
-        case "stopped":
-            step = event["step"]
-            return "stopped without saving" if step is None else f"stopped and saved at step {step}"
-        case "restarting":
-            return f"restarting: {_first_line(event['why'])}"
-        case "complete":
-            return _complete(event)
-        case "failed":
-            return f"failed: {_first_line(event['why'])}"
-        case "cancelled":
-            return "cancelled"
-        case "autoscaling":
-            return _autoscaling(event)
-        case _:
-            return None
+def event_text(event: Event, *, every: bool = False) -> str | None:
+    """Describe an event without its time and job: see `event_line`."""
+    kind = str(event["type"])
+    if kind in _TELLING:
+        return _TELLING[kind](event)
+    if not every:
+        return None
+    return _FREQUENT[kind](event) if kind in _FREQUENT else kind
 
 
-def _complete(event: Mapping[str, Any]) -> str:
+def _first_step(event: Event) -> str:
+    seconds = event["restart_seconds"]
+    took = "" if seconds is None else f", {seconds:.1f} s after it was asked to move"
+    return f"training since step {event['step']}{took}"
+
+
+def _stopped(event: Event) -> str:
+    step = event["step"]
+    return "stopped without saving" if step is None else f"stopped and saved at step {step}"
+
+
+def _complete(event: Event) -> str:
     if event["step"] is None:
         return "complete"
     return f"complete at step {event['step']}, epochs done: {event['epoch']}"
 
 
-def _autoscaling(event: Mapping[str, Any]) -> str:
+def _autoscaling(event: Event) -> str:
     lists = {"to be left": event["drain"], "to be given back": event["release"]}
     parts = [f"{', '.join(names)} {what}" for what, names in lists.items() if names]
     nodes = "node" if event["desired"] == 1 else "nodes"
     return "; ".join([f"wants {event['desired']} {nodes}", *parts])
 
 
+def _node(event: Event) -> str:
+    reason = f": {_first_line(event['reason'])}" if event["reason"] else ""
+    return f"node {event['node']} is {event['condition']}{reason}"
+
+
+def _cluster(event: Event) -> str:
+    slots = sum(int(node["slots"]) for node in event["nodes"].values())
+    return f"a scheduler serves {len(event['nodes'])} nodes with {slots} slots"
+
+
+def _progress(event: Event) -> str:
+    loss = "" if event["loss"] is None else f", loss {event['loss']:.4g}"
+    return f"step {event['step']}{loss}"
+
+
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
+
+
+_Telling: TypeAlias = Mapping[str, Callable[[Event], str]]
+
+_TELLING: _Telling = {
+    "submitted": lambda _event: "submitted",
+    "allocated": lambda event: str(event["why"]),
+    "first_step": _first_step,
+    "stopped": _stopped,
+    "restarting": lambda event: f"restarting: {_first_line(event['why'])}",
+    "complete": _complete,
+    "failed": lambda event: f"failed: {_first_line(event['why'])}",
+    "cancelled": lambda _event: "cancelled",
+    "suspended": lambda _event: "suspended by its user",
+    "resumed": lambda _event: "resumed by its user",
+    "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
+    "silent": lambda event: f"silent: {_first_line(event['why'])}",
+    "node": _node,
+    "autoscaling": _autoscaling,
+}
+_FREQUENT: _Telling = {
+    "cluster": _cluster,
+    "started": lambda event: f"generation {event['generation']} started",
+    "stopping": lambda event: f"asked to stop: {_first_line(event['why'])}",
+    "hints": lambda _event: "sent hints",
+    "progress": _progress,
+    "timeline": lambda event: f"sent the timeline of step {event['step']}",
+}
+
+TELLING_TYPES = tuple(_TELLING)
+"""Types of events that are shown to people unless they ask for others."""
+EVENT_TYPES = (*_TELLING, *_FREQUENT)
+"""All types of events."""

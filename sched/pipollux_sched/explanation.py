@@ -62,7 +62,7 @@ def explain(
     """
     if not new:
         verb = "is suspended" if previous else "waits"
-        return f"{verb}: {_why_nothing(info, nodes, free)}"
+        return f"{verb}: {why_nothing(info, nodes, free)}"
     shape = shape_of(info, new, nodes)
     worth = _spell_speedup(shape, new)
     if not previous:
@@ -84,7 +84,7 @@ def explain(
     return f"{verb} from {len(previous)} to {_count(len(new), 'replica')}: {change}"
 
 
-def _why_nothing(
+def why_nothing(
     info: JobInfo, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
 ) -> str:
     """Say what keeps a job from running, given what is left of the nodes."""

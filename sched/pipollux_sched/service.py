@@ -77,6 +77,7 @@ class Scheduler:
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         grace: seconds that a job has to save when it is asked to stop.
         silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+        open_metrics: whether `/metrics` is answered without a token.
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
@@ -100,6 +101,7 @@ class Scheduler:
         restart_seconds: float = 30.0,
         grace: float = STOP_GRACE,
         silence_limit: float = SILENCE_LIMIT,
+        open_metrics: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
@@ -126,12 +128,13 @@ class Scheduler:
         self._interval = interval
         self._restart_seconds = restart_seconds
         self._grace = grace
-        self._silence_limit = silence_limit
+        self._silence_limit, self._open_metrics = silence_limit, open_metrics
         self._address = (host, port)
         self._on_event = on_event
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
+            "PIPOLLUX_HEARTBEAT_INTERVAL": f"{silence_limit / 6:g}",
         }
         self._admin_token = secrets.token_urlsafe(32)
         self._meters = Meters()
@@ -327,6 +330,7 @@ class Scheduler:
             state_dir=self.state_dir,
             admin_token=self._admin_token,
             meters=self._meters,
+            open_metrics=self._open_metrics,
         )
         killed = self.state_dir.read_server()  # its jobs still report where it listened
         preferred = killed.port if killed else 0

@@ -3,133 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from pipollux_sched.cli import main
 from pipollux_sched.store import Store
 
-TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
-PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
-CLUSTER = """
-nodes:
-  - {name: node-a, slots: 2, kind: cpu}
-  - {name: node-b, slots: 2, kind: cpu}
-"""
-JOBS = f"""
-jobs:
-  - {{name: short, script: {TOY}, args: [--steps, "5"]}}
-  - {{name: long, script: {TOY}, num_stages: 2}}
-"""
+from .runner import PIPOLLUX, TOY, Cli, one_sentence, wait_until
 
 SERVE = ("serve", "--cluster", "cluster.yaml")
-
-
-class Cli:
-    """Runs `pipollux` in a folder of its own, with a state directory of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.state_dir = folder / "state"
-        self.environment = {**os.environ, "PIPOLLUX_STATE_DIR": str(self.state_dir)}
-        self.environment.pop("COLUMNS", None)
-        (folder / "cluster.yaml").write_text(CLUSTER)
-        (folder / "jobs.yaml").write_text(JOBS)
-        self.servers: list[subprocess.Popen[str]] = []
-        self.said: list[str] = []
-        """What the last scheduler said before it served."""
-
-    def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [PIPOLLUX, *args],
-            cwd=self.folder,
-            env=self.environment,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    def serve(self, *args: str) -> subprocess.Popen[str]:
-        """Start a scheduler, and return when it answers."""
-        server = subprocess.Popen(
-            [PIPOLLUX, "serve", "--cluster", "cluster.yaml", *args],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.servers.append(server)
-        assert server.stdout is not None
-        said = []
-        while line := server.stdout.readline():
-            said.append(line)
-            if line.startswith("Serving 2 nodes with 4 slots at http://127.0.0.1:"):
-                self.said = said
-                return server
-        raise AssertionError(f"it does not serve: {said}")
-
-    def jobs(self) -> dict[str, dict[str, Any]]:
-        """What the store knows; read here, as starting `pipollux` takes longer than the reading."""
-        with Store(self.state_dir / "pipollux.db") as store:
-            return {job.name: job.to_json_object() for job in store.jobs()}
-
-    def alive(self) -> list[psutil.Process]:
-        """Every process of a job that is still there."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-            except (psutil.Error, OSError):
-                continue
-            ours = environment.get("PIPOLLUX_STATE_DIR") == str(self.state_dir)
-            started_for_a_job = ours and "PIPOLLUX_GENERATION" in environment
-            if started_for_a_job and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        return found
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
-    cli = Cli(tmp_path)
-    yield cli
-    for server in cli.servers:
-        if server.poll() is None:
-            server.terminate()
-            try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                server.kill()
-        if server.stdout is not None:
-            server.stdout.close()
-    assert cli.alive() == []
-
-
-def wait_until(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.1)
-
-
-def one_sentence(result: subprocess.CompletedProcess[str], code: int) -> str:
-    """What a failed command says: one line, no traceback."""
-    assert result.returncode == code, (result.stdout, result.stderr)
-    assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1, result.stderr
-    return result.stderr
 
 
 def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
@@ -147,10 +32,10 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
     table = cli("jobs")
     assert table.stdout.splitlines()[0].split() == [
-        *("Job", "Phase", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
+        *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
         *("Restarts", "Age", "Message"),
     ]
-    assert table.stdout.splitlines()[2].split()[:3] == ["long", "Running", "1"]
+    assert table.stdout.splitlines()[2].split()[:4] == ["long", "Running", "2", "1"]
     shown = json.loads(cli("jobs", "--output", "json").stdout)[1]
     assert shown["name"] == "long"
     assert shown["progress"]["num_replicas"] == 1

@@ -163,7 +163,11 @@ def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     [
         (["plan", "--clutser", "x"], "'pipollux plan --help'"),
         (["plan", "--cluster"], "'pipollux plan --help'"),
-        (["plan"], "Missing option '--cluster'"),
+        (["plan", "--jobs", "x"], "--cluster is missing; give both files, or neither"),
+        (["plan", "--cluster", "x"], "--jobs is missing; give both files, or neither"),
+        (["apply", "--cluster", "x"], "--jobs is missing; give both files, or neither"),
+        (["apply", "--policy", "fifo"], "--policy: the running scheduler decides by its own"),
+        ([*EXAMPLES, "--diff"], "--diff is for the scheduler's own jobs; leave the files out"),
         (["plan", "-c", "x", "-j", "y", "-o", "xml"], "'xml'"),
         (["plan", "-c", "x", "-j", "y", "--seed", "-1"], "'--seed'"),
         (["paln"], "'paln'"),

@@ -17,10 +17,10 @@ from pipollux_sched.service import Scheduler
 from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
 from pipollux_sched.store import JobRecord, StateDir, Store
 
-from .console import CommandError
+from .console import USAGE, CommandError, OutputFormat
 from .failure import one_sentence
 from .jobs import located
-from .options import ClusterFile, JobsFile, PolicyName, StateDirectory
+from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
 from .plan import print_table
 
 TICK = 0.2
@@ -28,22 +28,32 @@ TICK = 0.2
 
 
 def apply(
-    cluster: ClusterFile,
-    jobs: JobsFile,
+    cluster: SomeClusterFile = None,
+    jobs: SomeJobsFile = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
 ) -> None:
-    """Carry a plan out on this machine, and wait for the jobs.
+    """Carry a plan out: of files on this machine, or of the running scheduler.
 
     The plan is that of `pipollux plan`; each job runs at exactly the allocation
     it has there, as torchrun processes of this machine, until all are complete.
     Run again after an interruption, jobs go on from their last checkpoint, and
     those that are complete are left alone.
 
-    Exit code: 0 all jobs are complete; 1 one is not; 2 a file or an option is
-    wrong.
+    Without files the plan is that of `pipollux plan --diff`; the running scheduler
+    is asked to decide now, not only at its next interval. What it then decides
+    rests on what it knows at that moment.
+
+    Exit code: 0 all jobs are complete (without files: the scheduler decides, or
+    has nothing to change); 1 one is not; 2 a file or an option is wrong.
     """
+    if cluster is None and jobs is None:
+        _apply_live(StateDir.choose(state_dir), policy, yes)
+        return
+    if cluster is None or jobs is None:
+        missing = "--cluster" if cluster is None else "--jobs"
+        raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
     nodes = load_cluster(cluster)
     specs = [located(spec, jobs) for spec in load_jobs(jobs)]
     directory = StateDir.choose(state_dir)
@@ -60,6 +70,27 @@ def apply(
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was started")
         _carry_out(directory, nodes, left, plan)
+
+
+def _apply_live(directory: StateDir, policy: str | None, yes: bool) -> None:
+    """Show what the running scheduler would change, ask, and let it."""
+    from pipollux_sched.client import Client
+
+    from .live_plan_table import print_live_plan
+
+    if policy is not None:
+        raise CommandError(
+            "--policy: the running scheduler decides by its own; leave it out, or try others "
+            "with: pipollux plan --policy NAME",
+            USAGE,
+        )
+    with one_sentence(), Client(directory) as client:
+        if not print_live_plan(directory, None, 0, diff=True, output=OutputFormat.table):
+            return
+        if not yes and not typer.confirm("Carry this out?"):
+            raise CommandError("nothing was changed")
+        client.decide()
+    typer.echo("The scheduler decides now; follow it with: pipollux events --follow")
 
 
 def _complete(directory: StateDir) -> set[str]:

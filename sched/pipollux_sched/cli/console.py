@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 DONE = 0
 FAILED = 1
@@ -45,11 +45,43 @@ class OutputFormat(StrEnum):
     yaml = "yaml"
 
 
+class TextFormat(StrEnum):
+    """How a command prints a result that people read as text."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+
+
+class LineFormat(StrEnum):
+    """How a command prints what it tells line by line; as JSON, an object a line."""
+
+    text = "text"
+    json = "json"
+
+
 def output_console() -> Console:
     """Return a rich console on standard output."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, soft_wrap=False)
+
+
+def print_result(result: RenderableType, *, fold: bool = True) -> None:
+    """Print a result on standard output; into a pipe without the blanks that fill up its lines.
+
+    Args:
+        result: whatever rich can show.
+        fold: break lines that are wider than the terminal; False leaves that to the terminal.
+    """
+    console = output_console()
+    if console.is_terminal:
+        console.print(result, soft_wrap=not fold)
+        return
+    with console.capture() as capture:
+        console.print(result, soft_wrap=not fold)
+    for line in capture.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def complain(*sentences: str) -> None:
@@ -58,12 +90,18 @@ def complain(*sentences: str) -> None:
         typer.echo(f"Error: {sentence}", err=True)
 
 
-def print_data(data: Any, output: OutputFormat) -> None:
+def print_json_line(data: Any) -> None:
+    """Print plain data as JSON on one line of standard output, at once."""
+    typer.echo(json.dumps(data, ensure_ascii=False))
+
+
+def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> None:
     """Print plain data as JSON or YAML on standard output."""
-    if output is OutputFormat.json:
+    if output.value == "json":
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
     else:
         import yaml
 
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+        simple = json.loads(json.dumps(data))  # YAML would not take enumerations for texts
+        text = yaml.safe_dump(simple, sort_keys=False, allow_unicode=True, width=100)
         typer.echo(text, nl=False)

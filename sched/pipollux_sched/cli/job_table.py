@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.lifecycle import Phase
+from pipollux_sched.occupancy import holding
 from pipollux_sched.store import JobRecord, Point
 
-from .console import output_console
+from .wording import DASH, first_line, one_line, spell_age, spell_nodes
 
-_STYLES = {
+PHASE_STYLES = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "dim",
     Phase.FAILED: "red",
@@ -23,96 +23,91 @@ _STYLES = {
     Phase.SUSPENDED: "yellow",
     Phase.QUEUED: "cyan",
 }
-_COLUMNS = ("Job", "Phase", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s")
-_LATER_COLUMNS = ("Restarts", "Age")
-_NUMBERS = ("Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
+"""In which colour each phase is shown."""
+_COLUMNS = (
+    *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
+    *("Restarts", "Age"),
+)
+_NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
+_LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Nodes")
+"""What a terminal that is too narrow for all does without, the first one first."""
+_GAP = 2
 _LEAST_MESSAGE = 24
 """Columns without which a message says nothing and is left out."""
 
 
-def print_jobs(
-    jobs: Sequence[JobRecord], points: Mapping[str, Point], launches: Mapping[str, int]
-) -> None:
-    """Print jobs as a table; the message of each as far as there is room.
+def job_table(
+    jobs: Sequence[JobRecord],
+    points: Mapping[str, Point],
+    launches: Mapping[str, int],
+    console: Console,
+) -> Table:
+    """Return jobs as a table; the message of each as far as there is room.
 
     Args:
         jobs: the jobs.
         points: the latest progress of those that have reported any.
         launches: how often each was launched.
+        console: where it is to be shown.
     """
-    if not jobs:
-        typer.echo("No jobs yet; submit some with: pipollux submit FILE")
-        return
     rows = [_row(job, points.get(job.name), launches.get(job.name, 0)) for job in jobs]
-    console = output_console()
-    room = console.width - console.measure(_table(rows)).maximum - 2
-    messages = [Text(job.state.message.partition("\n")[0]) for job in jobs]
-    for message in messages:
-        message.truncate(max(room, 0), overflow="ellipsis")
-    console.print(_table(rows, messages if room >= _LEAST_MESSAGE else None))
-
-
-def _table(rows: Sequence[Sequence[Text]], messages: Sequence[Text] | None = None) -> Table:
+    widths = {
+        header: max([len(header), *(row[header].cell_len for row in rows)]) for header in _COLUMNS
+    }
+    left_out = list(_LEFT_OUT)
+    while left_out and _width(widths) > console.width:
+        del widths[left_out.pop(0)]
+    room = console.width - _width(widths) - _GAP
+    if room >= _LEAST_MESSAGE:
+        for job, row in zip(jobs, rows, strict=True):
+            row["Message"] = Text(one_line(first_line(job.state.message)))
+            row["Message"].truncate(room, overflow="ellipsis")
+        widths["Message"] = room
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for header in (*_COLUMNS, *_LATER_COLUMNS):
+    for header in widths:
         table.add_column(header, justify="right" if header in _NUMBERS else "left", no_wrap=True)
-    if messages is None:
-        for row in rows:
-            table.add_row(*row)
-        return table
-    table.add_column("Message", no_wrap=True)
-    for row, message in zip(rows, messages, strict=True):
-        table.add_row(*row, message)
+    for row in rows:
+        table.add_row(*(row[header] for header in widths))
     return table
 
 
-def _row(job: JobRecord, point: Point | None, launches: int) -> list[Text]:
-    held = job.state.launched or job.state.allocation
-    return [
-        Text(job.name),
-        Text(_phase(job), style=_STYLES.get(job.phase, "")),
-        Text(str(len(held)) if held else "–"),
-        Text(_nodes(held)),
-        Text(_epoch(point, job.phase)),
-        Text("–" if point is None else str(point.step)),
-        Text("–" if point is None or point.loss is None else f"{point.loss:.3g}"),
-        Text(_throughput(point)),
-        Text(str(max(launches - 1, 0))),
-        Text(spell_age((job.ended_at or time.time()) - job.submitted_at)),
-    ]
+def _width(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _phase(job: JobRecord) -> str:
+def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, Text]:
+    held, num_stages = holding(job)
+    age = (job.ended_at or time.time()) - job.submitted_at
+    return {
+        "Job": Text(job.name),
+        "Phase": Text(spell_phase(job), style=PHASE_STYLES.get(job.phase, "")),
+        "Stages": Text(str(num_stages)),
+        "Replicas": Text(str(len(held)) if held else DASH),
+        "Nodes": Text(spell_nodes(held)),
+        "Epoch": Text(_epoch(point, job.phase)),
+        "Step": Text(DASH if point is None else str(point.step)),
+        "Loss": Text(DASH if point is None or point.loss is None else f"{point.loss:.3g}"),
+        "Samples/s": Text(_throughput(point)),
+        "Restarts": Text(str(max(launches - 1, 0))),
+        "Age": Text(spell_age(age)),
+    }
+
+
+def spell_phase(job: JobRecord) -> str:
+    """Spell a job's phase; one that was cancelled is told from one that failed."""
     cancelled = job.phase is Phase.FAILED and job.state.reason == "Cancelled"
     return "Cancelled" if cancelled else job.phase.value
-
-
-def _nodes(nodes: Sequence[str]) -> str:
-    counts = sorted(Counter(nodes).items())
-    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts) or "–"
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:
     """Spell how many epochs are done."""
     if point is None:
-        return "–"
+        return DASH
     done = point.epoch + (phase is Phase.COMPLETE)  # points count from 0
     return str(done) if point.num_epochs is None else f"{done}/{point.num_epochs}"
 
 
 def _throughput(point: Point | None) -> str:
     if point is None or not point.step_time:
-        return "–"
+        return DASH
     return f"{point.batch_size / point.step_time:.3g}"
-
-
-def spell_age(seconds: float) -> str:
-    """Spell a duration as in ``42s``, ``3m07s``, ``5h12m``, ``3d04h``."""
-    minutes, left = divmod(max(int(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{left:02d}s" if minutes else f"{left}s"

@@ -1,6 +1,6 @@
-"""`pipollux submit`, `jobs`, `cancel`, `logs`: jobs of a scheduler.
+"""`pipollux submit`, `jobs`, `logs`: jobs of a scheduler.
 
-`submit` and `cancel` ask the running scheduler. `jobs` and `logs` read what it keeps in its state
+`submit` asks the running scheduler. `jobs` and `logs` read what it keeps in its state
 directory, so they answer as well when it has ended.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -19,11 +18,21 @@ from pipollux_sched.event_line import event_line
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, Point, StateDir, Store
 
-from .console import CommandError, OutputFormat, print_data
+from .console import (
+    USAGE,
+    CommandError,
+    LineFormat,
+    OutputFormat,
+    output_console,
+    print_data,
+    print_json_line,
+    print_result,
+)
 from .failure import one_sentence
-from .job_table import print_jobs
-from .log_reader import LogReader
-from .options import StateDirectory
+from .job_table import job_table
+from .log_reader import LogLine, LogReader
+from .options import JobName, LineOutput, StateDirectory, TableOutput
+from .wording import one_line
 
 if TYPE_CHECKING:
     # What they import in turn takes longer than printing a list of jobs.
@@ -32,15 +41,8 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at what is being waited for."""
-
-JobName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.")]
-
-
-class ListFormat(StrEnum):
-    """How a list is printed."""
-
-    table = "table"
-    json = "json"
+WATCH_INTERVAL = 1.0
+"""Seconds between two looks at a list that is shown as it changes."""
 
 
 def submit(
@@ -50,6 +52,7 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until they have ended; exit 1 if one failed.")
     ] = False,
+    output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """Submit the jobs of a file to the running scheduler.
@@ -60,7 +63,8 @@ def submit(
         pipollux submit examples/jobs.yaml --wait
 
     Exit code: 0 submitted (with --wait: all are complete); 1 a job was refused
-    (with --wait: or has failed); 2 the file or an option is wrong.
+    (with --wait: or has failed); 2 the file or an option is wrong. With --wait,
+    --output json prints the jobs as they have ended.
     """
     from pipollux_sched.client import Client
     from pipollux_sched.spec import load_jobs
@@ -70,17 +74,29 @@ def submit(
     with one_sentence():
         last = _last_event(directory) if wait else 0
         with Client(directory) as client:
-            refused = _submit(client, specs)
+            taken, refused = _submit(client, specs)
+        waits = wait and not refused
+        if output is OutputFormat.table or not waits:
+            print_answers(taken, output)
         if refused:
             raise CommandError("\n".join(refused))
-        if wait:
-            _wait_for(directory, {spec.name for spec in specs}, last)
+        if waits:
+            names = {spec.name for spec in specs}
+            ended = _wait_for(directory, names, last, to_stderr=output is not OutputFormat.table)
+            if output is not OutputFormat.table:
+                print_data([job.to_json_object() for job in ended.values()], output)
+            _exit_for(ended)
 
 
 def jobs(
-    output: Annotated[
-        ListFormat, typer.Option("--output", "-o", help="How to print them.")
-    ] = ListFormat.table,
+    phase: Annotated[
+        list[Phase] | None,
+        typer.Option(help="Only jobs in this phase; may be repeated.", show_default=False),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show the list as it changes, until Ctrl-C.")
+    ] = False,
+    output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
     """List jobs: phase, allocation, progress.
@@ -88,27 +104,33 @@ def jobs(
     Works without a running scheduler too: then it shows how the last one left
     them. A job is launched again after each change of its allocation, and
     after a failure; Restarts counts both.
+
+        pipollux jobs --phase Running --phase Queued --watch
     """
     directory = StateDir.choose(state_dir)
     with one_sentence(), Store(directory.store) as store:
-        found, points, launches = store.jobs(), store.last_points(), store.num_launches()
-    if output is ListFormat.json:
-        print_data([_plain(job, points.get(job.name)) for job in found], OutputFormat.json)
+        if watch:
+            _watch(store, phase, output)
+            return
+        found, points, launches = _look(store, phase)
+        is_any = bool(found) or bool(store.jobs())
+    if output is not OutputFormat.table:
+        plain = [_plain(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
+        print_data(plain, output)
         return
-    print_jobs(found, points, launches)
+    if not found:
+        typer.echo(
+            "No job is in that phase."
+            if is_any
+            else "No jobs yet; submit some with: pipollux submit FILE"
+        )
+        return
+    console = output_console()
+    print_result(job_table(found, points, launches, console))
     if any(not job.phase.ended for job in found) and not directory.is_served():
         typer.echo(
             f"No scheduler serves {directory.path}: this is how the last one left it.", err=True
         )
-
-
-def cancel(name: JobName, state_dir: StateDirectory = None) -> None:
-    """Cancel a job: its processes save and end, and it is not started again."""
-    from pipollux_sched.client import Client
-
-    with one_sentence(), Client(StateDir.choose(state_dir)) as client:
-        job = client.cancel(name)
-    typer.echo(f"{name}: {job['message']}")
 
 
 def logs(
@@ -122,6 +144,7 @@ def logs(
     replica: Annotated[
         int | None, typer.Option(min=0, help="Which pipeline replica.", show_default="all")
     ] = None,
+    output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
     r"""Print what the replicas of a job have written.
@@ -135,7 +158,10 @@ def logs(
         job = store.job(name)
         reader = LogReader(directory, name, generation, replica)
         for line in _lines(reader, store, name, follow):
-            typer.echo(line)
+            if output is LineFormat.json:
+                print_json_line(line.to_dict())
+            else:
+                typer.echo(line.prefixed)
     if not reader.found:
         which = "" if generation is None else f" of generation {generation}"
         whose = "" if replica is None else f" of replica {replica}"
@@ -158,23 +184,56 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
     return spec.model_copy(update={"script": str(script), "working_dir": str(folder)})
 
 
-def _submit(client: Client, specs: Sequence[JobSpec]) -> list[str]:
-    """Submit what is taken; return why the rest is not, a sentence each."""
-    refused = []
+def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> None:
+    """Print what the scheduler answered about jobs: a line for each, or all that it said."""
+    if output is not OutputFormat.table:
+        print_data(list(jobs), output)
+        return
+    for job in jobs:
+        typer.echo(f"{job['name']}: {one_line(job['message'])}")
+
+
+def _submit(client: Client, specs: Sequence[JobSpec]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Submit what is taken; return it, and why the rest is not, a sentence each."""
+    taken: list[Mapping[str, Any]] = []
+    refused: list[str] = []
     for spec in specs:
         try:
-            job = client.submit(spec)
+            taken.append(client.submit(spec))
         except SchedulerError as error:
             if str(error) not in refused:
                 refused.append(str(error))
-        else:
-            typer.echo(f"{job['name']}: {job['message']}")
-    return refused
+    return taken, refused
 
 
-def _plain(job: JobRecord, point: Point | None) -> dict[str, Any]:
+_Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]
+
+
+def _look(store: Store, phases: Sequence[Phase] | None) -> _Look:
+    found = [job for job in store.jobs() if not phases or job.phase in phases]
+    return found, store.last_points(), store.num_launches()
+
+
+def _watch(store: Store, phases: Sequence[Phase] | None, output: OutputFormat) -> None:
+    """Show the list anew every second, until Ctrl-C."""
+    from rich.live import Live
+
+    console = output_console()
+    if output is not OutputFormat.table or not console.is_terminal:
+        raise CommandError(
+            "--watch shows a table on a terminal; for programs there is: "
+            "pipollux events --follow --output json",
+            USAGE,
+        )
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            live.update(job_table(*_look(store, phases), console), refresh=True)
+            time.sleep(WATCH_INTERVAL)
+
+
+def _plain(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
     progress = None if point is None else dict(vars(point))
-    return {**job.to_json_object(), "progress": progress}
+    return {**job.to_json_object(), "num_launches": launches, "progress": progress}
 
 
 def _last_event(directory: StateDir) -> int:
@@ -184,8 +243,10 @@ def _last_event(directory: StateDir) -> int:
         return store.last_event()
 
 
-def _wait_for(directory: StateDir, names: set[str], last: int) -> None:
-    """Tell what happens to jobs until all have ended."""
+def _wait_for(
+    directory: StateDir, names: set[str], last: int, *, to_stderr: bool
+) -> dict[str, JobRecord]:
+    """Tell what happens to jobs until all have ended; return them then."""
     with Store(directory.store) as store:
         while True:
             served = directory.is_served()  # asked first, so that the last events are not missed
@@ -193,11 +254,10 @@ def _wait_for(directory: StateDir, names: set[str], last: int) -> None:
                 last = event["id"]
                 line = event_line(event)
                 if event["job"] in names and line:
-                    typer.echo(line)
+                    typer.echo(line, err=to_stderr)
             ended = {job.name: job for job in store.jobs() if job.name in names and job.phase.ended}
             if len(ended) == len(names):
-                _exit_for(ended)
-                return
+                return ended
             if not served:
                 raise CommandError(
                     "the scheduler has ended before the jobs have; they go on when it is back"
@@ -211,7 +271,7 @@ def _exit_for(ended: Mapping[str, JobRecord]) -> None:
         raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")
 
 
-def _lines(reader: LogReader, store: Store, name: str, follow: bool) -> Iterator[str]:
+def _lines(reader: LogReader, store: Store, name: str, follow: bool) -> Iterator[LogLine]:
     while True:
         ended = store.job(name).phase.ended  # asked first, so that the last lines are not missed
         yield from reader.read()

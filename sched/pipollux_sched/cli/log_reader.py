@@ -5,10 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipollux_sched.store import StateDir
 
 _CHUNK = 2**20
+
+
+class LogLine(NamedTuple):
+    """One line that a replica wrote."""
+
+    generation: int
+    replica: int
+    line: str
+    several: bool
+    """Whether there is more than one log, so that a reader has to be told which it is from."""
+
+    @property
+    def prefixed(self) -> str:
+        """The line, told apart from those of other logs where there are any."""
+        return f"[{self.generation}.{self.replica}] {self.line}" if self.several else self.line
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Return it as plain data."""
+        return {"generation": self.generation, "replica": self.replica, "line": self.line}
 
 
 class LogReader:
@@ -39,20 +59,22 @@ class LogReader:
         """Whether there was any log to read."""
         return bool(self._offsets)
 
-    def read(self) -> Iterator[str]:
+    def read(self) -> Iterator[LogLine]:
         """Return the lines that were finished since the last call."""
         logs = self._logs()
+        several = len(self._offsets) > 1 or len(logs) > 1
         for generation, replica, path in logs:
-            prefix = f"[{generation}.{replica}] " if len(self._offsets) > 1 or logs[1:] else ""
             for line in self._new_lines(path):
-                yield prefix + line
+                yield LogLine(generation, replica, line, several)
 
-    def rest(self) -> Iterator[str]:
+    def rest(self) -> Iterator[LogLine]:
         """Return what stands behind the last line break of each log."""
-        for path, begun in self._begun.items():
+        for generation, replica, path in self._logs():
+            begun = self._begun.get(path)
             if begun:
                 self._begun[path] = b""
-                yield begun.decode("utf-8", "replace")
+                several = len(self._offsets) > 1
+                yield LogLine(generation, replica, begun.decode("utf-8", "replace"), several)
 
     def _logs(self) -> list[tuple[int, int, Path]]:
         found = self._state_dir.logs(self._job)

@@ -7,6 +7,9 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from .completion import complete_jobs, complete_nodes, complete_policies
+from .console import LineFormat, OutputFormat, TextFormat
+
 StateDirectory: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -30,6 +33,18 @@ ClusterFile: TypeAlias = Annotated[
 ]
 
 
+SomeClusterFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="FILE",
+        help="YAML: the nodes that there are.",
+        show_default="the scheduler's own",
+    ),
+]
+
+
 def _known_policy(name: str | None) -> str | None:
     if name is not None:
         from pipollux_sched.policy import POLICIES, make_policy  # slow, and --help needs neither
@@ -48,18 +63,44 @@ PolicyName: TypeAlias = Annotated[
         "--policy",
         metavar="NAME",
         callback=_known_policy,
+        autocompletion=complete_policies,
         help="Who decides: pollux, exact, fifo, tiresias, optimus or sia.",
         show_default="the scheduler's own",
     ),
 ]
 
-JobsFile: TypeAlias = Annotated[
-    Path,
+SomeJobsFile: TypeAlias = Annotated[
+    Path | None,
     typer.Option(
         "--jobs",
         "-j",
         metavar="FILE",
         help="YAML: the jobs that want them.",
-        show_default=False,
+        show_default="the scheduler's own",
     ),
+]
+
+JobName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=complete_jobs)
+]
+
+JobNames: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME...", help="Names of jobs.", autocompletion=complete_jobs),
+]
+
+NodeName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=complete_nodes)
+]
+
+TableOutput: TypeAlias = Annotated[
+    OutputFormat, typer.Option("--output", "-o", help="How to print it.")
+]
+
+TextOutput: TypeAlias = Annotated[
+    TextFormat, typer.Option("--output", "-o", help="How to print it.")
+]
+
+LineOutput: TypeAlias = Annotated[
+    LineFormat, typer.Option("--output", "-o", help="How to print it; json: one object a line.")
 ]

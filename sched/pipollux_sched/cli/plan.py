@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import OutputFormat, output_console, print_data
-from .options import ClusterFile, JobsFile, PolicyName
+from pipollux_sched.store import StateDir
+
+from .console import USAGE, CommandError, OutputFormat, output_console, print_data
+from .live_plan_table import print_live_plan
+from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
 
 if TYPE_CHECKING:
     from pipollux_sched.planner import Plan
 
 
 def plan(
-    cluster: ClusterFile,
-    jobs: JobsFile,
+    cluster: SomeClusterFile = None,
+    jobs: SomeJobsFile = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Only what would change, without files.")
+    ] = False,
+    state_dir: StateDirectory = None,
     policy: PolicyName = None,
     output: Annotated[
         OutputFormat, typer.Option("--output", "-o", help="How to print the plan.")
@@ -25,7 +32,7 @@ def plan(
         int, typer.Option(min=0, help="Of the search; the same seed gives the same plan.")
     ] = 0,
 ) -> None:
-    r"""Print what every job of a file would get; touch nothing.
+    r"""Print what every job would get, of a file or as it stands; touch nothing.
 
     The plan is what the scheduler would decide now: for each job its pipeline
     replicas, their nodes, the batch size with the best goodput, the speedup
@@ -54,9 +61,23 @@ def plan(
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
 
+    [bold]Without files[/bold] the plan is that of the scheduler's own jobs and nodes, as
+    its state directory has them: what it would change if it decided now, with its
+    own policy, or with another that you want to know about.
+
+        pipollux plan --diff
+
     Exit code: 0 planned; 1 a job could never run on this cluster; 2 a file or
     an option is wrong.
     """
+    if cluster is None and jobs is None:
+        print_live_plan(StateDir.choose(state_dir), policy, seed, diff=diff, output=output)
+        return
+    if cluster is None or jobs is None:
+        missing = "--cluster" if cluster is None else "--jobs"
+        raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
+    if diff:
+        raise CommandError("--diff is for the scheduler's own jobs; leave the files out", USAGE)
     from pipollux_sched.planner import plan as make_plan
     from pipollux_sched.policy import DEFAULT_POLICY, make_policy
     from pipollux_sched.spec import load_cluster, load_jobs

@@ -15,6 +15,7 @@ from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.service import STOP_GRACE, Scheduler
 from pipollux_sched.spec import load_cluster
 from pipollux_sched.store import StateDir
+from pipollux_sched.watchdog import SILENCE_LIMIT
 
 from .failure import one_sentence
 from .options import ClusterFile, PolicyName, StateDirectory
@@ -36,6 +37,15 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds that a job has to save when it is stopped.")
     ] = STOP_GRACE,
+    heartbeat_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0, help="Seconds without a sign of life after which a replica is taken for lost."
+        ),
+    ] = SILENCE_LIMIT,
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
+    ] = False,
     autoscale: Annotated[
         str | None,
         typer.Option(
@@ -89,6 +99,8 @@ def serve(
             hints_interval=hints_interval,
             checkpoint_interval=checkpoint_interval,
             grace=grace,
+            silence_limit=heartbeat_timeout,
+            open_metrics=open_metrics,
             port=port,
             autoscaling=rules,
             expander=expander,

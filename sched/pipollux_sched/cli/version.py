@@ -6,7 +6,14 @@ import importlib.metadata
 
 import typer
 
+from .console import TextFormat, print_data
+from .options import TextOutput
 
-def version() -> None:
+
+def version(output: TextOutput = TextFormat.text) -> None:
     """Print the version."""
-    typer.echo(f"pipollux {importlib.metadata.version('pipollux')}")
+    found = importlib.metadata.version("pipollux")
+    if output is TextFormat.text:
+        typer.echo(f"pipollux {found}")
+    else:
+        print_data({"version": found}, output)

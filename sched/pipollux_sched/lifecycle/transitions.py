@@ -158,6 +158,7 @@ def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Reco
         "accum_steps": None,
         "batch_size": None,
         "speedup": None,
+        "previous_speedup": None,
         **event.details,
         "nodes": list(nodes),
         "num_replicas": len(nodes),

@@ -342,6 +342,24 @@ class Store:
         """Return how much room the store takes."""
         return self._database.num_bytes()
 
+    def latest_events(
+        self, limit: int, *, job: str | None = None, types: Collection[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the newest events, at most `limit`, in the order they happened; see `events`."""
+        query = (
+            select(EventRow, PointRow)
+            .join(PointRow, PointRow.event == EventRow.id, isouter=True)
+            .order_by(EventRow.id.desc())
+            .limit(limit)
+        )
+        if job is not None:
+            query = query.where(EventRow.job == job)
+        if types is not None:
+            query = query.where(EventRow.type.in_(types))
+        with self._database.read() as session:
+            rows = session.execute(query).all()
+            return [journal.event_object(event, point) for event, point in reversed(rows)]
+
     # Nodes
 
     def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:

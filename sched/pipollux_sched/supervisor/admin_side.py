@@ -125,6 +125,12 @@ def _add_nodes(router: APIRouter, store: Store, control: Control) -> None:
         control.set_node(name, NodeCondition(change.condition), change.reason)
         return next(described(name))
 
+    @router.post("/decisions", status_code=202, tags=["nodes"], summary="Decide now")
+    def decide() -> dict[str, str]:
+        """The allocator weighs all jobs at once, and not only at the next interval."""
+        control.decide()
+        return {"status": "deciding"}
+
     @router.get("/cluster", tags=["nodes"], summary="The cluster as the policy has it")
     def cluster() -> Mapping[str, Any]:
         """Nodes with their free slots, and who decides on them."""

@@ -1,0 +1,146 @@
+"""`pipollux events`: what has happened, and what happens."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+
+from pipollux_sched.amounts import parse_duration
+from pipollux_sched.event_line import EVENT_TYPES, TELLING_TYPES, event_text
+from pipollux_sched.store import StateDir, Store
+
+from .completion import complete_event_types, complete_jobs
+from .console import USAGE, CommandError, LineFormat, print_json_line
+from .failure import one_sentence
+from .jobs import POLL_INTERVAL
+from .options import LineOutput, StateDirectory
+from .wording import one_line
+
+PAGE = 1000
+"""Events read at once."""
+
+
+def events(
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
+    ] = False,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only of this job.",
+            show_default=False,
+            autocompletion=complete_jobs,
+        ),
+    ] = None,
+    type: Annotated[  # noqa: A002  # the option is called so
+        list[str] | None,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="Only of this type; may be repeated.",
+            show_default="all but the frequent ones",
+            autocompletion=complete_event_types,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|DURATION",
+            help="Those after the event of this number, or of so long, as in 10m.",
+            show_default=False,
+        ),
+    ] = None,
+    last: Annotated[
+        int, typer.Option(min=0, help="How many to begin with, where --since says nothing.")
+    ] = 50,
+    output: LineOutput = LineFormat.text,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Print what has happened: one line for each event, oldest first.
+
+    Works without a running scheduler too. Left out unless a --type asks for
+    them: started, stopping, hints, progress, timeline, cluster. Each event has
+    a number, the "id" of --output json.
+
+        pipollux events --follow --job char-lm
+        pipollux events --since 2h --type allocated --output json
+    """
+    types = _checked(type)
+    directory = StateDir.choose(state_dir)
+    with one_sentence(), Store(directory.store) as store:
+        if job is not None:
+            store.job(job)
+        for event in _events(store, job, types, since, last, follow):
+            _print(event, output)
+
+
+def _checked(types: list[str] | None) -> Collection[str]:
+    for name in types or ():
+        if name not in EVENT_TYPES:
+            raise CommandError(
+                f"--type: there are no events of type {name!r}; give one of: "
+                f"{', '.join(sorted(EVENT_TYPES))}",
+                USAGE,
+            )
+    return types or TELLING_TYPES
+
+
+def _events(
+    store: Store,
+    job: str | None,
+    types: Collection[str],
+    since: str | None,
+    last: int,
+    follow: bool,
+) -> Iterator[Mapping[str, Any]]:
+    if since is None:
+        after = store.last_event()  # asked first: what comes meanwhile is followed, not lost
+        begin = store.latest_events(last, job=job, types=types) if last else []
+        after = max([after, *(event["id"] for event in begin)])
+        yield from begin
+    else:
+        after = _after(store, since)
+    while True:
+        page = store.events(after, job=job, types=types, limit=PAGE)
+        yield from page
+        if page:
+            after = page[-1]["id"]
+        elif not follow:
+            return
+        else:
+            time.sleep(POLL_INTERVAL)
+
+
+def _after(store: Store, since: str) -> int:
+    """Return the number of the last event that is too old."""
+    if re.fullmatch(r"\d{1,18}", since):
+        return int(since)
+    try:
+        seconds = parse_duration(since)
+    except ValueError as error:
+        raise CommandError(f"--since: {error}, or the number of an event", USAGE) from None
+    moment = time.time() - (seconds or 0.0)
+    low, high = 0, store.last_event()
+    while low < high:  # numbers and times grow together
+        middle = (low + high) // 2
+        found = store.events(middle, limit=1)
+        if found and found[0]["time"] < moment:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _print(event: Mapping[str, Any], output: LineFormat) -> None:
+    if output is LineFormat.json:
+        print_json_line(event)
+        return
+    moment = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    whose = f"{event['job']}: " if event["job"] else ""
+    typer.echo(f"{moment} {one_line(whose + str(event_text(event, every=True)))}")

@@ -1,0 +1,66 @@
+"""What a job held over time, as one line of characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BARS = "▁▂▃▄▅▆▇█"
+WAITS = "·"
+"""Drawn where a job was there and held nothing."""
+
+WINDOWS = (60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
+"""Lengths of time that are drawn, in seconds."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """So many slots, held from one time to another."""
+
+    begin: float
+    end: float
+    slots: int
+
+
+def window_for(seconds: float) -> float:
+    """Return the shortest length of time to draw that shows all of so many seconds."""
+    return next((window for window in WINDOWS if window >= seconds), WINDOWS[-1])
+
+
+def sparkline(
+    spans: Sequence[Span],
+    alive: tuple[float, float],
+    begin: float,
+    end: float,
+    width: int,
+    top: int,
+) -> str:
+    """Draw the slots held between two times, the mean of each of `width` equal parts.
+
+    Args:
+        spans: when how many were held.
+        alive: when the job came and when it ended; before and after it nothing is drawn.
+        begin: time of the left end.
+        end: time of the right end.
+        width: number of characters.
+        top: slots of the highest bar.
+
+    Example:
+        >>> sparkline([Span(1, 2, 1), Span(2, 3, 4)], (0, 3), -1, 3, 4, 4)
+        ' ·▂█'
+    """
+    step = (end - begin) / max(width, 1)
+    line = []
+    for number in range(width):
+        left = begin + number * step
+        right = left + step
+        held = sum(
+            max(0.0, min(span.end, right) - max(span.begin, left)) * span.slots for span in spans
+        )
+        if held > 0:
+            height = math.ceil(len(BARS) * held / step / max(top, 1) - 1e-9)
+            line.append(BARS[min(max(height, 1), len(BARS)) - 1])
+        else:
+            line.append(WAITS if alive[0] < right and alive[1] > left else " ")
+    return "".join(line)

@@ -1,0 +1,206 @@
+"""Why a job has what it has: what one replica more or fewer would be, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipollux_perfmodel import SchedHints
+from pipollux_sched.allocator import reallocate
+from pipollux_sched.inventory import job_info
+from pipollux_sched.lifecycle import Intent, JobState, Phase
+from pipollux_sched.policy import NodeInfo
+from pipollux_sched.spec import JobSpec
+from pipollux_sched.standing import Bounds, Limit, LimitKind, pinned_because, standing
+from pipollux_sched.strategy import Candidate, Nodes, free_of
+
+NODES = {name: NodeInfo({"slots": 2}) for name in "abc"}
+PERF = {
+    "alpha_c": 0.021,
+    "beta_c": 0.0046,
+    "alpha_n": 0.058,
+    "beta_n": 0.009,
+    "alpha_r": 0.019,
+    "beta_r": 0.003,
+    "gamma": 1.8,
+}
+HINTS = {
+    "initBatchSize": 32,
+    "maxBatchSize": 1024,
+    "localBszBounds": [8, 128],
+    "gradientAccumulation": True,
+    "gradParams": {"norm": 0.0021, "var": 0.0385},
+    "perfParams": PERF,
+}
+STARTING = Limit(LimitKind.STARTING, "It is starting.")
+
+
+def job(
+    nodes: Sequence[str],
+    *,
+    profiled: int = 4,
+    most: int = 8,
+    least: int = 1,
+    stages: int = 1,
+    preemptible: bool = True,
+    hinted: bool = True,
+) -> tuple[Candidate, Bounds]:
+    spec = JobSpec(
+        name="job",
+        script="job.py",
+        num_stages=stages,
+        min_replicas=least,
+        max_replicas=most,
+        preemptible=preemptible,
+    )
+    told = {**HINTS, "maxProfiledReplicas": profiled, "numStages": stages}
+    hints = SchedHints.from_json_object(told) if hinted else None
+    info = job_info(spec, hints, age=100.0)
+    return Candidate("job", info, tuple(nodes)), Bounds(most, profiled if hinted else 0)
+
+
+def other(*nodes: str) -> Candidate:
+    candidate, _ = job(nodes)
+    return replace(candidate, name="other")
+
+
+def kinds(limits: Sequence[Limit]) -> list[str]:
+    return [limit.kind.value for limit in limits]
+
+
+@pytest.mark.parametrize(
+    ("made", "others", "draining", "pin", "more", "fewer", "limits"),
+    [
+        # what it has and asks; others; draining; left alone; one more, with room; one fewer; limits
+        (job("a"), (), "", None, (("a", "a"), True), None, ["not_worth_it"]),
+        (job("a"), "a", "", None, (("a", "c"), True), None, ["not_worth_it"]),
+        (job("ab"), "abcc", "", None, (("a", "b", "b"), False), ("b",), ["no_room"]),
+        (job("aab"), "cc", "", None, (("a", "a", "b", "b"), True), ("a", "a"), ["not_worth_it"]),
+        (job("a", most=1), (), "", None, (("a", "a"), True), None, ["max_replicas"]),
+        (job("aa", profiled=1), (), "", None, (("a", "a", "c"), True), ("a",), ["profiled"]),
+        (job("a", hinted=False), (), "", None, (("a", "a"), True), None, ["profiled"]),
+        (job("a"), (), "", STARTING, (("a", "a"), True), None, ["starting"]),
+        (job("a"), (), "a", None, (("a", "c"), True), None, ["draining", "not_worth_it"]),
+        (
+            job("a", preemptible=False),
+            *((), "a", None, (("a", "c"), True), None),
+            ["not_preemptible", "draining"],
+        ),
+        (
+            job("ab", least=2),
+            *((), "", None, (("a", "b", "b"), True), ("b",)),
+            ["not_worth_it", "min_replicas"],
+        ),
+        (job("abc", stages=2), (), "", None, ((), False), ("b", "c"), ["no_room"]),
+    ],
+)
+def test_what_it_has(
+    made: tuple[Candidate, Bounds],
+    others: str,
+    draining: str,
+    pin: Limit | None,
+    more: tuple[tuple[str, ...], bool],
+    fewer: tuple[str, ...] | None,
+    limits: list[str],
+) -> None:
+    candidate, bounds = made
+    nodes = {name: replace(node, draining=name in draining) for name, node in NODES.items()}
+    free = free_of(nodes, [candidate, other(*others)])
+    found = standing(candidate, nodes, free, bounds, pin)
+    assert found.more is not None
+    assert (tuple(sorted(found.more.nodes)), found.more.fits) == more
+    assert (None if found.fewer is None else tuple(sorted(found.fewer.nodes))) == fewer
+    assert kinds(found.limits) == limits
+    assert found.waits_for is None
+
+
+def test_speedups_are_those_that_the_policy_is_told() -> None:
+    candidate, bounds = job("ab")
+    found = standing(candidate, NODES, free_of(NODES, [candidate]), bounds, None)
+    foretold = candidate.info.speedup_fn(np.array([1, 2, 2]), np.array([1, 2, 3]))
+    assert found.fewer is not None
+    assert found.more is not None
+    told = [found.fewer.speedup, found.speedup, found.more.speedup]
+    assert told == pytest.approx(list(foretold))
+    assert found.batch_size == candidate.held.configuration.batch_size  # type: ignore[union-attr]  # it is hinted
+    assert found.more.batch_size is not None
+
+
+class Widen:
+    """A strategy that gives a job one replica more, beside its others."""
+
+    def place(self, _candidate: Candidate, _free: Nodes) -> Sequence[str]:
+        return ()
+
+    def optimize(self, candidates: Sequence[Candidate], _nodes: Nodes) -> dict[str, Sequence[str]]:
+        return {job.name: [*job.allocation, "c"] for job in candidates}
+
+
+def test_a_decision_tells_the_speedup_before_and_after() -> None:
+    candidate, _ = job("ab")
+    (decision,) = reallocate([candidate], NODES, Widen())
+    before, after = candidate.info.speedup_fn(np.array([2, 3]), np.array([2, 3]))
+    assert decision.details["previous_speedup"] == pytest.approx(before)
+    assert decision.details["speedup"] == pytest.approx(after)
+    unmeasured, _ = job("a", least=1, hinted=False)
+    roomy = replace(unmeasured, info=replace(unmeasured.info, max_replicas=2))
+    (guessed,) = reallocate([roomy], NODES, Widen())
+    assert guessed.details["previous_speedup"] is None
+
+
+def test_nothing_is_foretold_of_a_job_that_was_not_measured() -> None:
+    candidate, bounds = job("a", hinted=False)
+    found = standing(candidate, NODES, free_of(NODES, [candidate]), bounds, None)
+    assert found.more is not None
+    assert (found.speedup, found.batch_size, found.more.speedup) == (None, None, None)
+    assert "was not measured yet" in found.limits[0].text
+
+
+def test_more_that_would_do_harm() -> None:
+    """With a network this slow two replicas on two nodes are no faster than one."""
+    candidate, bounds = job("a")
+    slow = {**HINTS, "maxProfiledReplicas": 4, "maxBatchSize": 32}
+    slow["perfParams"] = {**PERF, "alpha_n": 500.0, "alpha_r": 500.0}
+    spec = JobSpec(name="job", script="job.py", max_replicas=8)
+    info = job_info(spec, SchedHints.from_json_object(slow), age=100.0)
+    found = standing(
+        replace(candidate, info=info), NODES, free_of(NODES, [candidate]), bounds, None
+    )
+    assert kinds(found.limits) == ["harmful"]
+
+
+@pytest.mark.parametrize(
+    ("made", "others", "says"),
+    [
+        (job("", stages=2), "abc", "needs 2 slots free on one node, and a, the freest, has 1 slot"),
+        (job("", least=3), "abbcc", "needs 1 slot on one node 3 times, there is room for 1"),
+        (job(""), "", "there is room for 1 replica"),
+    ],
+)
+def test_what_it_waits_for(made: tuple[Candidate, Bounds], others: str, says: str) -> None:
+    candidate, bounds = made
+    free = free_of(NODES, [candidate, other(*others)])
+    found = standing(candidate, NODES, free, bounds, None)
+    assert (found.more, found.fewer, found.limits) == (None, None, ())
+    assert found.waits_for is not None
+    assert says in found.waits_for
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        (JobState(phase=Phase.SUSPENDED, held=True), "held"),
+        (JobState(phase=Phase.RUNNING, launched=("a",), intent=Intent.CANCEL), "stopping"),
+        (JobState(phase=Phase.RESTARTING, launched=("a",), intent=Intent.MOVE), "stopping"),
+        (JobState(phase=Phase.RUNNING, launched=("a",)), "starting"),
+        (JobState(phase=Phase.RESTARTING), "waits_to_retry"),
+        (JobState(phase=Phase.RUNNING, launched=("a",), settled=True), None),
+        (JobState(phase=Phase.QUEUED), None),
+    ],
+)
+def test_why_it_is_left_alone(state: JobState, kind: str | None) -> None:
+    found = pinned_because(state)
+    assert (None if found is None else found.kind.value) == kind
