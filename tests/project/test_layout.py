@@ -55,7 +55,7 @@ def test_every_module_says_what_it_is_for(repository: Path) -> None:
 
 def test_modules_stay_of_readable_length(repository: Path) -> None:
     for folder in ("hybrid", "perfmodel", "sched"):
-        for path in (repository / folder).rglob("*.py"):
+        for path in [*(repository / folder).rglob("*.py"), *(repository / folder).rglob("*.js")]:
             assert len(path.read_text().splitlines()) <= 400, f"{path} is more than one concept"
 
 
@@ -104,12 +104,15 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         check=True,
     )
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
+    web = repository / "sched/pipollux_sched/web"
     for name in (
         "pipollux_hybrid/py.typed",
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
         "pipollux_sched/simulator/plots.html.j2",
         "pipollux_sched/store/migrations/env.py",
+        "pipollux_sched/supervisor/docs.html.j2",
+        *(f"pipollux_sched/web/{path.name}" for path in web.iterdir()),
         "pipollux_sched/store/migrations/versions/v0004_lasting_stores.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",

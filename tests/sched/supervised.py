@@ -22,7 +22,7 @@ from pipollux_sched.store import StateDir, Store
 from pipollux_sched.supervisor import Limits, create_app, end_waiting
 
 SCRIPT = str(Path(__file__).parent / "toy_job.py")
-ADMIN = "admin token"
+ADMIN = "admin-token"
 NODES = (NodeSpec(name="node-a", slots=2, kind="cpu"), NodeSpec(name="node-b", slots=2, kind="cpu"))
 
 POINT = {

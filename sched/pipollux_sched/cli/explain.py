@@ -21,7 +21,9 @@ def explain(
     Works without a running scheduler too: then it explains how the last one
     left the job.
     """
-    from .job_account import account_object, account_text, find_standing
+    from pipollux_sched.account import account_object, find_standing
+
+    from .job_account import account_text
 
     with one_sentence(), Store(StateDir.choose(state_dir).store) as store:
         job = store.job(name)

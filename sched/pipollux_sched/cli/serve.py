@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -114,6 +115,8 @@ def serve(
                 f"Serving {len(nodes.nodes)} nodes with {slots} slots at {scheduler.url}, "
                 f"state in {directory.path}. Ctrl-C ends it."
             )
+            if sys.stdout.isatty():  # a log must not hold the token
+                typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
             interruption.wait()
             typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
             scheduler.stop(hurry=lambda: interruption.count > 1)

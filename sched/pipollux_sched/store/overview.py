@@ -11,7 +11,7 @@ from pipollux_sched.lifecycle import Intent, Outcome
 
 from . import journal
 from .database import Database
-from .records import Point
+from .records import GenerationRecord, Point, generation_record
 from .tables import EventRow, GenerationRow, JobRow, PointRow
 
 
@@ -65,6 +65,19 @@ class Overview:
         ).select_from(row)
         with self._database.read() as session:
             return LaunchCounts(*session.execute(query).one())
+
+    def launches_since(self, since: float, most: int) -> list[GenerationRecord]:
+        """Return the launches of all jobs that held something after a moment, oldest first.
+
+        Args:
+            since: seconds since the epoch.
+            most: so many at most, the newest.
+        """
+        row = GenerationRow
+        query = select(row).where(or_(row.ended_at.is_(None), row.ended_at > since))
+        with self._database.read() as session:
+            found = session.scalars(query.order_by(row.id.desc()).limit(most)).all()
+            return [generation_record(entry) for entry in reversed(found)]
 
     def goodputs(self) -> dict[str, float]:
         """Return the goodput that each running job reported last, in samples per second."""

@@ -12,14 +12,17 @@ GET      /jobs/{name}                admin   one job, with its launches, hints a
 DELETE   /jobs/{name}                admin   cancel a job
 POST     /jobs/{name}/suspend        admin   let it save and hold nothing
 POST     /jobs/{name}/resume         admin   let it go on
+GET      /jobs/{name}/explanation    admin   why it has what it has
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /nodes                      admin   nodes, their condition, and who is there
 PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again
 GET      /cluster                    admin   nodes and free slots, and the policy
+GET      /overview                   admin   nodes, jobs and launches at a glance
 GET      /events                     admin   the event log
 GET      /events/stream              admin   the same as it happens (server-sent events)
 GET      /metrics                    admin   figures for Prometheus
 GET      /healthz                    none    whether the scheduler is there
+GET      /, /web/{file}              none    the web page: nothing of it is data
 GET      /openapi.json, /docs        none    this table, at length
 =======  ==========================  ======  ======================================================
 

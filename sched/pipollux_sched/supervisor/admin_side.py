@@ -15,9 +15,10 @@ from pipollux_sched.spec import parse_job
 from pipollux_sched.store import NodeCondition, StateDir, Store
 
 from .bodies import JsonObject, reader
-from .job_page import describe_job
+from .job_page import describe_job, explain_job
 from .limits import Limits, Places
 from .news import News
+from .overview import describe_all
 from .stream import EventStream, Tail, stream
 from .tokens import Gate
 
@@ -27,9 +28,19 @@ MOST_POINTS = 500
 _Points = Annotated[
     int, Query(ge=0, le=MOST_POINTS, description="Points of each curve at most; 0: no curves.")
 ]
+_Moment = Annotated[
+    float,
+    Query(
+        ge=0, allow_inf_nan=False, description="Only launches that held something after this time."
+    ),
+]
+_Last = Annotated[int, Query(ge=0, le=500, description="So many of the last events.")]
 _After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
 _Since = Annotated[
     int | None, Query(ge=0, le=2**62, description="Only events of larger ids; 0: from the first.")
+]
+_Told = Annotated[
+    bool, Query(description="Only what people are told, each with a sentence, `text`.")
 ]
 _Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
 
@@ -94,15 +105,25 @@ def _add_jobs(router: APIRouter, store: Store, control: Control, state_dir: Stat
         """It goes on from its checkpoint as soon as something is free."""
         return control.resume(name).to_json_object()
 
+    @router.get("/jobs/{name}/explanation", tags=["jobs"], summary="Why a job has what it has")
+    def explanation(name: str) -> dict[str, Any]:
+        """What `pipollux explain` tells: the last decision, alternatives, limits."""
+        return explain_job(store, store.job(name))
+
     @router.get("/jobs/{name}/logs", tags=["jobs"], summary="The last lines of a job's replicas")
     def logs(
-        name: str, tail: Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")] = 100
+        name: str,
+        tail: Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")] = 100,
+        generation: Annotated[
+            int | None, Query(ge=1, le=2**31, description="Only of this one.")
+        ] = None,
     ) -> list[dict[str, Any]]:
         """Of every replica of every generation whose log is kept."""
         store.job(name)
         return [
-            {"generation": generation, "replica": replica, "lines": last_lines(path, tail)}
-            for generation, replica, path in state_dir.logs(name)
+            {"generation": number, "replica": replica, "lines": last_lines(path, tail)}
+            for number, replica, path in state_dir.logs(name)
+            if generation in (None, number)
         ]
 
 
@@ -131,6 +152,11 @@ def _add_nodes(router: APIRouter, store: Store, control: Control) -> None:
         control.decide()
         return {"status": "deciding"}
 
+    @router.get("/overview", tags=["nodes"], summary="Everything at a glance")
+    def overview(since: _Moment = 0.0, events: _Last = 0) -> dict[str, Any]:
+        """Nodes, a line of every job, and the launches since a moment: what the web page shows."""
+        return describe_all(store, control, since, events)
+
     @router.get("/cluster", tags=["nodes"], summary="The cluster as the policy has it")
     def cluster() -> Mapping[str, Any]:
         """Nodes with their free slots, and who decides on them."""
@@ -151,7 +177,9 @@ def _add_events(router: APIRouter, store: Store, news: News, limits: Limits) -> 
         return store.events(after, job=job, limit=limit)
 
     @router.get("/events/stream", tags=["events"], summary="Events as they happen")
-    async def follow(request: Request, after: _Since = None, job: _Job = None) -> EventStream:
+    async def follow(
+        request: Request, after: _Since = None, job: _Job = None, told: _Told = False
+    ) -> EventStream:
         """Server-sent events, each with its `id`; who comes back with `Last-Event-ID` misses none.
 
         Without that header and without `after`, from now on.
@@ -160,7 +188,8 @@ def _add_events(router: APIRouter, store: Store, news: News, limits: Limits) -> 
         since = after if since is None else since
         if since is None:
             since = await run_in_threadpool(store.last_event)
-        return EventStream(stream(news, tail, since, job, limits.keep_alive), places)
+        text = stream(news, tail, since, job, limits.keep_alive, told=told)
+        return EventStream(text, places)
 
 
 def _last_event_id(request: Request) -> int | None:

@@ -21,6 +21,7 @@ from .limits import Limits
 from .metrics import RefusedCounter, SchedulerCollector, render
 from .news import News
 from .openapi import document
+from .pages import add_pages
 from .tokens import Gate
 
 BODY_LIMIT = 2**20
@@ -59,7 +60,8 @@ def create_app(
     app.include_router(job_side(store, control, meters, gate, news, limits))
     app.include_router(admin_side(store, control, state_dir, gate, news, limits))
     _add_health(app)
-    _add_pages(app)
+    _add_docs(app)
+    add_pages(app)
     _add_metrics(app, meters, SchedulerCollector(store, control), gate, open_metrics)
     return app
 
@@ -77,7 +79,7 @@ def _add_health(app: FastAPI) -> None:
         return {"status": "ok"}
 
 
-def _add_pages(app: FastAPI) -> None:
+def _add_docs(app: FastAPI) -> None:
     made = version("pipollux")
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from pipollux_sched.account import account_object, find_standing
 from pipollux_sched.heartbeats import Heartbeats
 from pipollux_sched.store import JobRecord, StaleGenerationError, Store
 
@@ -30,6 +31,12 @@ def describe_job(
         "points": [asdict(point) for point in store.overview.points(job.name, num_points)],
         "noise": [point._asdict() for point in store.overview.noise(job.name, num_points)],
     }
+
+
+def explain_job(store: Store, job: JobRecord) -> dict[str, Any]:
+    """Say why a job has what it has, as `pipollux explain --output json` does."""
+    decisions = store.latest_events(1, job=job.name, types=["allocated"])
+    return account_object(job, find_standing(store, job), decisions[-1] if decisions else None)
 
 
 def _replicas(store: Store, heartbeats: Heartbeats, job: JobRecord) -> list[dict[str, Any]]:

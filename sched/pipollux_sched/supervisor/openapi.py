@@ -38,10 +38,13 @@ REPLIES: dict[tuple[str, str], Any] = {
     ("delete", "/jobs/{name}"): replies.JobReply,
     ("post", "/jobs/{name}/suspend"): replies.JobReply,
     ("post", "/jobs/{name}/resume"): replies.JobReply,
+    ("get", "/jobs/{name}/explanation"): replies.ExplanationReply,
     ("get", "/jobs/{name}/logs"): list[replies.LogReply],
     ("get", "/nodes"): list[replies.NodeReply],
     ("put", "/nodes/{name}"): replies.NodeReply,
     ("get", "/cluster"): replies.ClusterReply,
+    ("post", "/decisions"): replies.DecidingReply,
+    ("get", "/overview"): replies.OverviewReply,
     ("get", "/events"): list[replies.EventReply],
     ("get", "/healthz"): replies.Health,
 }

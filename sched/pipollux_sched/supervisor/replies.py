@@ -109,6 +109,41 @@ class JobPageReply(JobReply):
     noise: list[NoiseReply]
 
 
+class AlternativeReply(_Reply):
+    """What a job would have with one replica more or fewer."""
+
+    nodes: list[str]
+    num_replicas: int
+    speedup: float | None
+    batch_size: int | None
+    fits: bool
+
+
+class LimitReply(_Reply):
+    """One thing that keeps a job from having more, or other, than it has."""
+
+    kind: str
+    text: str
+
+
+class ExplanationReply(_Reply):
+    """Why a job has what it has; speedups are predicted, over one replica."""
+
+    name: str
+    phase: Phase
+    reason: str
+    message: str
+    nodes: list[str]
+    num_stages: int
+    speedup: float | None
+    batch_size: int | None
+    last_decision: dict[str, Any] | None
+    more: AlternativeReply | None
+    fewer: AlternativeReply | None
+    limits: list[LimitReply]
+    waits_for: str | None
+
+
 class LogReply(_Reply):
     """The last lines of one replica."""
 
@@ -152,6 +187,73 @@ class EventReply(BaseModel):
     type: str
     job: str | None
     generation: int | None
+
+
+class DecidingReply(_Reply):
+    """The allocator will weigh all jobs at once."""
+
+    status: Literal["deciding"]
+
+
+class JobLine(_Reply):
+    """A job at a glance; the last eight fields are of its latest report."""
+
+    name: str
+    phase: Phase
+    reason: str
+    message: str
+    submitted_at: float
+    ended_at: float | None
+    nodes: list[str]
+    num_stages: int
+    generation: int
+    intent: Intent | None
+    held: bool
+    num_restarts: int
+    step: int | None
+    epoch: int | None
+    num_epochs: int | None
+    loss: float | None
+    batch_size: int | None
+    step_time: float | None
+    goodput: float | None
+    efficiency: float | None
+
+
+class LaunchLine(_Reply):
+    """A launch at a glance."""
+
+    job: str
+    generation: int
+    nodes: list[str]
+    num_stages: int
+    launched_at: float
+    first_step_at: float | None
+    stopping_at: float | None
+    ended_at: float | None
+    outcome: str | None
+    intent: str | None
+
+
+class ToldEvent(_Reply):
+    """An event as people are told of it."""
+
+    id: int
+    time: float
+    type: str
+    job: str | None
+    generation: int | None
+    text: str
+
+
+class OverviewReply(ClusterReply):
+    """Everything at a glance, at this time by the scheduler's clock."""
+
+    time: float
+    jobs: list[JobLine]
+    launches: list[LaunchLine]
+    events: list[ToldEvent]
+    last_event: int
 
 
 class ReplicaPlace(_Reply):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pipollux_sched.event_line import event_text
 from pipollux_sched.store import Store, StoreError
 
 from .limits import Places
@@ -34,6 +35,8 @@ class _Entry(NamedTuple):
     id: int
     job: str | None
     text: str
+    told: str | None
+    """What people are told of it; None: nothing."""
 
 
 class Tail:
@@ -94,7 +97,7 @@ class Tail:
 
 
 async def stream(
-    news: News, tail: Tail, after: int, job: str | None, keep_alive: float
+    news: News, tail: Tail, after: int, job: str | None, keep_alive: float, *, told: bool = False
 ) -> AsyncGenerator[str]:
     """Yield the text of a stream of events, until the server stops.
 
@@ -104,6 +107,7 @@ async def stream(
         after: id of the last event that is not wanted.
         job: only events of this job; None: all.
         keep_alive: seconds of silence after which a comment is sent.
+        told: only what people are told, as `told_object` has it.
     """
     yield f"retry: {RETRY_MS}\n\n"
     async with news.listening():
@@ -113,8 +117,9 @@ async def stream(
                 entries, after, more = await tail.read(after, job)
             except StoreError:  # it was closed, and with it goes the server
                 return
-            if entries:
-                yield "".join(entry.text for entry in entries)
+            text = "".join((entry.told or "") if told else entry.text for entry in entries)
+            if text:
+                yield text
             if not more and not await news.wait(version, keep_alive):
                 yield ": nothing new\n\n"
 
@@ -141,8 +146,22 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-def _entry(event: dict[str, object]) -> _Entry:
-    identity, job = event["id"], event["job"]
-    assert isinstance(identity, int)  # noqa: S101  # the primary key
-    text = f"id: {identity}\ndata: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"
-    return _Entry(identity, job if isinstance(job, str) else None, text)
+def told_object(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an event as people are told of it, with a sentence; None where they are not."""
+    sentence = event_text(event)
+    if sentence is None:
+        return None
+    return {
+        **{key: event[key] for key in ("id", "time", "type", "job", "generation")},
+        "text": sentence,
+    }
+
+
+def _entry(event: dict[str, Any]) -> _Entry:
+    told = told_object(event)
+    shown = None if told is None else _message(told)
+    return _Entry(event["id"], event["job"], _message(event), shown)
+
+
+def _message(event: dict[str, Any]) -> str:
+    return f"id: {event['id']}\ndata: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"

@@ -1,0 +1,83 @@
+// Asking the scheduler. The token stays in this tab's session and goes into a header, nowhere else.
+
+const KEY = "pipollux-token";
+const PATIENCE_MS = 20_000;
+
+export const token = {
+  get: () => sessionStorage.getItem(KEY),
+  keep: (value) => sessionStorage.setItem(KEY, value),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** The scheduler refused; the message is its sentence. */
+export class Refusal extends Error {
+  constructor(status, sentence) {
+    super(sentence);
+    this.status = status;
+  }
+}
+
+/** The scheduler does not answer. */
+export class Away extends Error {}
+
+/** Ask, and return what was answered. */
+export async function ask(path, { method = "GET", body } = {}) {
+  const response = await send(path, { method, body, signal: AbortSignal.timeout(PATIENCE_MS) });
+  try {
+    return await response.json();
+  } catch (error) {
+    throw new Away(error.message);
+  }
+}
+
+/** Listen to what people are told, from the event after `last`, until the stream ends. */
+export async function* listen(last, signal, onOpen) {
+  const headers = { "Last-Event-ID": String(last) };
+  const response = await send("/events/stream?told=true", { headers, signal });
+  onOpen();
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (text + value).split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const line = part.split("\n").find((one) => one.startsWith("data: "));
+        if (line) yield JSON.parse(line.slice(6));
+      }
+    }
+  } catch (error) {
+    throw new Away(error.message);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function send(path, { method = "GET", body, headers = {}, signal }) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method,
+      body: body && JSON.stringify(body),
+      headers: { ...headers, Authorization: `Bearer ${token.get()}` },
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+      signal,
+    });
+  } catch (error) {
+    throw new Away(error.message);
+  }
+  if (response.ok) return response;
+  throw new Refusal(response.status, await sentence(response));
+}
+
+async function sentence(response) {
+  try {
+    return String((await response.json()).detail);
+  } catch {
+    return `the scheduler answered with status ${response.status}`;
+  }
+}

@@ -1,0 +1,50 @@
+// Why a job has what it has, as `pipollux explain` tells it.
+
+import { h } from "./dom.js";
+import { DASH, count, moment, places, thousands } from "./format.js";
+import { Table } from "./table.js";
+
+/** Elements that tell it. */
+export function explanation(why) {
+  const parts = [h("p", {}, has(why))];
+  if (why.last_decision) {
+    parts.push(h("h3", {}, "Last decision"), h("p", {}, decision(why.last_decision)));
+  }
+  if (why.waits_for) parts.push(h("h3", {}, "Waits for"), h("p", {}, why.waits_for));
+  if (why.more) parts.push(h("h3", {}, "What it has, and what it would have"), alternatives(why));
+  if (why.limits.length) {
+    parts.push(h("h3", {}, "What limits it"), h("ul", {}, ...why.limits.map((limit) => h("li", {}, limit.text))));
+  }
+  return parts;
+}
+
+function has(why) {
+  if (!why.nodes.length || ["Complete", "Failed"].includes(why.phase)) return "It holds nothing.";
+  return `It has ${count(why.nodes.length, "replica")} of ${count(why.num_stages, "stage")} on ${places(why.nodes)}.`;
+}
+
+function decision(last) {
+  const first = `${moment(last.time)}: ${last.why}.`;
+  if (last.speedup === null || last.speedup === undefined) {
+    return `${first} Its speedup was not predicted: nothing had been measured yet.`;
+  }
+  const before = last.previous_speedup == null ? "it held nothing before" : `${last.previous_speedup.toFixed(2)} before`;
+  const batch = last.batch_size ? `, at a batch size of ${thousands(last.batch_size)}` : "";
+  return `${first} Predicted speedup ${last.speedup.toFixed(2)}, ${before}${batch}.`;
+}
+
+function alternatives(why) {
+  const { nodes, speedup, batch_size } = why;
+  const now = { nodes, num_replicas: nodes.length, speedup, batch_size, fits: true };
+  const rows = [["one fewer", why.fewer], ["it has", now], ["one more", why.more]].filter(([, one]) => one);
+  const table = new Table([
+    { title: "", head: true, text: ([title]) => title },
+    { title: "Replicas", kind: "n", text: ([, one]) => String(one.num_replicas) },
+    { title: "Where", text: ([, one]) => places(one.nodes) },
+    { title: "Speedup", kind: "n", text: ([, one]) => (one.speedup === null ? "not known" : one.speedup.toFixed(2)) },
+    { title: "Batch size", kind: "n", text: ([, one]) => (one.batch_size === null ? DASH : thousands(one.batch_size)) },
+    { title: "", text: ([, one]) => (one.fits ? "" : "no room now") },
+  ], { key: ([title]) => title });
+  table.update(rows);
+  return table.element;
+}

@@ -1,0 +1,210 @@
+// One job: what it has and why, its curves, launches, conditions, log.
+
+import { actionButton } from "./actions.js";
+import { Away, Refusal, ask } from "./api.js";
+import { Chart } from "./chart.js";
+import { colour, h, say } from "./dom.js";
+import { explanation } from "./explanation.js";
+import { DASH, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
+import { Table } from "./table.js";
+import { Tiles, fillPlaces, phase, phaseMark, section } from "./words.js";
+
+const POINTS = 400;
+const LINES = 60;
+const SELDOM = 3; // so many times more seldom are log and explanation asked for
+
+const byTime = (points, name) => points.filter((p) => p[name] !== null).map((p) => [p.time, p[name]]);
+const whole = (value) => thousands(Math.round(value));
+
+export class JobPage {
+  #asked = 0;
+  #asking = false;
+  #soon = false;
+
+  constructor(live, name) {
+    Object.assign(this, { live, name, title: `${name} · Pipollux`, path: `/jobs/${encodeURIComponent(name)}` });
+    this.charts = {
+      goodput: new Chart("Goodput", "samples/s", [{ name: "goodput", kind: "" }], { smooth: true }),
+      loss: new Chart("Loss", "", [{ name: "loss", kind: "" }], { zero: false, smooth: true }),
+      step: new Chart("Step time", "s", [{ name: "measured", kind: "" }, { name: "predicted", kind: "second" }], { spell: seconds, smooth: true }),
+      batch: new Chart("Batch size", "samples", [{ name: "batch size", kind: "step" }], { spell: whole, least: 1 }),
+      noise: new Chart("Gradient noise scale", "samples", [{ name: "noise scale", kind: "" }]),
+      slots: new Chart("Slots held", "", [{ name: "slots", kind: "step" }], { spell: whole, least: 1 }),
+    };
+    this.mark = h("span");
+    this.buttons = h("span", { class: "buttons" });
+    this.message = h("p", { class: "summary" });
+    this.lines = h("pre", { class: "log", tabindex: 0, "aria-label": "Log" }, "");
+    this.which = h("select", { "aria-label": "Replica", change: () => this.#showLog() });
+    this.logs = [];
+    this.why = h("div", { class: "why-it" });
+    this.tiles = new Tiles(["Has", "Epoch", "Loss", "Goodput", "Batch size", "Restarts"]);
+    this.launches = new Table(LAUNCHES, { key: (launch) => launch.generation, most: 50, none: "never launched yet" });
+    this.conditions = new Table(CONDITIONS, { key: (condition) => condition.type });
+    this.fault = h("p", { class: "fault", role: "alert", hidden: true });
+    this.body = h("div", { hidden: true }, this.#body());
+    this.element = h("div", { class: "page" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← cluster")), this.fault, this.body);
+    this.told = (event) => event.detail.job === name && (this.#soon = true);
+    live.addEventListener("told", this.told);
+  }
+
+  leave() {
+    this.live.removeEventListener("told", this.told);
+  }
+
+  /** Ask for the job anew, and for what changes less often now and then. */
+  async update() {
+    if (this.#asking || this.live.awaySince !== null) return;
+    this.#asking = true;
+    const seldom = this.#asked % SELDOM === 0 || this.#soon;
+    this.#soon = false;
+    try {
+      const job = await ask(`${this.path}?points=${POINTS}`);
+      this.#show(job);
+      if (seldom) await this.#askMore(job);
+      this.#asked += 1;
+      this.fault.hidden = true;
+    } catch (error) {
+      if (error instanceof Refusal) {
+        say(this.fault, error.message);
+        this.fault.hidden = false;
+      } else if (!(error instanceof Away)) throw error;
+    } finally {
+      this.#asking = false;
+    }
+  }
+
+  draw() {}
+
+  #body() {
+    const all = Object.values(this.charts).map((chart) => chart.element);
+    return h("div", {},
+      h("header", { class: "head" }, h("h1", {}, this.name), this.mark, this.buttons),
+      this.message,
+      this.tiles.element,
+      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "launched anew")), h("div", { class: "curves" }, ...all)),
+      section("Why it has what it has", this.why),
+      section("Launches", this.launches.element),
+      section("Conditions", this.conditions.element),
+      section("Log", h("div", { class: "choice" }, this.which), this.lines));
+  }
+
+  #show(job) {
+    const number_ = this.live.data.jobs.findIndex((one) => one.name === this.name);
+    this.body.className = colour(Math.max(number_, 0));
+    this.body.hidden = false;
+    const text = phase(job);
+    if (this.mark.textContent !== text) this.mark.replaceChildren(phaseMark(text));
+    this.#showButtons(job);
+    say(this.message, job.message.split("\n", 1)[0]);
+    this.#figures(job);
+    this.#curves(job);
+    this.launches.update([...job.generations].reverse());
+    this.conditions.update([...job.conditions].sort((a, b) => b.time - a.time));
+  }
+
+  #showButtons(job) {
+    const ended = job.ended_at !== null;
+    const kinds = ended ? [] : [job.held ? "resume" : "suspend", "cancel"];
+    if (this.buttons.told === kinds.join()) return;
+    this.buttons.told = kinds.join();
+    this.buttons.replaceChildren(...kinds.map((kind) => actionButton(kind, this.name, () => this.update())));
+  }
+
+  #figures(job) {
+    const point = job.points.at(-1) ?? {};
+    const stages = job.launched_stages ?? job.num_stages;
+    const nodes = job.launched.length ? job.launched : job.allocation;
+    const holds = !job.ended_at && nodes.length;
+    const efficiency = point.efficiency == null ? "" : `, ${Math.round(100 * point.efficiency)} % efficient`;
+    this.tiles.update({
+      Has: holds ? [`${nodes.length}×${stages}`, places(nodes)] : ["nothing"],
+      Epoch: [epochs(point.epoch, point.num_epochs, job.phase), point.step ? `step ${thousands(point.step)}` : ""],
+      Loss: [number(point.loss)],
+      Goodput: [number(point.goodput), point.goodput == null ? "" : `samples/s${efficiency}`],
+      "Batch size": [point.batch_size ? thousands(point.batch_size) : DASH, split(point)],
+      Restarts: [job.num_restarts],
+    });
+  }
+
+  #curves(job) {
+    const { generations, points } = job;
+    const begin = Math.min(...generations.map((one) => one.launched_at), ...points.map((one) => one.time), this.live.now);
+    const end = job.ended_at ?? Math.max(this.live.now, begin + 10);
+    const marks = generations.slice(1).map((one) => ({ time: one.launched_at, label: `generation ${one.generation}` }));
+    const shape = { from: begin, to: end, marks };
+    const { goodput, loss, step, batch, noise, slots } = this.charts;
+    goodput.update([byTime(points, "goodput")], shape);
+    loss.update([byTime(points, "loss")], shape);
+    step.update([byTime(points, "step_time"), byTime(points, "predicted_step_time")], shape);
+    batch.update([byTime(points, "batch_size")], shape);
+    noise.update([byTime(job.noise, "noise_scale")], shape);
+    slots.update([held(generations, end)], { ...shape, marks: [] });
+  }
+
+  async #askMore(job) {
+    const [why, logs] = await Promise.all([
+      ask(`${this.path}/explanation`),
+      job.generation ? ask(`${this.path}/logs?tail=${LINES}&generation=${job.generation}`) : [],
+    ]);
+    const text = JSON.stringify(why);
+    if (this.why.told !== text) this.why.replaceChildren(...explanation(why));
+    this.why.told = text;
+    this.logs = logs;
+    const titles = logs.map((log) => `replica ${log.replica} of generation ${log.generation}`);
+    if (this.which.told !== titles.join()) {
+      const chosen = Math.max(this.which.selectedIndex, 0);
+      this.which.replaceChildren(...titles.map((title) => h("option", {}, title)));
+      this.which.selectedIndex = Math.min(chosen, titles.length - 1);
+      this.which.told = titles.join();
+    }
+    this.which.hidden = titles.length === 0;
+    this.#showLog();
+  }
+
+  #showLog() {
+    const atEnd = this.lines.scrollHeight - this.lines.scrollTop - this.lines.clientHeight < 30;
+    say(this.lines, this.logs[this.which.selectedIndex]?.lines.join("\n") || "It has printed nothing.");
+    if (atEnd) this.lines.scrollTop = this.lines.scrollHeight;
+  }
+}
+
+/** Of which parts a batch is made: 2 × 32, 2 × 32 × (1 + 1). */
+function split(point) {
+  if (!point.batch_size) return "";
+  const times = point.accum_steps ? ` × (${point.accum_steps} + 1)` : "";
+  return `${point.num_replicas} × ${point.atomic_bsz}${times}`;
+}
+
+/** How many slots a job held when: [[time, slots], …], 0 between launches. */
+function held(generations, end) {
+  const found = [];
+  for (const one of generations) {
+    const last = found.at(-1);
+    if (last && one.launched_at <= last[0]) found.pop();
+    found.push([one.launched_at, one.nodes.length * one.num_stages]);
+    if (one.ended_at !== null) found.push([one.ended_at, 0]);
+  }
+  if (found.length && found.at(-1)[0] < end) found.push([end, found.at(-1)[1]]);
+  return found;
+}
+
+const LAUNCHES = [
+  { title: "Generation", head: true, text: (one) => String(one.generation) },
+  { title: "Launched", kind: "short", text: (one) => moment(one.launched_at) },
+  { title: "R×K", kind: "n", text: (one) => `${one.nodes.length}×${one.num_stages}` },
+  { title: "Nodes", text: (one) => places(one.nodes), fill: fillPlaces },
+  { title: "To first step", kind: "n short roomy", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.launched_at)) },
+  { title: "Restart took", kind: "n short roomy", text: (one) => seconds(one.restart_seconds) },
+  { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.launched_at)) },
+  { title: "Ended", text: (one) => one.outcome ?? DASH },
+  { title: "Because", text: (one) => one.intent ?? DASH },
+];
+
+const CONDITIONS = [
+  { title: "Condition", head: true, text: (one) => one.type },
+  { title: "Status", text: (one) => (one.status ? "true" : "false") },
+  { title: "Since", kind: "short", text: (one) => moment(one.time) },
+  { title: "Reason", text: (one) => one.reason },
+  { title: "Message", kind: "words lines", text: (one) => one.message },
+];

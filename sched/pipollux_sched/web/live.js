@@ -1,0 +1,116 @@
+// What the scheduler has, kept up to date: asked for now and then, and whenever it tells of something.
+
+import { Away, Refusal, ask, listen } from "./api.js";
+
+const PAUSE_MS = 2000;
+const SHARE = 20; // of the time between two questions, one in so many parts is spent on answering
+const SOON_MS = 200;
+const EVENTS = 100;
+
+/** Tells "update" when there is something new, "told" with an event, "refused" with a sentence. */
+export class Live extends EventTarget {
+  data = null;
+  events = [];
+  /** Since when the scheduler has not answered, in seconds; null: it does. */
+  awaySince = null;
+  /** What it said when it refused to answer; null: nothing. */
+  trouble = null;
+  /** Seconds that its clock is ahead of ours. */
+  ahead = 0;
+  /** Seconds back to which launches are asked for. */
+  span = 3600;
+
+  #ending = new AbortController();
+  #timer = 0;
+  #asking = false;
+  #again = false;
+  #last = 0;
+
+  /** Now, by the scheduler's clock. */
+  get now() {
+    return Date.now() / 1000 + this.ahead;
+  }
+
+  async start() {
+    document.addEventListener("visibilitychange", () => document.hidden || this.refresh(), {
+      signal: this.#ending.signal,
+    });
+    await this.refresh();
+    this.#follow();
+  }
+
+  stop() {
+    this.#ending.abort();
+    clearTimeout(this.#timer);
+  }
+
+  /** Ask anew, at once; a question that is under way is followed by another. */
+  async refresh() {
+    if (this.#asking) {
+      this.#again = true;
+      return;
+    }
+    this.#asking = true;
+    clearTimeout(this.#timer);
+    const begun = performance.now();
+    const first = this.data === null;
+    try {
+      const since = Math.max(this.now - this.span, 0).toFixed(0);
+      this.data = await ask(`/overview?since=${since}&events=${first ? EVENTS : 0}`);
+      this.ahead = this.data.time - Date.now() / 1000;
+      if (first) {
+        this.events = this.data.events;
+        this.#last = this.data.last_event;
+      }
+      this.awaySince = null;
+    } catch (error) {
+      this.#failed(error);
+    }
+    this.#asking = false;
+    if (this.#ending.signal.aborted) return;
+    this.dispatchEvent(new Event("update"));
+    const wait = Math.max(PAUSE_MS, SHARE * (performance.now() - begun));
+    this.#soon(this.#again ? SOON_MS : wait);
+    this.#again = false;
+  }
+
+  #soon(wait) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => document.hidden || this.refresh(), wait);
+  }
+
+  async #follow() {
+    const { signal } = this.#ending;
+    while (!signal.aborted) {
+      try {
+        for await (const event of listen(this.#last, signal, () => this.refresh())) this.#told(event);
+        throw new Away("the stream has ended");
+      } catch (error) {
+        // Where too many listen already, asking now and then has to do.
+        if (!(error instanceof Refusal) || error.status === 401) this.#failed(error);
+      }
+      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    }
+  }
+
+  #told(event) {
+    this.#last = event.id;
+    this.events = [...this.events, event].slice(-EVENTS);
+    this.dispatchEvent(new CustomEvent("told", { detail: event }));
+    this.#soon(SOON_MS);
+  }
+
+  #failed(error) {
+    if (this.#ending.signal.aborted) return;
+    if (error instanceof Refusal && error.status === 401) {
+      this.stop();
+      this.dispatchEvent(new CustomEvent("refused", { detail: error.message }));
+    } else if (error instanceof Away || error instanceof Refusal) {
+      this.awaySince ??= this.now;
+      this.trouble = error instanceof Refusal ? error.message : null;
+      this.dispatchEvent(new Event("update"));
+    } else {
+      throw error;
+    }
+  }
+}

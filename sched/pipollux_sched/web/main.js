@@ -1,0 +1,97 @@
+// The page as a whole: the token, the bar, and which of the pages is shown.
+
+import { token } from "./api.js";
+import { h, say } from "./dom.js";
+import { moment } from "./format.js";
+import { JobPage } from "./job.js";
+import { Live } from "./live.js";
+import { login } from "./login.js";
+import { Overview } from "./overview.js";
+
+const TICK_MS = 1000;
+const CALM_TICKS = 10;
+
+const bar = document.getElementById("bar");
+const main = document.getElementById("main");
+const state = h("span", { class: "state", role: "status" });
+const policy = h("span", { class: "policy" });
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+let live = null;
+let page = null;
+let ticks = 0;
+
+function takeToken() {
+  const given = location.hash.match(/^#token=([A-Za-z0-9_-]{1,200})$/);
+  if (!given) return false;
+  token.keep(given[1]);
+  history.replaceState(null, "", "#/");
+  return true;
+}
+
+function leave(wrong = false) {
+  live?.stop();
+  page?.leave?.();
+  [live, page] = [null, null];
+  token.forget();
+  bar.replaceChildren();
+  document.title = "Pipollux";
+  main.replaceChildren(login(open, wrong));
+}
+
+function open() {
+  bar.replaceChildren(
+    h("a", { href: "#/", class: "mark" }, "Pipollux"), policy, state,
+    h("nav", {}, h("a", { href: "/docs" }, "REST"), h("button", { type: "button", class: "quiet", click: () => leave() }, "Forget token")),
+  );
+  live = new Live();
+  live.addEventListener("update", update);
+  live.addEventListener("refused", () => leave(true));
+  route();
+  live.start();
+}
+
+function route() {
+  if (takeToken()) {
+    if (live) leave();
+    return open();
+  }
+  if (!live) return undefined;
+  page?.leave?.();
+  const [, name] = location.hash.match(/^#\/jobs\/([^/]+)$/) ?? [];
+  page = name ? new JobPage(live, decoded(name)) : new Overview(live);
+  document.title = page.title;
+  main.replaceChildren(page.element);
+  scrollTo(0, 0);
+  return update();
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function update() {
+  if (!live) return;
+  const away = live.awaySince !== null;
+  state.className = away ? "state away" : "state";
+  const since = away ? moment(live.awaySince) : "";
+  if (!away) say(state, live.data ? "live" : "");
+  else if (live.trouble) say(state, `The scheduler refuses since ${since}: ${live.trouble}; asking again`);
+  else say(state, `The scheduler does not answer since ${since}; asking again`);
+  main.classList.toggle("stale", away);
+  if (live.data) say(policy, `${live.data.policy.replace(/Policy$/, "").toLowerCase()} policy`);
+  if (live.data) page.update();
+}
+
+setInterval(() => {
+  ticks += 1;
+  if (live?.data && !document.hidden && (!calm.matches || ticks % CALM_TICKS === 0)) page.draw();
+}, TICK_MS);
+addEventListener("hashchange", route);
+takeToken();
+if (token.get()) open();
+else leave();

@@ -1,0 +1,76 @@
+"""A real browser, headless, that looks at the web page as its user would."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+PATIENCE_MS = 20_000
+"""How long something may take to show: machines that run tests are busy."""
+expect.set_options(timeout=PATIENCE_MS)
+
+
+def find_chromium() -> str | None:
+    """Where Chromium is; None where there is none, and the tests of the page are skipped."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def chromium(path: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS), headless=True)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class Visit:
+    """One tab, with what went wrong in it and what it asked for."""
+
+    page: Page
+    url: str
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.on(
+            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
+        )
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, token: str | None, place: str = "/") -> Page:
+        """Open a page of the scheduler, as the link does that `pipollux serve` prints."""
+        self.page.goto(self.url + (f"/#token={token}" if token else "/"))
+        if place != "/":
+            self.page.goto(f"{self.url}/#{place}")
+        return self.page
+
+    def check(self) -> None:
+        """Nothing failed, and nobody else was asked."""
+        assert self.errors == []
+        assert self.requests
+        # The frames of a browser's own error page are no requests of ours.
+        assert {url for url in self.requests if not url.startswith(f"{self.url}/")} == set()
+
+
+@contextmanager
+def visit(browser: Browser, url: str, **options: object) -> Iterator[Visit]:
+    context = browser.new_context(**options)  # type: ignore[arg-type]  # handed on
+    try:
+        yield Visit(context.new_page(), url)
+    finally:
+        context.close()

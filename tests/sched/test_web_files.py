@@ -1,0 +1,114 @@
+"""The files of the web page: open to all as they hold no data, and strict in what they may do."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sched.supervised import ADMIN, Service
+
+PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
+CLUSTER = "nodes:\n  - {name: node-a, slots: 1, kind: cpu}\n"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("state")) as service:
+        service.submit("toy")
+        yield service
+
+
+def test_every_file_is_served_without_a_token_and_with_its_policy(
+    service: Service, repository: Path
+) -> None:
+    files = {path.name for path in (repository / "sched/pipollux_sched/web").iterdir()}
+    assert len(files) > 15
+    paths = ["/", "/web/base.css", *(f"/web/{name}" for name in files - {"index.html"})]
+    for path in paths:
+        response = service.client(None).get(path)
+        assert response.status_code == 200, path
+        policy = response.headers["content-security-policy"].split("; ")
+        assert policy[:5] == [
+            *("default-src 'none'", "script-src 'self'", "style-src 'self'"),
+            *("connect-src 'self'", "img-src 'self' data:"),
+        ]
+        assert "unsafe" not in response.headers["content-security-policy"]
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["cache-control"] == "no-store"
+        assert "toy" not in response.text
+        assert ADMIN not in response.text
+    kinds = {path: service.client(None).get(path).headers["content-type"] for path in paths}
+    assert kinds["/"] == "text/html; charset=utf-8"
+    assert kinds["/web/main.js"] == "text/javascript; charset=utf-8"
+
+
+def test_what_the_files_name_is_there_and_nowhere_else(repository: Path) -> None:
+    folder = repository / "sched/pipollux_sched/web"
+    for path in folder.iterdir():
+        text = path.read_text()
+        outside = re.findall(r"(?:https?:)?//[a-z][\w.-]*\.[a-z]{2,}[^\s\"']*", text)
+        assert set(outside) <= {"http://www.w3.org/2000/svg"}, path
+        for name in re.findall(r'from "\./([\w.]+)"|"/web/([\w.]+)"', text):
+            wanted = next(filter(None, name))
+            assert wanted == "base.css" or (folder / wanted).exists(), (path, wanted)
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in text, f"{path.name} uses {way}"
+
+
+@pytest.mark.parametrize("path", ["/web/", "/web/none.js", "/web/../app.py", "/web/%2e%2e/app.py"])
+def test_no_other_file_is_served(service: Service, path: str) -> None:
+    assert service.client(None).get(path).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/overview", "/jobs/toy/explanation", "/events/stream?told=true"])
+def test_what_the_page_asks_needs_the_token(service: Service, path: str) -> None:
+    assert service.client(None).get(path).status_code == 401
+
+
+def test_logs_of_one_generation(service: Service) -> None:
+    for generation in (1, 2):
+        log = service.state_dir.log("toy", generation, 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"of {generation}\n")
+    found = service.admin.get("/jobs/toy/logs?generation=2").json()
+    assert found == [{"generation": 2, "replica": 0, "lines": ["of 2"]}]
+    assert len(service.admin.get("/jobs/toy/logs").json()) == 2
+
+
+def test_the_link_is_for_terminals_alone(tmp_path: Path) -> None:
+    """What is written into a log must not open everything."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    command = [PIPOLLUX, "serve", "--cluster", "cluster.yaml", "--state-dir", "state"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=tmp_path, stdout=theirs) as server:
+        os.close(theirs)
+        said = ""
+        while "#token=" not in said or not said.endswith("\n"):
+            said += os.read(ours, 4096).decode().replace("\r", "")
+        token = re.search(r'"token": *"([^"]+)"', (tmp_path / "state/server.json").read_text())
+        assert token is not None
+        url = re.search(r"^Watch it at (http://127\.0\.0\.1:\d+/)#token=([\w-]+)$", said, re.M)
+        assert url is not None
+        assert url[2] == token[1]
+        server.send_signal(signal.SIGTERM)
+        while True:  # until it has closed its end
+            try:
+                if not os.read(ours, 4096):
+                    break
+            except OSError:
+                break
+    os.close(ours)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("Serving 1 nodes")
+        server.send_signal(signal.SIGTERM)
+        assert "token" not in server.stdout.read()
