@@ -286,18 +286,18 @@ def test_ticks_and_numbers(tab: Visit) -> None:
 
 
 def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
-    """Of three slots one job takes the lowest, another two; who comes later gets what is free."""
+    """Of three slots one job takes the lowest, another two; who comes later waits for what is free."""
     page = tab.open(ADMIN)
     found = page.evaluate("""async () => {
       const { layOut } = await import("/web/gantt.js");
-      const launches = [["late", 5, null, "a", 1], ["first", 0, 4, "a", 1],
+      const launches = [["late", 3, null, "a", 1], ["first", 0, 4, "a", 1],
         ["wide", 1, null, "a", 2],
         ["gone", 1, 2, "lost", 1]].map(([job, launched_at, ended_at, node, num_stages]) =>
           ({ job, generation: 1, launched_at, ended_at, nodes: [node], num_stages }));
       return layOut(launches, { a: { slots: 3 } }, new Map())
-        .map((block) => [block.launch.job, block.slot, block.slots]);
+        .map((block) => [block.launch.job, block.slot, block.slots, block.begin]);
     }""")
-    assert found == [["first", 0, 1], ["wide", 1, 2], ["late", 0, 1]]
+    assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]
     tab.check()
 
 

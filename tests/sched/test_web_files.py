@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sched.supervised import ADMIN, Service
+from pipollux_sched.lifecycle import Exited, Outcome
+from tests.sched.supervised import ADMIN, Service, report
 
 PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
 CLUSTER = "nodes:\n  - {name: node-a, slots: 1, kind: cpu}\n"
@@ -72,6 +74,38 @@ def test_no_other_file_is_served(service: Service, path: str) -> None:
 @pytest.mark.parametrize("path", ["/overview", "/jobs/toy/explanation", "/events/stream?told=true"])
 def test_what_the_page_asks_needs_the_token(service: Service, path: str) -> None:
     assert service.client(None).get(path).status_code == 401
+
+
+def test_the_overview_has_the_launches_of_a_span_and_the_last_events(service: Service) -> None:
+    store = service.store
+    service.submit("past", ["node-a"])
+    store.transition("past", Exited(1, Outcome.COMPLETE, step=7, epoch=0))
+    service.submit("present", ["node-b"], num_stages=2)
+    found = service.admin.get("/overview?since=0&events=2").json()
+    assert [launch["job"] for launch in found["launches"]] == ["past", "present"]
+    assert [event["text"] for event in found["events"]] == ["submitted", "it is free"]
+    assert found["events"][-1]["id"] <= found["last_event"] == store.last_event()
+    lines = {job["name"]: job for job in found["jobs"]}
+    assert (lines["present"]["nodes"], lines["present"]["num_stages"]) == (["node-b"], 2)
+    assert (lines["past"]["phase"], lines["past"]["nodes"]) == ("Complete", [])
+    later = service.admin.get(f"/overview?since={found['time'] + 1}").json()
+    assert [launch["job"] for launch in later["launches"]] == ["present"]
+    assert later["events"] == []
+
+
+def test_what_people_are_told_as_it_happens(service: Service) -> None:
+    after = service.store.last_event()
+    told = service.submit("told", ["node-a"])
+    told.post("/jobs/told/reports", json=report()).raise_for_status()
+    asked = f"/events/stream?told=true&job=told&after={after}"
+    with service.admin.stream("GET", asked) as stream:
+        lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+        heard = [json.loads(next(lines)) for _ in range(3)]
+    assert [event["text"] for event in heard] == [
+        *("submitted", "it is free", "training since step 7")
+    ]
+    keys = {"id", "time", "type", "job", "generation", "text"}
+    assert all(event.keys() == keys for event in heard)
 
 
 def test_logs_of_one_generation(service: Service) -> None:

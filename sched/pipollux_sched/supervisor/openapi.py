@@ -65,7 +65,8 @@ REFUSALS = {
 }
 """When requests are refused."""
 DESCRIPTION = (
-    "Every request but those for `/healthz`, `/docs` and `/openapi.json` bears a token, as in "
+    "Every request but those for `/healthz`, `/docs`, `/openapi.json` and the web page at `/` "
+    "bears a token, as in "
     "`Authorization: Bearer TOKEN`: a job's own, or the admin's, which opens everything. Bodies "
     "are JSON objects of at most 1 MiB. Every refusal is an object with one sentence, `detail`."
 )

@@ -105,7 +105,7 @@ export class Gantt {
     const at = (time) => this.x(Math.max(Math.min(time, end), from));
     const trained = launch.first_step_at ?? end;
     const stopping = Math.max(launch.stopping_at ?? end, trained);
-    const [x0, x1, x2, x3] = [launch.launched_at, trained, stopping, end].map(at);
+    const [x0, x1, x2, x3] = [block.begin, Math.max(trained, block.begin), stopping, end].map(at);
     const group = s("g", { class: `block ${colour(block.number)}${block.key === this.selected ? " chosen" : ""}` });
     const part = (kind, a, b) => {
       if (b - a > 0.2) group.append(s("rect", { class: kind, x: a, y, width: b - a, height, "data-key": block.key }));
@@ -195,10 +195,13 @@ export function layOut(launches, nodes, numbers) {
       const order = ends.map((end, slot) => [end > launch.launched_at ? end : -Infinity, slot]);
       order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] : a[0] - b[0]));
       const chosen = order.slice(0, launch.num_stages).map(([, slot]) => slot).sort((a, b) => a - b);
+      // It may have been decided on while those before it still save: it holds them from then on.
+      const left = chosen.map((slot) => ends[slot]).filter((end) => end < (launch.ended_at ?? Infinity));
+      const begin = Math.max(launch.launched_at, ...left);
       for (const slot of chosen) ends[slot] = launch.ended_at ?? Infinity;
       for (const [slot, slots] of runs(chosen)) {
         const key = `${launch.job} ${launch.generation} ${replica} ${slot}`;
-        blocks.push({ key, launch, node, slot, slots, number: numbers.get(launch.job) ?? 0 });
+        blocks.push({ key, launch, node, slot, slots, begin, number: numbers.get(launch.job) ?? 0 });
       }
     });
   }
