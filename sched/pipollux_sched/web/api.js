@@ -2,6 +2,7 @@
 
 const KEY = "pipollux-token";
 const PATIENCE_MS = 20_000;
+const SILENCE_MS = 45_000; // a stream that has nothing to tell says so every 15 s
 
 export const token = {
   get: () => sessionStorage.getItem(KEY),
@@ -33,13 +34,13 @@ export async function ask(path, { method = "GET", body } = {}) {
 /** Listen to what people are told, from the event after `last`, until the stream ends. */
 export async function* listen(last, signal, onOpen) {
   const headers = { "Last-Event-ID": String(last) };
-  const response = await send("/events/stream?told=true", { headers, signal });
+  const response = await within(send("/events/stream?told=true", { headers, signal }), PATIENCE_MS);
   onOpen();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await within(reader.read(), SILENCE_MS);
       if (done) return;
       const parts = (text + value).split("\n\n");
       text = parts.pop();
@@ -52,6 +53,18 @@ export async function* listen(last, signal, onOpen) {
     throw new Away(error.message);
   } finally {
     reader.cancel().catch(() => {});
+  }
+}
+
+async function within(promise, milliseconds) {
+  let timer;
+  const late = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new Away("nothing is heard")), milliseconds);
+  });
+  try {
+    return await Promise.race([promise, late]);
+  } finally {
+    clearTimeout(timer);
   }
 }
 

@@ -148,7 +148,7 @@ export class Chart {
   // The cursor
 
   #times() {
-    return this.data.series[0].map((point) => point[0]);
+    return (this.data.series[0] ?? []).map((point) => point[0]);
   }
 
   #point(offset) {
@@ -167,8 +167,10 @@ export class Chart {
     return this.#at(times[Math.max(0, Math.min(to, times.length - 1))]);
   }
 
-  /** Put the cursor at a time, or take it away. */
-  #at(time) {
+  /** Put the cursor at the point nearest to a time, or take it away. */
+  #at(wanted) {
+    const times = wanted === null ? [] : this.#times();
+    const time = times.length ? nearest(times, wanted, (value) => value) : null;
     this.selected = time;
     this.cursor?.replaceChildren();
     if (time === null || !this.x) return this.hover.hide();
@@ -190,8 +192,8 @@ export class Chart {
   }
 }
 
-function nearest(times, offset, x) {
-  return times.reduce((best, time) => (Math.abs(x(time) - offset) < Math.abs(x(best) - offset) ? time : best));
+function nearest(times, wanted, of) {
+  return times.reduce((best, time) => (Math.abs(of(time) - wanted) < Math.abs(of(best) - wanted) ? time : best));
 }
 
 /** Split points where a mark lies between two of them. */

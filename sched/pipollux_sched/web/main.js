@@ -29,10 +29,14 @@ function takeToken() {
   return true;
 }
 
-function leave(wrong = false) {
+function close() {
   live?.stop();
   page?.leave?.();
   [live, page] = [null, null];
+}
+
+function leave(wrong = false) {
+  close();
   token.forget();
   bar.replaceChildren();
   document.title = "Pipollux";
@@ -53,7 +57,7 @@ function open() {
 
 function route() {
   if (takeToken()) {
-    if (live) leave();
+    close();
     return open();
   }
   if (!live) return undefined;
