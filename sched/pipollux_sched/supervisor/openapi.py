@@ -40,6 +40,7 @@ REPLIES: dict[tuple[str, str], Any] = {
     ("post", "/jobs/{name}/resume"): replies.JobReply,
     ("get", "/jobs/{name}/logs"): list[replies.LogReply],
     ("get", "/nodes"): list[replies.NodeReply],
+    ("post", "/decisions"): replies.Deciding,
     ("put", "/nodes/{name}"): replies.NodeReply,
     ("get", "/cluster"): replies.ClusterReply,
     ("get", "/events"): list[replies.EventReply],

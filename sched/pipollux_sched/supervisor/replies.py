@@ -26,6 +26,12 @@ class Health(_Reply):
     status: Literal["ok"]
 
 
+class Deciding(_Reply):
+    """A decision is being made."""
+
+    status: Literal["deciding"]
+
+
 class ConditionReply(_Reply):
     """One condition of a job; there is one for each phase that it has been in."""
 
