@@ -125,8 +125,7 @@ class Scheduler:
                 )
         else:
             self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
-        self._interval = interval
-        self._restart_seconds = restart_seconds
+        self._interval, self._restart_seconds = interval, restart_seconds
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
         self._address = (host, port)
@@ -303,7 +302,8 @@ class Scheduler:
             stopping=lambda: self._stopping,
         )
         resources.callback(self._executor.step)  # takes up what shutting down has brought about
-        resources.callback(self._backend.shutdown)
+        # Where starting fails, what an earlier scheduler left running is left to the next one.
+        resources.callback(lambda: self._backend.shutdown() if self._serving else None)
         self._store.set_nodes(
             (node.name, node.slots, node.kind, node.model_dump(mode="json"))
             for node in self._cluster.nodes

@@ -119,6 +119,26 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     assert held < 0.5 * 200 * interval  # and the short ones are not starved by it either
 
 
+@pytest.mark.parametrize(("age", "restarts", "replicas"), [(600, 1, 1), (600, 0, 2), (6000, 9, 2)])
+def test_a_small_gain_is_worth_a_restart_to_a_job_that_is_left_alone(
+    age: float, restarts: int, replicas: int
+) -> None:
+    """7 % on a slot that nobody wants: D / (H + D) is 9 % for H = 300 s, and 5 % for H = 600 s."""
+    node = NodeInfo({"slots": 2})
+    job = JobInfo(
+        {"slots": 1},
+        lambda _nodes, replicas: 1.0 + 0.07 * (np.asarray(replicas) - 1.0),
+        0.0,
+        1,
+        2,
+        age=age,
+        num_restarts=restarts,
+        restart_seconds=30.0,
+    )
+    answer, _ = ExactPolicy().optimize({"j": job}, {"n": node}, {"j": ["n"]}, node)
+    assert len(answer["j"]) == replicas
+
+
 @pytest.mark.parametrize(
     ("knob", "value"), [("rank_power", 1.5), ("part", -0.1), ("horizon", -1.0)]
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.occupancy import holding
@@ -24,6 +24,9 @@ PHASE_STYLES = {
     Phase.QUEUED: "cyan",
 }
 """In which colour each phase is shown."""
+_STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
+    "Cancelled": PHASE_STYLES[Phase.FAILED]
+}
 _COLUMNS = (
     *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
     *("Restarts", "Age"),
@@ -36,12 +39,45 @@ _LEAST_MESSAGE = 24
 """Columns without which a message says nothing and is left out."""
 
 
+class JobTable:
+    """Jobs as lines of text, a column for each thing there is to tell.
+
+    rich's own table takes a millisecond for every line, and there may be thousands.
+
+    Args:
+        rows: the cells of each job by header.
+        widths: of the columns to show, in their order.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, str]], widths: Mapping[str, int]) -> None:
+        self._rows = rows
+        self._widths = widths
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        heads = dict.fromkeys(self._widths, "bold")
+        yield from self._line({header: header for header in self._widths}, heads, console)
+        for row in self._rows:
+            yield from self._line(row, {"Phase": _STYLES_BY_WORD.get(row["Phase"], "")}, console)
+
+    def _line(
+        self, cells: Mapping[str, str], styles: Mapping[str, str], console: Console
+    ) -> Iterator[Segment]:
+        for header, width in self._widths.items():
+            text, style = cells[header], styles.get(header)
+            space = " " * (width - cell_len(text))
+            shown = space + text if header in _NUMBERS else text + space
+            yield Segment(shown, console.get_style(style) if style else None)
+            yield Segment(" " * _GAP)
+        yield Segment.line()
+
+
 def job_table(
     jobs: Sequence[JobRecord],
     points: Mapping[str, Point],
     launches: Mapping[str, int],
     console: Console,
-) -> Table:
+) -> JobTable:
     """Return jobs as a table; the message of each as far as there is room.
 
     Args:
@@ -52,7 +88,7 @@ def job_table(
     """
     rows = [_row(job, points.get(job.name), launches.get(job.name, 0)) for job in jobs]
     widths = {
-        header: max([len(header), *(row[header].cell_len for row in rows)]) for header in _COLUMNS
+        header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in _COLUMNS
     }
     left_out = list(_LEFT_OUT)
     while left_out and _width(widths) > console.width:
@@ -60,36 +96,34 @@ def job_table(
     room = console.width - _width(widths) - _GAP
     if room >= _LEAST_MESSAGE:
         for job, row in zip(jobs, rows, strict=True):
-            row["Message"] = Text(one_line(first_line(job.state.message)))
-            row["Message"].truncate(room, overflow="ellipsis")
+            row["Message"] = _cut(one_line(first_line(job.state.message)), room)
         widths["Message"] = room
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for header in widths:
-        table.add_column(header, justify="right" if header in _NUMBERS else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[header] for header in widths))
-    return table
+    return JobTable(rows, widths)
+
+
+def _cut(text: str, room: int) -> str:
+    return text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
 def _width(widths: Mapping[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, Text]:
+def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
     held, num_stages = holding(job)
     age = (job.ended_at or time.time()) - job.submitted_at
     return {
-        "Job": Text(job.name),
-        "Phase": Text(spell_phase(job), style=PHASE_STYLES.get(job.phase, "")),
-        "Stages": Text(str(num_stages)),
-        "Replicas": Text(str(len(held)) if held else DASH),
-        "Nodes": Text(spell_nodes(held)),
-        "Epoch": Text(_epoch(point, job.phase)),
-        "Step": Text(DASH if point is None else str(point.step)),
-        "Loss": Text(DASH if point is None or point.loss is None else f"{point.loss:.3g}"),
-        "Samples/s": Text(_throughput(point)),
-        "Restarts": Text(str(max(launches - 1, 0))),
-        "Age": Text(spell_age(age)),
+        "Job": job.name,
+        "Phase": spell_phase(job),
+        "Stages": str(num_stages),
+        "Replicas": str(len(held)) if held else DASH,
+        "Nodes": spell_nodes(held),
+        "Epoch": _epoch(point, job.phase),
+        "Step": DASH if point is None else str(point.step),
+        "Loss": DASH if point is None or point.loss is None else f"{point.loss:.3g}",
+        "Samples/s": _throughput(point),
+        "Restarts": str(max(launches - 1, 0)),
+        "Age": spell_age(age),
     }
 
 

@@ -21,8 +21,9 @@ from sqlalchemy.orm import aliased
 from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Phase, Submit
 
 from . import journal, retention
+from . import nodes as node_rows
 from .database import Database
-from .errors import JobExistsError, UnknownNodeError
+from .errors import JobExistsError
 from .journal import Change
 from .overview import Overview
 from .records import (
@@ -34,12 +35,11 @@ from .records import (
     Timeline,
     generation_record,
     job_record,
-    node_record,
     write_job_state,
 )
 from .replicas import ReplicaAddresses
 from .restart_cost import moving_average
-from .tables import EventRow, GenerationRow, HintsRow, JobRow, NodeRow, PointRow
+from .tables import EventRow, GenerationRow, HintsRow, JobRow, PointRow
 
 
 class Store:
@@ -367,17 +367,8 @@ class Store:
 
         Those that were there before keep their condition.
         """
-        now = self._clock()
         with self._database.write() as session:
-            before = {row.name: row for row in session.scalars(select(NodeRow))}
-            for name, slots, kind, spec in nodes:
-                row = before.pop(name, None)
-                if row is None:
-                    row = NodeRow(name=name, condition="ready", reason="", since=now)
-                    session.add(row)
-                row.slots, row.kind, row.spec = slots, kind, dict(spec)
-            for row in before.values():
-                session.delete(row)
+            node_rows.remember(session, nodes, self._clock())
 
     def set_node_condition(
         self, name: str, condition: NodeCondition, reason: str = ""
@@ -387,21 +378,10 @@ class Store:
         Raises:
             UnknownNodeError: there is no node of this name.
         """
-        now = self._clock()
         with self._database.write() as session:
-            row = session.get(NodeRow, name)
-            if row is None:
-                known = ", ".join(session.scalars(select(NodeRow.name).order_by(NodeRow.name)))
-                raise UnknownNodeError(f"no node is named {name!r}; there are {known}")
-            if row.condition != condition.value:
-                row.since = now
-                data = {"node": name, "condition": condition.value, "reason": reason}
-                journal.log(session, now, "node", None, None, data)
-            row.condition, row.reason = condition.value, reason
-            return node_record(row)
+            return node_rows.set_condition(session, name, condition, reason, self._clock())
 
     def nodes(self) -> dict[str, NodeRecord]:
         """Return the nodes served last, by name."""
         with self._database.read() as session:
-            rows = session.scalars(select(NodeRow).order_by(NodeRow.name))
-            return {row.name: node_record(row) for row in rows}
+            return node_rows.all_nodes(session)

@@ -26,6 +26,12 @@ class Health(_Reply):
     status: Literal["ok"]
 
 
+class Deciding(_Reply):
+    """A decision is being made."""
+
+    status: Literal["deciding"]
+
+
 class ConditionReply(_Reply):
     """One condition of a job; there is one for each phase that it has been in."""
 
@@ -187,12 +193,6 @@ class EventReply(BaseModel):
     type: str
     job: str | None
     generation: int | None
-
-
-class DecidingReply(_Reply):
-    """The allocator will weigh all jobs at once."""
-
-    status: Literal["deciding"]
 
 
 class JobLine(_Reply):

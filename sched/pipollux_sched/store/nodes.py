@@ -1,0 +1,59 @@
+"""The nodes that a scheduler serves, and the condition that each is in.
+
+These are the steps that the methods of the store are made of; each works within a session that the
+store has begun and will commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from . import journal
+from .errors import UnknownNodeError
+from .records import NodeCondition, NodeRecord, node_record
+from .tables import NodeRow
+
+
+def remember(
+    session: Session, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]], now: float
+) -> None:
+    """Keep the nodes served now and no others; those that were there keep their condition."""
+    before = {row.name: row for row in session.scalars(select(NodeRow))}
+    for name, slots, kind, spec in nodes:
+        row = before.pop(name, None)
+        if row is None:
+            row = NodeRow(name=name, condition="ready", reason="", since=now)
+            session.add(row)
+        row.slots, row.kind, row.spec = slots, kind, dict(spec)
+    for row in before.values():
+        session.delete(row)
+
+
+def set_condition(
+    session: Session, name: str, condition: NodeCondition, reason: str, now: float
+) -> NodeRecord:
+    """Put a node into a condition, and log that if it was in another one.
+
+    Raises:
+        UnknownNodeError: there is no node of this name.
+    """
+    row = session.get(NodeRow, name)
+    if row is None:
+        known = ", ".join(session.scalars(select(NodeRow.name).order_by(NodeRow.name)))
+        raise UnknownNodeError(f"no node is named {name!r}; there are {known}")
+    if row.condition != condition.value:
+        row.since = now
+        data = {"node": name, "condition": condition.value, "reason": reason}
+        journal.log(session, now, "node", None, None, data)
+    row.condition, row.reason = condition.value, reason
+    return node_record(row)
+
+
+def all_nodes(session: Session) -> dict[str, NodeRecord]:
+    """Return the nodes by name."""
+    rows = session.scalars(select(NodeRow).order_by(NodeRow.name))
+    return {row.name: node_record(row) for row in rows}
