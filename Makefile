@@ -31,8 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pipollux demo --output demo-report
 
+# A process for each core, up to eight; the tests of a file stay together, as they share fixtures.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

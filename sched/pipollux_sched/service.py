@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +134,6 @@ class Scheduler:
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
             "PIPOLLUX_HEARTBEAT_INTERVAL": f"{silence_limit / 6:g}",
         }
-        self._admin_token = secrets.token_urlsafe(32)
         self._meters = Meters()
         self._resources = ExitStack()
         self._started = self._serving = False
@@ -226,7 +224,7 @@ class Scheduler:
     @property
     def admin_token(self) -> str:
         """Opens everything."""
-        return self._admin_token
+        return self.state_dir.admin_token()
 
     @property
     def store(self) -> Store:
@@ -328,7 +326,7 @@ class Scheduler:
             self._store,
             self._control,
             state_dir=self.state_dir,
-            admin_token=self._admin_token,
+            admin_token=self.admin_token,
             meters=self._meters,
             open_metrics=self._open_metrics,
         )
@@ -339,7 +337,7 @@ class Scheduler:
         resources.callback(end_waiting, app)
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
-        self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self._admin_token))
+        self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
         resources.callback(self.state_dir.remove_server)
 
     def _start_thread(

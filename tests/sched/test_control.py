@@ -89,3 +89,18 @@ def test_where_a_job_saves_and_what_its_stages_need(directory: Path, tmp_path: P
     )
     assert replica_resources(wide) == {"slots": 2, "cpus": 5, "memory": 16}
     assert replica_resources(wide, 4) == {"slots": 4, "cpus": 9, "memory": 32}
+
+
+def test_the_admin_token_lasts(directory: Path) -> None:
+    """A page that is open, or a script, need not be told it again; removed, there is another."""
+    tokens = []
+    for _ in range(2):
+        with scheduler_on(directory) as scheduler:
+            tokens.append(scheduler.admin_token)
+    kept = directory / "admin.token"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    kept.unlink()
+    with scheduler_on(directory) as scheduler:
+        tokens.append(scheduler.admin_token)
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert min(map(len, tokens)) >= 40

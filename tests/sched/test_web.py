@@ -78,8 +78,8 @@ def test_the_token_is_asked_for_refused_and_kept(tab: Visit) -> None:
     page.get_by_label("Admin token").fill("wrong")
     page.get_by_role("button", name="Open").click()
     expect(page.get_by_role("alert")).to_have_text(
-        "This is not the token of the scheduler that answers here; it is the field token of "
-        "server.json, and new with every start."
+        "This is not the token of the scheduler that answers here; it stands in "
+        "admin.token in its state directory."
     )
     assert page.evaluate("sessionStorage.length") == 0
     assert [error for error in tab.errors if "401" not in error] == []
@@ -258,7 +258,7 @@ def test_the_scheduler_goes_away_and_comes_back(tab: Visit, service: Service) ->
     assert len(texts) == len(set(texts)), "an event is shown twice"
     service.stop_serving()
     again(service, port, "another-token")
-    expect(page.get_by_role("alert")).to_contain_text("new with every start")
+    expect(page.get_by_role("alert")).to_contain_text("it stands in admin.token")
     assert page.evaluate("sessionStorage.length") == 0
     assert [error for error in tab.errors if not error.startswith("Failed to load")] == []
 

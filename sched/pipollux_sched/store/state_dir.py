@@ -3,6 +3,7 @@
 <state dir>/pipollux.db                     the store
 <state dir>/store.url                       where the store is, if elsewhere (mode 0600)
 <state dir>/lock                            held by the scheduler that serves this directory
+<state dir>/admin.token                     opens everything (mode 0600)
 <state dir>/server.json                     where it listens, and its admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          what the job saved
 <state dir>/jobs/NAME/launches/gen-G/       what was launched last, and how its processes are
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ _LOG = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 """Names the state directory where no flag does."""
 
+TOKEN_LENGTH = 32
+"""Random bytes of the admin token, and the fewest characters that one has."""
 _LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log")
 
 
@@ -192,6 +196,26 @@ class StateDir:
             if old.url.set(password=None) != new.url.set(password=None):
                 _LOG.warning("the store was %s; jobs that are there are not in %s", old, new)
         write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
+
+    def admin_token(self) -> str:
+        """Return the token that opens everything; the same for every scheduler of the directory.
+
+        To have another, remove the file and start the scheduler again.
+        """
+        path = self.path / "admin.token"
+        try:
+            token = path.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            token = ""
+        except (OSError, ValueError) as error:
+            raise StateDirError(
+                f"{path} cannot be read ({error}); it holds the admin token, "
+                "remove it to have another"
+            ) from error
+        if len(token) < TOKEN_LENGTH:
+            token = secrets.token_urlsafe(TOKEN_LENGTH)
+            write_aside(path, f"{token}\n".encode(), PRIVATE)
+        return token
 
     def write_server(self, info: ServerInfo) -> None:
         """Say where the scheduler listens; readable for the owner alone."""

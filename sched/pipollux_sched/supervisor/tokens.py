@@ -19,7 +19,7 @@ _job_scheme = HTTPBearer(
 )
 _admin_scheme = HTTPBearer(
     scheme_name="adminToken",
-    description="The admin's token, which stands in `server.json` in the state directory.",
+    description="The admin's token, which stands in `admin.token` in the state directory.",
     auto_error=False,
 )
 
