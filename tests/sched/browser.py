@@ -28,7 +28,9 @@ def find_chromium() -> str | None:
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS), headless=True)
+        browser = playwright.chromium.launch(
+            executable_path=path, args=list(FLAGS), headless=True, timeout=120_000
+        )
         try:
             yield browser
         finally:

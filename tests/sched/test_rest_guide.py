@@ -36,6 +36,7 @@ def test_every_command(repository: Path, tmp_path: Path) -> None:
     with Service(tmp_path / "state") as service:
         info = ServerInfo(service.server.url, os.getpid(), ADMIN)
         service.state_dir.write_server(info)
+        (service.state_dir.path / "admin.token").write_text(f"{ADMIN}\n")
         environment = {**os.environ, "PIPOLLUX_STATE_DIR": str(service.state_dir.path)}
         said = ""
         for block in blocks:
