@@ -1,4 +1,4 @@
-"""Places where a store can be kept: a file, and a database of a PostgreSQL server."""
+"""State directories that nothing is left of, and places where a store can be kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_sched.store import StateDir
 from tests.sched.postgresql import Server, why_not
+from tests.sched.processes import processes_of
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
         return tmp_path / "pipollux.db"
     server: Server = request.getfixturevalue("postgresql")
     return server.new_database()
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Iterator[StateDir]:
+    """A new state directory; a process that is left of it fails the test."""
+    directory = StateDir(tmp_path / "state")
+    directory.create()
+    yield directory
+    assert processes_of(directory.path) == []

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,8 @@ from pipollux_sched.backend.launch import LaunchRecord
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.sched.processes import processes_of
-from tests.sched.test_local_backend import TOY, wait_for, wait_for_text
+from tests.sched.test_local_backend import TOY, TWO_NODES, wait_for, wait_for_text
 
-NODES = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
 URL = "http://127.0.0.1:9"
 
 LAUNCHER = """
@@ -37,16 +35,8 @@ os._exit(9)
 
 
 @pytest.fixture
-def state_dir(tmp_path: Path) -> Iterator[StateDir]:
-    directory = StateDir(tmp_path / "state")
-    directory.create()
-    yield directory
-    assert processes_of(directory.path) == []
-
-
-@pytest.fixture
 def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
-    backend = LocalBackend(NODES, state_dir)
+    backend = LocalBackend(TWO_NODES, state_dir)
     yield backend
     backend.recover(0.0)
     backend.shutdown()
@@ -100,7 +90,7 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
     assert says in exited.message
-    again = LocalBackend(NODES, state_dir)
+    again = LocalBackend(TWO_NODES, state_dir)
     assert again.adopt("toy", 1, "http://127.0.0.1:10"), "who reports nowhere may have ended"
     exited = wait_for(again, Exited)
     assert isinstance(exited, Exited)

@@ -24,14 +24,6 @@ TWO_NODES = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
 
 
 @pytest.fixture
-def state_dir(tmp_path: Path) -> Iterator[StateDir]:
-    directory = StateDir(tmp_path / "state")
-    directory.create()
-    yield directory
-    assert processes_of(directory.path) == []
-
-
-@pytest.fixture
 def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
     backend = LocalBackend(TWO_NODES, state_dir)
     yield backend
