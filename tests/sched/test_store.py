@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import StatementError
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, Recover
@@ -31,6 +32,7 @@ from pipollux_sched.store import (
     UnknownNodeError,
     moving_average,
 )
+from pipollux_sched.store.database import Database
 
 
 class Clock:
@@ -253,6 +255,22 @@ def test_stores_that_cannot_be_read(tmp_path: Path) -> None:
     garbage.write_text("this is not a database" * 100)
     with pytest.raises(StoreError, match=r"garbage\.db cannot be used as a store"):
         Store(garbage)
+
+
+def test_only_what_is_told_again_soon_does_not_wait_for_the_disk(place: Path | str) -> None:
+    """Every connection is used for both, one after the other."""
+    database = Database(place, create=True)
+    try:
+        asked = {
+            "sqlite": ("PRAGMA synchronous", {True: 2, False: 1}),
+            "postgresql": ("SHOW synchronous_commit", {True: "on", False: "off"}),
+        }
+        for durable in (True, False, True):
+            with database.write(durable=durable) as session:
+                question, answers = asked[session.get_bind().dialect.name]
+                assert session.execute(text(question)).scalar() == answers[durable]
+    finally:
+        database.close()
 
 
 def test_nodes_keep_their_condition(store: Store, clock: Clock) -> None:

@@ -40,6 +40,7 @@ class Database:
             raise schema.no_store(self._location)
         self._engine = make_engine(self._location)
         self._reader, self._writer = reading(self._engine), writing(self._engine)
+        self._hasty_writer = writing(self._engine, durable=False)
         self._lock = threading.RLock()
         self._news = threading.Condition()
         self._version = 0
@@ -85,8 +86,11 @@ class Database:
         self._engine.dispose()
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, durable: bool = True) -> Iterator[Session]:
         """Run a writing transaction: committed at the end, rolled back when an error leaves it.
+
+        Args:
+            durable: whether the commit waits for the disk; False for what jobs tell again soon.
 
         Raises:
             StoreTakenError: another scheduler has taken the store over.
@@ -94,7 +98,8 @@ class Database:
                 known where the connection broke at the very end.
         """
         self._check_open()
-        with self._available(), self._lock, Session(self._writer) as session, session.begin():
+        writer = self._writer if durable else self._hasty_writer
+        with self._available(), self._lock, Session(writer) as session, session.begin():
             if self._claim is not None:
                 self._claim.check_mark(session)
             yield session

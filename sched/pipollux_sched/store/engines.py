@@ -61,9 +61,15 @@ def reading(engine: Engine) -> Engine:
     return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
 
-def writing(engine: Engine) -> Engine:
-    """Return an engine on the same connections, with transactions that write."""
-    engine = engine.execution_options(pipollux_write=True)
+def writing(engine: Engine, *, durable: bool = True) -> Engine:
+    """Return an engine on the same connections, with transactions that write.
+
+    Args:
+        engine: on the connections.
+        durable: whether a commit waits for the disk. Without, it still survives the death of every
+            process, but the last ones may be lost with the machine's power.
+    """
+    engine = engine.execution_options(pipollux_write=True, pipollux_durable=durable)
     if engine.dialect.name == "sqlite":
         return engine
     return engine.execution_options(isolation_level="READ COMMITTED")
@@ -111,8 +117,13 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("pipollux_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    options = connection.get_execution_options()
+    if not options.get("pipollux_write", False):
+        connection.exec_driver_sql("BEGIN")
+        return
+    wait = "FULL" if options["pipollux_durable"] else "NORMAL"
+    connection.exec_driver_sql(f"PRAGMA synchronous={wait}")
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _postgresql(location: Location) -> Engine:
@@ -136,8 +147,10 @@ def _postgresql(location: Location) -> Engine:
 
 
 def _begin_postgresql(connection: Connection) -> None:
-    if connection.get_execution_options().get("pipollux_write", False):
+    options = connection.get_execution_options()
+    if options.get("pipollux_write", False):
+        wait = "on" if options["pipollux_durable"] else "off"
         connection.exec_driver_sql(
-            f"SET LOCAL lock_timeout = '{BUSY_TIMEOUT}s'; SET LOCAL synchronous_commit = on; "
+            f"SET LOCAL lock_timeout = '{BUSY_TIMEOUT}s'; SET LOCAL synchronous_commit = {wait}; "
             f"SELECT pg_advisory_xact_lock({_WRITERS_LOCK})"
         )

@@ -192,7 +192,7 @@ class Store:
             StaleGenerationError: `generation` is not the present one.
         """
         now = self._clock()
-        with self._database.write() as session:
+        with self._database.write(durable=False) as session:
             journal.check_present(journal.find_job(session, name), generation)
             row = HintsRow(job=name, generation=generation, time=now, hints=dict(hints))
             session.merge(row)
@@ -222,7 +222,7 @@ class Store:
             StaleGenerationError: `generation` is not the present one.
         """
         now = self._clock()
-        with self._database.write() as session:
+        with self._database.write(durable=False) as session:
             row = journal.find_job(session, name)
             journal.check_present(row, generation)
             first = bool(points) and not row.settled and bool(row.launched)
