@@ -250,7 +250,7 @@ def check(params: PerfParams) -> None:
             },
         ),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)),
 )
 def test_the_report_names_what_rests_on_priors(
     rows: list[tuple[int, int, int]], told: set[str], reasons: dict[str, str]
