@@ -158,6 +158,7 @@ def test_another_number_of_stages_is_a_change() -> None:
         "accum_steps": known.accum_steps,
         "batch_size": known.batch_size,
         "speedup": known.speedup,
+        "previous_speedup": 1.0,
     }
     assert decision.why.startswith("changes from 1 replica of 1 stage to 1 replica of 4 stages")
     assert reallocate([candidate("a", num_stages=4)], NODES, Cut({})) == []
