@@ -11,6 +11,8 @@ from pipollux_sched.store import Store, StoreError, StoreUnavailableError
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 500
+PAUSE = 0.1
+"""Seconds between two looks: hints come by the hundred a second, and each look costs as much."""
 
 Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
 
@@ -56,8 +58,10 @@ class EventFeed:
             if ending:
                 return
             self._store.wait(version, timeout=0.2)
+            self._ending.wait(PAUSE)
 
     def _hand_on(self) -> bool:
+        """Hand events on; tell whether there may be more already."""
         events = self._store.events(self._last, limit=_BATCH)
         for event in events:
             self._last = event["id"]
@@ -65,4 +69,4 @@ class EventFeed:
                 self._listener(event)
             except Exception:  # the listener is the caller's; the next event is still handed on
                 _LOG.exception("the listener failed on event %s", event)
-        return bool(events)
+        return len(events) == _BATCH
