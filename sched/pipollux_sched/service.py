@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -36,13 +36,7 @@ from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
 from pipollux_sched.lifecycle import Adopt, Allocate, Event, Recover
 from pipollux_sched.meters import Meters
-from pipollux_sched.policy import (
-    DEFAULT_POLICY,
-    AutoscalingRules,
-    NodePlan,
-    Policy,
-    make_policy,
-)
+from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import create_app, end_waiting
@@ -80,6 +74,7 @@ class Scheduler:
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
+        event_types: only with events of these types; None: with all.
         autoscaling: between which bounds the number of nodes is looked after; with `expander`.
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
@@ -104,6 +99,7 @@ class Scheduler:
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
+        event_types: Collection[str] | None = None,
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
@@ -128,7 +124,7 @@ class Scheduler:
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
         self._address = (host, port)
-        self._on_event = on_event
+        self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
@@ -274,7 +270,8 @@ class Scheduler:
 
     def _start_feed(self, resources: ExitStack) -> None:
         if self._on_event is not None:
-            feed = EventFeed(self._store, self._on_event, self._store.last_event())
+            after = self._store.last_event()
+            feed = EventFeed(self._store, self._on_event, after, self._event_types)
             feed.start()
             resources.callback(feed.stop)
 

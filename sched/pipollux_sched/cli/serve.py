@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.event_line import event_line
+from pipollux_sched.event_line import TELLING_TYPES, event_line
 from pipollux_sched.expander import CommandExpander
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
@@ -106,6 +106,7 @@ def serve(
             autoscaling=rules,
             expander=expander,
             on_event=_print_event,
+            event_types=TELLING_TYPES,
             store=store,
         )
         with Interruption() as interruption:
