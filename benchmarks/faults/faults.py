@@ -77,13 +77,13 @@ class Run:
         """Let one thing go wrong, wait until all is well again, and look whether it is."""
         kinds, weights = list(INJECTIONS), [weight for weight, _ in INJECTIONS.values()]
         kind = self.rng.choices(kinds, weights)[0]
-        begun = time.monotonic()
+        self.world.struck, begun = None, time.monotonic()
         hit = INJECTIONS[kind][1](self.world, self.rng)
         if hit is None:
             time.sleep(0.2)  # nothing was there to be hit; soon there may be
             return
         self.world.until("every job trains, waits or has ended", self.invariants.settled)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - (self.world.struck or begun)
         wrong = self.invariants.violations()
         assert not wrong, f"after {kind} ({hit}): {wrong}"
         self.done[kind].append(seconds)

@@ -43,6 +43,8 @@ class World:
         """What every job whose submission was answered has to do, by name."""
         nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in NODES.items()]
         self.cluster.write_text(json.dumps({"nodes": nodes}))
+        self.struck: float | None = None
+        """When the present fault struck, by the monotonic clock; None before it has."""
         self._server: subprocess.Popen[bytes] | None = None
         self.serve()
         self.store = Store(self.directory.database)
@@ -72,9 +74,15 @@ class World:
         info = self.directory.read_server()
         return info is not None and info.pid == self._server.pid
 
+    def strike(self) -> None:
+        """Take note that the present fault strikes now, if it has not yet."""
+        if self.struck is None:
+            self.struck = time.monotonic()
+
     def kill(self) -> None:
         """Kill the scheduler, as a machine that runs out of memory does."""
         assert self._server is not None
+        self.strike()
         self._server.kill()
         self._server.wait(10)
 
@@ -93,6 +101,7 @@ class World:
 
     def set_node(self, node: str, condition: str) -> None:
         """Let a node be ready, draining or dead."""
+        self.strike()
         with self.client() as client:
             body = {"condition": condition, "reason": "a fault"}
             client.put(f"/nodes/{node}", json=body).raise_for_status()
@@ -164,6 +173,7 @@ class World:
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process that may be gone."""
+        self.strike()
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
