@@ -110,7 +110,7 @@ def _add_heartbeats(router: APIRouter, control: Control, meters: Meters) -> None
         """Every replica does so every few seconds; one that falls silent costs a restart."""
         state = job.state
         check_replica(name, state.generation, len(state.launched), beat.generation, beat.replica)
-        control.heartbeats.note(name, beat.generation, beat.replica, beat.step)
+        control.heard(name, beat.generation, beat.replica, beat.step)
         meters.heartbeats.inc()
 
 
