@@ -19,6 +19,7 @@ INJECTIONS: Mapping[str, tuple[int, Injection]] = {
     "scheduler killed in a submission": (3, scheduler.kill_scheduler_in_a_submission),
     "scheduler killed as it starts, twice": (2, scheduler.kill_scheduler_as_it_starts),
     "scheduler and an agent killed": (2, scheduler.kill_scheduler_and_agent),
+    "worker frozen, scheduler killed": (1, scheduler.kill_scheduler_and_freeze_worker),
     "second scheduler started": (1, scheduler.serve_twice),
     "runner killed": (2, processes.kill_runner),
     "torchrun agent killed": (2, processes.kill_agent),

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 import httpx
-from process_faults import agents, noticed  # lies beside
+from process_faults import agents, noticed, workers  # lies beside
 from workload import COUNTING, Work
 from world import World
 
@@ -23,6 +23,9 @@ from pipollux_sched.lifecycle import Intent
 
 MOST_UNDER_WAY = 10
 """Jobs that may be under way, those that wait after a failure included."""
+
+HEARD_WITHIN = 3.0
+"""Seconds in which a replica that trains has given a sign of life at least once."""
 
 
 def kill_scheduler(world: World, _: random.Random) -> str | None:
@@ -116,6 +119,22 @@ def kill_scheduler_and_agent(world: World, rng: random.Random) -> str | None:
         return None
     world.kill()
     world.signal(rng.choice(pids), signal.SIGKILL)
+    world.serve()
+    return noticed(world, job)
+
+
+def kill_scheduler_and_freeze_worker(world: World, rng: random.Random) -> str | None:
+    """SIGSTOP of a process that trains, and SIGKILL of the scheduler that would have missed it."""
+    jobs = world.training()
+    if not jobs:
+        return None
+    job = rng.choice(jobs)
+    pids = workers(world, job.name)
+    if not pids:
+        return None
+    time.sleep(HEARD_WITHIN)
+    world.signal(rng.choice(pids), signal.SIGSTOP)
+    world.kill()
     world.serve()
     return noticed(world, job)
 

@@ -29,5 +29,5 @@ Scheduler(
     hints_interval=5.0,
     checkpoint_interval=3.0,
     grace=20.0,
-    silence_limit=8.0,
+    silence_limit=12.0,
 ).run()

@@ -37,8 +37,8 @@ class Work(NamedTuple):
 
     @classmethod
     def drawn(cls, script: Path, rng: random.Random) -> Work:
-        """Half a minute of work, more or less."""
-        return cls(script, rng.randrange(150, 400) if script == COUNTING else rng.randrange(15, 35))
+        """A minute of work, more or less."""
+        return cls(script, rng.randrange(300, 800) if script == COUNTING else rng.randrange(20, 50))
 
     @property
     def arguments(self) -> list[str]:

@@ -22,7 +22,7 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 
 SERVE = Path(__file__).with_name("serve.py")
 NODES = {"node-a": 4, "node-b": 4}
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds in which everything must be as it should again."""
 
 

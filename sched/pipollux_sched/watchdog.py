@@ -69,11 +69,13 @@ class Watchdog:
         """End jobs whose deadline has passed, and generations of which a replica is lost."""
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
+        told: set[tuple[str, int]] = set()
         for name, generation, replica, seconds in self._heartbeats.silent(self._silence_limit):
-            if replica in self._finished(name, generation):
+            if (name, generation) in told or replica in self._finished(name, generation):
                 continue  # another one, that writes the last checkpoint say, may go on for long
             why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
             self._let(name, Silent(generation, why))
+            told.add((name, generation))
             # Not before: what could not be written down is tried again at the next look.
             self._heartbeats.forget(name, generation)
 
