@@ -98,7 +98,7 @@ def kill_scheduler_in_a_submission(world: World, rng: random.Random) -> str | No
 
     thread = threading.Thread(target=submit)
     thread.start()
-    time.sleep(rng.uniform(0.0, 0.06))
+    time.sleep(rng.uniform(0.0, 1.2 * world.submission_seconds))
     world.kill()
     thread.join(30)
     world.serve()

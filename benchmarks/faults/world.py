@@ -43,6 +43,8 @@ class World:
         """What every job whose submission was answered has to do, by name."""
         nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in NODES.items()]
         self.cluster.write_text(json.dumps({"nodes": nodes}))
+        self.submission_seconds = 0.1
+        """What the last submission took."""
         self.struck: float | None = None
         """When the present fault struck, by the monotonic clock; None before it has."""
         self._server: subprocess.Popen[bytes] | None = None
@@ -127,9 +129,11 @@ class World:
             "max_replicas": 2,
             **fields,
         }
+        begun = time.monotonic()
         with self.client() as client:
             client.post("/jobs", json=spec).raise_for_status()
         self.acknowledged[name] = work
+        self.submission_seconds = time.monotonic() - begun
 
     def jobs(self) -> dict[str, JobRecord]:
         """What the store knows."""
