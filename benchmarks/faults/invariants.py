@@ -53,6 +53,7 @@ class Invariants:
             *self._left_running(jobs),
             *self._missing(jobs.values()),
             *self._damage(),
+            *self._log(),
         ]
 
     def _conditions(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
@@ -124,6 +125,12 @@ class Invariants:
             broken = database.execute("PRAGMA foreign_key_check").fetchall()
         if rows != [("ok",)] or broken:
             yield f"the store: {rows}, {broken}"
+
+    def _log(self) -> Iterator[str]:
+        """Nothing has failed in the scheduler that it did not expect to."""
+        log = self._world.folder / "serve.log"
+        if "Traceback" in log.read_text(errors="replace"):
+            yield f"{log} tells of an exception"
 
     def _started_twice(self) -> list[Path]:
         kept = (self._world.directory.path / "jobs").glob("*/checkpoints/violations")
