@@ -233,6 +233,10 @@ def test_last_words_leave_out_what_torchrun_says(tmp_path: Path, status: str, wo
     ended = last_words(log, 2)
     assert ended.lines == ["", "ValueError: no"]
     assert ended.describe() == words
+    log.write_text(f"{report}\nTraceback (most recent call last):\n{'=' * 54}\n")
+    ended = last_words(log, 2)
+    assert ended.lines == [], "it printed nothing, and torchrun's ruler is not what it said"
+    assert ended.describe() == words
 
 
 def test_nothing_of_the_scheduler_leaks_into_a_job(
