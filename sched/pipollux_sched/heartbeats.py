@@ -60,14 +60,21 @@ class Heartbeats:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Generation] = {}
 
-    def note(self, job: str, generation: int, replica: int, step: int | None = None) -> None:
-        """Take note of a sign of life; one of an older generation than the last is left aside."""
+    def note(self, job: str, generation: int, replica: int, step: int | None = None) -> bool:
+        """Take note of a sign of life; one of an older generation than the last is left aside.
+
+        Returns:
+            Whether it is the first of this replica in the present generation.
+        """
         with self._lock:
             known = self._jobs.get(job)
             if known is None or known.number < generation:
                 known = self._jobs[job] = _Generation(generation)
-            if known.number == generation:
-                known.last[replica] = (self._clock(), step)
+            if known.number != generation:
+                return False
+            first = replica not in known.last
+            known.last[replica] = (self._clock(), step)
+            return first
 
     def silent(self, limit_seconds: float) -> list[SilentReplica]:
         """Return the replicas that were heard of at least once, but not for `limit_seconds`."""
@@ -92,7 +99,9 @@ class Heartbeats:
                 for replica, (last, step) in sorted(known.last.items())
             }
 
-    def forget(self, job: str) -> None:
-        """Expect no more of a job, because it has ended or is being stopped."""
+    def forget(self, job: str, generation: int) -> None:
+        """Expect no more of a generation, because it has ended or is being stopped."""
         with self._lock:
-            self._jobs.pop(job, None)
+            known = self._jobs.get(job)
+            if known is not None and known.number == generation:
+                del self._jobs[job]

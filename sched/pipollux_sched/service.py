@@ -317,6 +317,7 @@ class Scheduler:
             _LOG.warning("ended what an earlier scheduler had left: %s", process)
         for name, event in events.items():
             self._executor.handle(name, event)
+        self._control.expect_replicas()
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
@@ -363,6 +364,7 @@ class Scheduler:
             self._control.heartbeats,
             self._executor.handle,
             ending=self._ending,
+            finished=self._backend.finished,
             silence_limit=self._silence_limit,
         )
 

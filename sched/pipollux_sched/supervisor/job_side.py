@@ -112,7 +112,7 @@ def _add_heartbeats(router: APIRouter, store: Store, control: Control, meters: M
         """Every replica does so every few seconds; one that falls silent costs a restart."""
         state = store.job(name).state
         check_replica(name, state.generation, len(state.launched), beat.generation, beat.replica)
-        control.heartbeats.note(name, beat.generation, beat.replica, beat.step)
+        control.heard(name, beat.generation, beat.replica, beat.step)
         meters.heartbeats.inc()
 
 
