@@ -32,7 +32,13 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 RATE = 200
 RUNNING = 4
 PATIENCE = 120.0
-JOB = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: exit(0))\ntime.sleep(86400)\n"
+JOB = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+pathlib.Path(os.environ["PIPOLLUX_JOB_ID"]).touch()
+time.sleep(86400)
+"""
+"""Says that it runs, and does nothing."""
 CLUSTER = "nodes:\n  - {name: node-a, slots: 4, kind: cpu}\n"
 
 
@@ -94,7 +100,8 @@ def submit(folder: Path, directory: StateDir) -> list[JobRecord]:
             jobs = [store.job(name) for name in names]
         return [job for job in jobs if job.state.launched]
 
-    wait_until(lambda: len(found()) == RUNNING, "the jobs run")
+    # Not before their agents are there: these load torch, which takes both cores for seconds.
+    wait_until(lambda: all((folder / name).exists() for name in names), "the jobs run")
     return found()
 
 

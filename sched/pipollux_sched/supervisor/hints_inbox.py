@@ -15,7 +15,7 @@ from anyio.to_thread import run_sync
 
 from pipollux_sched.store import Store, ToldHints
 
-PAUSE = 0.02
+PAUSE = 0.005
 """Seconds from one writing to the next; hints that come meanwhile wait so long at the most."""
 
 
