@@ -235,8 +235,9 @@ class Allocator:
 
     def candidates(self) -> list[Candidate]:
         """Return the jobs that can be decided on, as they stand now, in the order they came."""
-        hints, launches = self._store.hints(), self._store.num_launches()
-        service = self._store.attained_service()
+        store = self._store
+        hints, launches = store.hints(live=True), store.num_launches(live=True)
+        service = store.attained_service(live=True)
         found = [
             self._candidate(
                 job,
@@ -244,8 +245,8 @@ class Allocator:
                 launches=launches.get(job.name, 0),
                 service=service.get(job.name, 0.0),
             )
-            for job in self._store.jobs()
-            if not job.phase.ended and not job.state.held
+            for job in store.jobs(live=True)
+            if not job.state.held
         ]
         # Pinned to nothing: it is being stopped, and can be weighed again when it has.
         return [job for job in found if job.allocation or not job.pinned]
@@ -266,7 +267,7 @@ class Allocator:
         """
         candidates = self.candidates()
         allocations = {job.name: job.held for job in candidates if job.allocation}
-        busy = {node for job in self._store.jobs() for node in job.state.launched}
+        busy = {node for job in self._store.jobs(live=True) for node in job.state.launched}
         self._leaving = autoscaler.round(jobs_of(candidates), self._nodes, allocations, busy)
         before = self._nodes
         self.set_nodes(self._stated)
@@ -315,7 +316,7 @@ class Allocator:
     def _queue_the_rest(self) -> None:
         """Say of the jobs that have just come and got nothing why they wait."""
         candidates = self.candidates()
-        new = {job.name for job in self._store.jobs() if job.phase is Phase.CREATED}
+        new = {job.name for job in self._store.jobs(live=True) if job.phase is Phase.CREATED}
         for job in candidates:
             if job.name in new and not job.allocation:
                 self._let(job.name, Allocate((), why_waiting(job, candidates, self._nodes)))

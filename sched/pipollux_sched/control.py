@@ -120,7 +120,7 @@ class Control:
         node = self._store.set_node_condition(name, condition, reason)
         if condition is NodeCondition.DEAD:
             why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
-            for job in self._store.jobs():
+            for job in self._store.jobs(live=True):
                 if name in job.state.launched:
                     self._executor.handle(job.name, NodeLost(job.state.generation, why))
         self._reconsider()
@@ -133,7 +133,7 @@ class Control:
 
     def expect_replicas(self) -> None:
         """Expect signs of life of the running replicas of which an earlier scheduler has heard."""
-        for job in (job for job in self._store.jobs() if job.state.launched):
+        for job in (job for job in self._store.jobs(live=True) if job.state.launched):
             for replica in self._backend.heard(job.name, job.state.generation):
                 self.heartbeats.note(job.name, job.state.generation, replica)
 
@@ -160,7 +160,7 @@ class Control:
 
     def settled(self, name: str) -> None:
         """Take note that a job has taken its first step: it can be moved now, if others wait."""
-        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs()):
+        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
             _LOG.debug("job %s has settled while others wait", name)
             self._reconsider()
 

@@ -105,7 +105,7 @@ class Executor:
             hurry: asked now and then; True ends the wait.
         """
         self._grace = min(self._grace, grace)
-        for job in self._store.jobs():
+        for job in self._store.jobs(live=True):
             self.handle(job.name, Shutdown())
         deadline = time.monotonic() + grace + STOP_PATIENCE
         while self._backend.running() and time.monotonic() < deadline and not hurry():

@@ -309,7 +309,7 @@ class Scheduler:
     def _take_over(self) -> None:
         """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
         events: dict[str, Event] = {}
-        for job in (job for job in self._store.jobs() if not job.phase.ended):
+        for job in self._store.jobs(live=True):
             launch = job.name, job.state.generation
             found = job.state.launched and self._backend.adopt(*launch, self._server.url)
             events[job.name] = Adopt(job.state.generation) if found else Recover()

@@ -371,3 +371,22 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     with pytest.raises(StateDirError, match="choose another with --state-dir"):
         StateDir(tmp_path / "state").create()
+
+
+def test_jobs_that_have_ended_can_be_left_out(store: Store, clock: Clock) -> None:
+    for name in ("done", "failed", "runs", "waits"):
+        submit(store, name)
+    for name in ("done", "failed", "runs"):
+        store.transition(name, Allocate(["a"], "free"))
+        store.put_hints(name, 1, {"numStages": 1})
+    clock.now += 10
+    store.transition("done", Exited(1, Outcome.COMPLETE, step=1, epoch=0))
+    store.transition("failed", Cancel())
+    store.transition("failed", Exited(1, Outcome.STOPPED, step=1))
+    assert [job.name for job in store.jobs()] == ["done", "failed", "runs", "waits"]
+    assert [job.name for job in store.jobs(live=True)] == ["runs", "waits"]
+    assert store.hints().keys() == {"done", "failed", "runs"}
+    assert store.hints(live=True).keys() == {"runs"}
+    assert store.num_launches(live=True) == {"runs": 1}
+    assert store.attained_service(live=True) == {"runs": 10.0}
+    assert store.attained_service()["done"] == 10.0

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import aliased
 
-from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Phase, Submit
+from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Submit
 
 from . import hints as hint_rows
-from . import journal, retention
+from . import journal, launches, retention
 from . import nodes as node_rows
 from .database import Database
 from .errors import JobExistsError, StoreError
@@ -35,13 +35,12 @@ from .records import (
     NodeRecord,
     Point,
     Timeline,
-    generation_record,
     job_record,
     write_job_state,
 )
 from .replicas import ReplicaAddresses
 from .restart_cost import moving_average
-from .tables import EventRow, GenerationRow, HintsRow, JobRow, PointRow
+from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
 class Store:
@@ -161,10 +160,17 @@ class Store:
         with self._database.read() as session:
             return job_record(journal.find_job(session, name))
 
-    def jobs(self) -> list[JobRecord]:
-        """Return all jobs in the order of their first submission."""
+    def jobs(self, *, live: bool = False) -> list[JobRecord]:
+        """Return all jobs in the order of their first submission.
+
+        Args:
+            live: only those that have not ended; of a store that was kept for long they are few.
+        """
+        query = select(JobRow).order_by(JobRow.id)
+        if live:
+            query = query.where(JobRow.phase.not_in(launches.ENDED))
         with self._database.read() as session:
-            return [job_record(row) for row in session.scalars(select(JobRow).order_by(JobRow.id))]
+            return [job_record(row) for row in session.scalars(query)]
 
     def transition(self, name: str, event: Event) -> Change:
         """Let `event` happen to a job: see `pipollux_sched.lifecycle.advance`.
@@ -182,7 +188,7 @@ class Store:
         final = (Intent.CANCEL.value, Intent.EXPIRE.value)
         query = select(JobRow).where(
             JobRow.deadline_at <= self._clock(),
-            JobRow.phase.not_in([phase.value for phase in Phase if phase.ended]),
+            JobRow.phase.not_in(launches.ENDED),
             or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
         )
         with self._database.read() as session:
@@ -206,10 +212,11 @@ class Store:
         with self._database.write(durable=False) as session:
             return hint_rows.keep(session, told, self._clock())
 
-    def hints(self) -> dict[str, dict[str, Any]]:
-        """Return the latest hints by job, as JSON."""
+    def hints(self, *, live: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the latest hints by job, as JSON; `live`: of jobs that have not ended."""
+        query = select(HintsRow).where(launches.among_live(HintsRow.job, live=live))
         with self._database.read() as session:
-            return {row.job: row.hints for row in session.scalars(select(HintsRow))}
+            return {row.job: row.hints for row in session.scalars(query)}
 
     def add_report(
         self,
@@ -261,30 +268,21 @@ class Store:
 
     def generations(self, name: str) -> list[GenerationRecord]:
         """Return the launches of a job, oldest first."""
-        query = select(GenerationRow).where(GenerationRow.job == name).order_by(GenerationRow.id)
         with self._database.read() as session:
-            return [generation_record(row) for row in session.scalars(query)]
+            return launches.of_job(session, name)
 
-    def num_launches(self) -> dict[str, int]:
+    def num_launches(self, *, live: bool = False) -> dict[str, int]:
         """Return how often each job was launched; a job that never was is not in it."""
-        counts = select(GenerationRow.job, func.count().label("launches")).group_by(
-            GenerationRow.job
-        )
         with self._database.read() as session:
-            return {row.job: row.launches for row in session.execute(counts)}
+            return launches.count(session, live=live)
 
-    def attained_service(self) -> dict[str, float]:
+    def attained_service(self, *, live: bool = False) -> dict[str, float]:
         """Return the slot-seconds that each job has held: every launch from its start to its end.
 
         A job that was never launched is not in it.
         """
-        now = self._clock()
-        held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at
-        slots = GenerationRow.num_replicas * GenerationRow.num_stages
-        service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
-        sums = select(GenerationRow.job, service).group_by(GenerationRow.job)
         with self._database.read() as session:
-            return {row.job: row.service for row in session.execute(sums)}
+            return launches.attained_service(session, self._clock(), live=live)
 
     def restart_seconds(self, name: str, default: float) -> float:
         """Return what a restart costs a job: a moving average of its own, `default` before any."""

@@ -1,0 +1,56 @@
+"""What the launches of jobs come to: how many there were, and what they held.
+
+These are the questions that the methods of the store are made of; each is asked within a session
+that the store has begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, case, func, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from pipollux_sched.lifecycle import Phase
+
+from .records import GenerationRecord, generation_record
+from .tables import GenerationRow, JobRow
+
+ENDED = tuple(phase.value for phase in Phase if phase.ended)
+"""Phases of jobs that have ended: of a store that was kept for months nearly all."""
+
+
+def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:
+    """Return the condition that a job of this name has not ended; where not `live`, that it is."""
+    if not live:
+        return true()
+    return name.in_(select(JobRow.name).where(JobRow.phase.not_in(ENDED)))
+
+
+def of_job(session: Session, name: str) -> list[GenerationRecord]:
+    """Return the launches of a job, oldest first."""
+    query = select(GenerationRow).where(GenerationRow.job == name).order_by(GenerationRow.id)
+    return [generation_record(row) for row in session.scalars(query)]
+
+
+def count(session: Session, *, live: bool) -> dict[str, int]:
+    """Return how often each job was launched."""
+    counts = (
+        select(GenerationRow.job, func.count().label("launches"))
+        .where(among_live(GenerationRow.job, live=live))
+        .group_by(GenerationRow.job)
+    )
+    return {row.job: row.launches for row in session.execute(counts)}
+
+
+def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
+    """Return the slot-seconds that each job has held: every launch from its start to its end."""
+    held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at
+    slots = GenerationRow.num_replicas * GenerationRow.num_stages
+    service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
+    sums = (
+        select(GenerationRow.job, service)
+        .where(among_live(GenerationRow.job, live=live))
+        .group_by(GenerationRow.job)
+    )
+    return {row.job: row.service for row in session.execute(sums)}
