@@ -69,10 +69,12 @@ class Control:
         """Take a job in; it is started as soon as something is free.
 
         Raises:
-            SpecError: the job cannot run here: no such script, or no node that it fits on.
+            SpecError: the job cannot run here: no such script, no node that it fits on, or an image
+                where the backend starts no containers.
             JobExistsError: a job of this name is under way, or complete.
         """
         self._check_running()
+        self._backend.check(spec)
         fitting = admitted(spec, self._nodes)
         self._check_checkpoints(fitting)
         token = secrets.token_urlsafe(32)

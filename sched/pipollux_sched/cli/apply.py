@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pipollux_sched.backend import check_local
 from pipollux_sched.event_line import event_line
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.lifecycle import Phase
@@ -56,6 +57,8 @@ def apply(
         raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
     nodes = load_cluster(cluster)
     specs = [located(spec, jobs) for spec in load_jobs(jobs)]
+    for spec in specs:
+        check_local(spec)
     directory = StateDir.choose(state_dir)
     with one_sentence():
         done = _complete(directory)

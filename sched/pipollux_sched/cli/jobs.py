@@ -174,14 +174,18 @@ def logs(
 def located(spec: JobSpec, file: Path) -> JobSpec:
     """Return a job that can be started from any folder: its script found, its folder this one.
 
+    One with an image stays as it is: what it names lies inside that.
+
     Raises:
         SpecError: there is no such script.
     """
-    from pipollux_sched.script import resolve_script
+    from pipollux_sched.script import with_script_found
 
-    script = resolve_script(spec, file, must_exist=True).path
+    if spec.image is not None:
+        return spec
+    found = with_script_found(spec, file)
     folder = Path(spec.working_dir or ".").expanduser().absolute()
-    return spec.model_copy(update={"script": str(script), "working_dir": str(folder)})
+    return found.model_copy(update={"working_dir": str(folder)})
 
 
 def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> None:
