@@ -214,6 +214,11 @@ class JobSpec(_Spec):
         default=None, description="a duration such as 36h"
     )
     """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
+        default=None, description="a duration such as 30m"
+    )
+    """Seconds without a further step, from the first step of a launch on, after which its processes
+    are ended and it is started again; None: it may stand still for ever."""
     hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
     """What is known of the job beforehand."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipollux_sched.amounts import parse_bytes, parse_duration
+from pipollux_sched.amounts import parse_bytes, parse_duration, spell_duration
 from pipollux_sched.script import resolve_script, with_script_found
 from pipollux_sched.spec import (
     ClusterSpec,
@@ -179,6 +179,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["resources:", "  cpu: 2"], "5: jobs[0].resources.cpu: unknown field; did you mean 'cpus'?"),
         (["resources: {cpus: -2}"], "4: jobs[0].resources.cpus: -2 is not allowed; it must be a whole number of at least 0"),
         (["preemptible: 'yes'"], '4: jobs[0].preemptible: "yes" is not allowed; it must be true or false'),
+        (["hang_timeout: soon"], "4: jobs[0].hang_timeout: 'soon' is not a duration; give seconds, or a text such as 45m or 36h"),
+        (["hang_timeout: 0"], "4: jobs[0].hang_timeout: 0 is not above 0; give a duration such as 36h"),
         (["working_dir: ''"], "4: jobs[0].working_dir: is empty; give a path"),
         (["allocation: [n, n]", "max_replicas: 1"], "4: jobs[0].allocation: names 2 replicas, but min_replicas = 1 and max_replicas = 1; list one node name per running replica"),
         (["hints: {initBatchSiz: 3}"], "4: jobs[0].hints: initBatchSiz is not a known key; did you mean initBatchSize?"),
@@ -370,6 +372,14 @@ def test_what_is_no_size(text: Any) -> None:
 )
 def test_durations(text: str | int, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (119, "119 s"), (120, "2 min"), (1799.6, "30 min"), (7199, "120 min"), (7200, "2 h")],
+)  # fmt: skip
+def test_durations_are_spelt(seconds: float, text: str) -> None:
+    assert spell_duration(seconds) == text
 
 
 @pytest.mark.parametrize("text", ["", "h", "1 week", "-1h", "1e3", True, 0, -1, float("inf")])

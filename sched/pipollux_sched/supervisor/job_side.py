@@ -110,7 +110,9 @@ def _add_heartbeats(router: APIRouter, control: Control, meters: Meters) -> None
         """Every replica does so every few seconds; one that falls silent costs a restart."""
         state = job.state
         check_replica(name, state.generation, len(state.launched), beat.generation, beat.replica)
-        control.heartbeats.note(name, beat.generation, beat.replica, beat.step)
+        # Loading, compiling and measuring before a launch's first step may take their time.
+        hang_timeout = job.spec.get("hang_timeout") if state.settled else None
+        control.heartbeats.note(name, beat.generation, beat.replica, beat.step, hang_timeout)
         meters.heartbeats.inc()
 
 
