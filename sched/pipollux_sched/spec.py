@@ -26,6 +26,7 @@ from pipollux_perfmodel import SchedHints
 
 from .amounts import parse_bytes, parse_duration
 from .document import Document, SpecError, read_document
+from .hint_limits import read_hints
 from .image_reference import check_image
 from .validation import problem_at, problems
 
@@ -96,7 +97,7 @@ def _read_hints(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping, as in {initBatchSize: 64}")
     try:
-        return SchedHints.from_json_object(value)
+        return read_hints(value)
     except ValueError as error:
         raise ValueError(str(error).removeprefix("hints: ")) from None
 

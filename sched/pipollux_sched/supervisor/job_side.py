@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.control import Control
+from pipollux_sched.hint_limits import read_hints
 from pipollux_sched.meters import Meters
 from pipollux_sched.store import Discovery, Store
 from pipollux_sched.store.replicas import check_replica
 from pipollux_sched.training_report import TrainingReport
 
 from .bodies import JsonObject, reader
-from .hint_limits import read_hints
 from .limits import Limits, Places
 from .news import News
 from .tokens import AdmittedJob, Gate
