@@ -115,7 +115,7 @@ def jobs(
         found, points, launches = _look(store, phase)
         is_any = bool(found) or bool(store.jobs())
     if output is not OutputFormat.table:
-        plain = [_plain(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
+        plain = [plain_job(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
         print_data(plain, output)
         return
     if not found:
@@ -235,7 +235,8 @@ def _watch(store: Store, phases: Sequence[Phase] | None, output: OutputFormat) -
             time.sleep(WATCH_INTERVAL)
 
 
-def _plain(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
+def plain_job(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
+    """Return a job as plain data, with its last report and how often it was launched."""
     progress = None if point is None else dict(vars(point))
     return {**job.to_json_object(), "num_launches": launches, "progress": progress}
 
