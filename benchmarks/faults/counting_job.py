@@ -8,7 +8,6 @@ work on the same job as the same replica at the same time leave a file `violatio
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from alone import hold_alone  # lies beside
 
 SAMPLES = 32
 SAVE_EVERY = 10
@@ -54,18 +54,6 @@ def main() -> int:
                 write(folder / "stopped.json", {"generation": generation, "step": step})
             return 143
     return 0
-
-
-def hold_alone(folder: Path, rank: int, generation: int) -> Any:
-    """Lock a replica's file for the life of this process; None where another one has it."""
-    file = (folder / f"replica-{rank}.lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        with (folder / "violations").open("a") as violations:
-            violations.write(f"generation {generation}, replica {rank}: another one runs\n")
-        return None
-    return file
 
 
 def load(folder: Path) -> dict[str, Any]:

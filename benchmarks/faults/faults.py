@@ -1,14 +1,15 @@
 """Random faults over one long workload with real processes, and what became of the jobs.
 
-    python benchmarks/faults/faults.py [--faults 200] [--seed 0] [--jobs 4] [--folder DIR]
+    python benchmarks/faults/faults.py [--faults 200] [--seed 0] [--jobs 4] [--out FILE]
 
-Prints Markdown. As soon as something is not as it must be it ends with status 1, and keeps the
-folder.
+Prints Markdown; `--out` keeps a line of JSON for each fault. As soon as something is not as it must
+be it ends with status 1, and keeps the folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
@@ -20,65 +21,92 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from injections import INJECTIONS, mount_small_disk, unmount  # lies beside
-from world import World  # lies beside
-
-KINDS = (
-    {"num_stages": 1},
-    {"num_stages": 2},
-    {"num_stages": 1, "min_replicas": 2},
-    {"num_stages": 1, "preemptible": False, "max_replicas": 1},
-)
-"""What jobs are submitted, in turn."""
+from injections import INJECTIONS  # lies beside
+from invariants import Invariants
+from outer_faults import mount_small_disk, unmount
+from scheduler_faults import MOST_UNDER_WAY
+from workload import KINDS, MOST_TRAINING, TRAINING, Work
+from world import World, backs_off
 
 
 class Run:
-    """One workload, and what was done to it."""
+    """One workload, and what was done to it.
 
-    def __init__(self, folder: Path, seed: int, num_jobs: int) -> None:
+    Args:
+        folder: an empty folder for all of it.
+        seed: of the faults, and of the jobs.
+        num_jobs: jobs that are kept going.
+        out: takes a line of JSON for each fault; None: nowhere.
+    """
+
+    def __init__(self, folder: Path, seed: int, num_jobs: int, out: Path | None) -> None:
         self.rng = random.Random(seed)
-        self.world = World(folder)
-        self.num_jobs = num_jobs
+        self.seed = seed
         self.disk = folder / "small"
         self.has_disk = mount_small_disk(self.disk)
+        self.world = World(folder)
+        self.invariants = Invariants(self.world)
+        self.num_jobs = num_jobs
+        self.out = out
+        self.begun = time.monotonic()
+        self.submitted = 0
         self.done: dict[str, list[float]] = defaultdict(list)
-        self.missed: dict[str, int] = defaultdict(int)
 
     def keep_busy(self) -> None:
-        """Let as many jobs be under way as shall be, one of them saving on the small disk."""
-        under_way = self.world.under_way()
-        while len(under_way) < self.num_jobs:
-            number = len(self.world.acknowledged)
-            fields = dict(KINDS[number % len(KINDS)])
-            name = f"job-{number}"
-            if self.has_disk and not any(j.spec.get("checkpoint_dir") for j in under_way):
-                fields["checkpoint_dir"] = str(self.disk / name)
-            self.world.submit(name, self.rng.randrange(150, 400), **fields)
+        """Let as many jobs be under way as shall be, one of them saving on the small disk.
+
+        Those that wait after a failure do not count, up to a number.
+        """
+        while True:
             under_way = self.world.under_way()
+            busy = [job for job in under_way if not backs_off(job)]
+            if len(busy) >= self.num_jobs or len(under_way) >= MOST_UNDER_WAY:
+                return
+            fields = dict(KINDS[self.submitted % len(KINDS)])
+            name = f"job-{self.submitted}"
+            self.submitted += 1
+            script = fields.pop("script")
+            training = [job for job in under_way if job.spec["script"] == str(TRAINING)]
+            if script == TRAINING and len(training) >= MOST_TRAINING:
+                continue
+            if self.has_disk and not any(job.spec.get("checkpoint_dir") for job in under_way):
+                fields["checkpoint_dir"] = str(self.disk / name)
+            self.world.submit(name, Work.drawn(script, self.rng), **fields)
 
     def inject(self) -> None:
-        """Let one thing go wrong, and wait until all is well again."""
+        """Let one thing go wrong, wait until all is well again, and look whether it is."""
         kinds, weights = list(INJECTIONS), [weight for weight, _ in INJECTIONS.values()]
         kind = self.rng.choices(kinds, weights)[0]
-        begun = time.monotonic()
+        self.world.struck, begun = None, time.monotonic()
         hit = INJECTIONS[kind][1](self.world, self.rng)
         if hit is None:
-            self.missed[kind] += 1
+            time.sleep(0.2)  # nothing was there to be hit; soon there may be
             return
-        self.world.until("every job trains, waits or has ended", self._settled)
-        seconds = time.monotonic() - begun
-        self.done[kind].append(seconds)
-        print(f"{kind}: {hit}; well again after {seconds:.1f} s", file=sys.stderr, flush=True)
-        wrong = self.world.violations()
+        self.world.until("every job trains, waits or has ended", self.invariants.settled)
+        seconds = time.monotonic() - (self.world.struck or begun)
+        wrong = self.invariants.violations()
         assert not wrong, f"after {kind} ({hit}): {wrong}"
+        self.done[kind].append(seconds)
+        print(f"{self.total}. {kind}: {hit}; {seconds:.1f} s", file=sys.stderr, flush=True)
+        if self.out is not None:
+            line = {"fault": kind, "target": hit, "seconds": round(seconds, 2)}
+            with self.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def finish(self) -> None:
         """Let all jobs end, and the scheduler after them."""
         world = self.world
         world.until("all jobs have ended", lambda: not world.under_way(), 900.0)
-        phases = {job.name: job.phase.value for job in world.jobs().values()}
-        wrong = [f"{name} is {phase}" for name, phase in phases.items() if phase != "Complete"]
-        wrong += world.violations() + self._wrong_counts()
+        jobs = world.jobs()
+        wrong = [
+            f"{name} is {job.phase.value}"
+            for name, job in jobs.items()
+            if job.phase.value != "Complete"
+        ]
+        wrong += self.invariants.violations()
+        for name, work in world.acknowledged.items():
+            fault = None if wrong else work.fault(world.checkpoints(jobs[name]))
+            wrong += [f"{name}: {fault}"] if fault else []
         assert not wrong, wrong
         world.until("no process of a job is left", lambda: not world.processes(), 10.0)
         world.end()
@@ -92,23 +120,23 @@ class Run:
                 lines.append(
                     f"| {kind} | {len(times)} | {median(times):.1f} s | {max(times):.1f} s |"
                 )
-        jobs = self.world.jobs().values()
-        launches = sum(job.state.generation for job in jobs)
-        total = sum(map(len, self.done.values()))
+        work = self.world.acknowledged.values()
+        launches = sum(job.state.generation for job in self.world.jobs().values())
+        samples = f"{sum(entry.samples for entry in work):,}".replace(",", " ")
+        num_training = sum(entry.script == TRAINING for entry in work)
+        minutes = (time.monotonic() - self.begun) / 60.0
         summary = (
-            f"{total} faults, {len(self.world.acknowledged)} jobs, {launches} launches: every job "
-            "Complete with each of its samples counted once, no process left, none started twice."
+            f"Seed {self.seed}: {self.total} faults in {minutes:.0f} minutes, {len(work)} jobs "
+            f"({num_training} that train with the library), {launches} launches, "
+            f"{samples} samples: every job Complete, each sample counted once, no process left, "
+            "none started twice."
         )
         return "\n".join([summary, "", *lines])
 
-    def _settled(self) -> bool:
-        """Whether nothing is under way between what is decided and what runs."""
-        jobs = self.world.under_way()
-        resting = {"Training", "NoRoom", "Preempted", "Submitted", "Resumed"}
-        return all(job.state.reason in resting and job.state.intent is None for job in jobs)
-
-    def _wrong_counts(self) -> list[str]:
-        return self.world.wrong_counts()
+    @property
+    def total(self) -> int:
+        """Faults so far."""
+        return sum(map(len, self.done.values()))
 
 
 def main() -> None:
@@ -118,11 +146,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="pipollux-faults-"))
-    run = Run(folder, options.seed, options.jobs)
+    run = Run(folder, options.seed, options.jobs, options.out)
     try:
-        while sum(map(len, run.done.values())) < options.faults:
+        while run.total < options.faults:
             run.keep_busy()
             run.inject()
         run.finish()

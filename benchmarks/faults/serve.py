@@ -26,6 +26,8 @@ Scheduler(
     load_cluster(FOLDER / "cluster.yaml"),
     make_policy("exact"),
     interval=2.0,
+    hints_interval=5.0,
+    checkpoint_interval=3.0,
     grace=20.0,
-    silence_limit=8.0,
+    silence_limit=12.0,
 ).run()

@@ -1,4 +1,4 @@
-"""A real scheduler with real jobs, and what must be true of them after every fault."""
+"""A real scheduler with real jobs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 
 import httpx
 import psutil
+from workload import Work  # lies beside
 
+from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, StateDir, Store
 
-JOB = Path(__file__).with_name("counting_job.py")
 SERVE = Path(__file__).with_name("serve.py")
 NODES = {"node-a": 4, "node-b": 4}
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds in which everything must be as it should again."""
 
 
@@ -35,19 +36,26 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.directory = StateDir(folder / "state")
+        self.cluster = folder / "cluster.yaml"
         self.clock = folder / "clock"
         self.clock.write_text("0")
-        self.acknowledged: dict[str, int] = {}
-        """Steps of every job whose submission was answered, by name."""
+        self.acknowledged: dict[str, Work] = {}
+        """What every job whose submission was answered has to do, by name."""
         nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in NODES.items()]
-        (folder / "cluster.yaml").write_text(json.dumps({"nodes": nodes}))
+        self.cluster.write_text(json.dumps({"nodes": nodes}))
+        self.submission_seconds = 0.1
+        """What the last submission took."""
+        self.struck: float | None = None
+        """When the present fault struck, by the monotonic clock; None before it has."""
         self._server: subprocess.Popen[bytes] | None = None
         self.serve()
+        self.store = Store(self.directory.database)
+        """Read beside the scheduler, whether it lives or not."""
 
     # The scheduler
 
-    def serve(self) -> None:
-        """Start a scheduler, and return when it answers."""
+    def launch(self) -> None:
+        """Start a scheduler."""
         with (self.folder / "serve.log").open("ab") as log:
             self._server = subprocess.Popen(
                 [sys.executable, str(SERVE), str(self.folder)],
@@ -55,11 +63,28 @@ class World:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def serve(self) -> None:
+        """Start a scheduler, and return when it answers."""
+        self.launch()
         self.until("the scheduler answers", self._answers)
+
+    def listens(self) -> bool:
+        """Whether the scheduler that was started last has said where it listens."""
+        assert self._server is not None
+        assert self._server.poll() is None, "the scheduler has ended by itself; see serve.log"
+        info = self.directory.read_server()
+        return info is not None and info.pid == self._server.pid
+
+    def strike(self) -> None:
+        """Take note that the present fault strikes now, if it has not yet."""
+        if self.struck is None:
+            self.struck = time.monotonic()
 
     def kill(self) -> None:
         """Kill the scheduler, as a machine that runs out of memory does."""
         assert self._server is not None
+        self.strike()
         self._server.kill()
         self._server.wait(10)
 
@@ -76,11 +101,16 @@ class World:
         headers = {"Authorization": f"Bearer {token or info.token}"}
         return httpx.Client(base_url=info.url, headers=headers, timeout=20, trust_env=False)
 
+    def set_node(self, node: str, condition: str) -> None:
+        """Let a node be ready, draining or dead."""
+        self.strike()
+        with self.client() as client:
+            body = {"condition": condition, "reason": "a fault"}
+            client.put(f"/nodes/{node}", json=body).raise_for_status()
+
     def _answers(self) -> bool:
-        assert self._server is not None
-        assert self._server.poll() is None, "the scheduler has ended by itself; see serve.log"
         info = self.directory.read_server()
-        if info is None or info.pid != self._server.pid:
+        if not self.listens() or info is None:
             return False
         try:
             return httpx.get(f"{info.url}/healthz", timeout=2, trust_env=False).is_success
@@ -89,24 +119,25 @@ class World:
 
     # Jobs
 
-    def submit(self, name: str, steps: int, **fields: Any) -> None:
+    def submit(self, name: str, work: Work, **fields: Any) -> None:
         """Submit a job; it counts as acknowledged once this has returned."""
         spec = {
             "name": name,
-            "script": str(JOB),
-            "args": ["--steps", str(steps)],
+            "script": str(work.script),
+            "args": work.arguments,
             "max_restarts": 1000,
             "max_replicas": 2,
             **fields,
         }
+        begun = time.monotonic()
         with self.client() as client:
             client.post("/jobs", json=spec).raise_for_status()
-        self.acknowledged[name] = steps
+        self.acknowledged[name] = work
+        self.submission_seconds = time.monotonic() - begun
 
     def jobs(self) -> dict[str, JobRecord]:
         """What the store knows."""
-        with Store(self.directory.database) as store:
-            return {job.name: job for job in store.jobs()}
+        return {job.name: job for job in self.store.jobs()}
 
     def under_way(self) -> list[JobRecord]:
         """Jobs that have not ended."""
@@ -115,6 +146,11 @@ class World:
     def training(self) -> list[JobRecord]:
         """Jobs that train at this moment."""
         return [job for job in self.under_way() if job.state.reason == "Training"]
+
+    def checkpoints(self, job: JobRecord) -> Path:
+        """Where a job saves."""
+        own = job.spec.get("checkpoint_dir")
+        return Path(own) if own else self.directory.checkpoints(job.name)
 
     def processes(self, job: str | None = None) -> dict[int, Mapping[str, str]]:
         """Every living process of a job, or of all: its environment by its id."""
@@ -136,54 +172,16 @@ class World:
         while not true():
             if time.monotonic() - begun > seconds:
                 raise AssertionError(f"after {seconds:.0f} s it is still not so that {what}")
-            time.sleep(0.05)
+            time.sleep(0.1)
         return time.monotonic() - begun
-
-    # What must be true
-
-    def violations(self) -> list[str]:
-        """Say what is not as it must be, at any moment; nothing if all is well."""
-        jobs = self.jobs()
-        found = [f"{name} was acknowledged and is gone" for name in self.acknowledged.keys() - jobs]
-        found += [f"{path}: {path.read_text()}" for path in self._folders("violations")]
-        held = dict.fromkeys(NODES, 0)
-        for job in jobs.values():
-            true = [entry.type for entry in job.state.conditions if entry.status]
-            kinds = {entry.type for entry in job.state.conditions}
-            if true != [job.phase] or len(kinds) < len(job.state.conditions):
-                found.append(f"{job.name}: conditions {job.state.conditions}")
-            stages = job.state.launched_stages or job.spec["num_stages"]
-            for node in job.state.launched:
-                held[node] += stages
-        found += [
-            f"{node} holds {held[node]} of {slots}"
-            for node, slots in NODES.items()
-            if held[node] > slots
-        ]
-        return found
-
-    def wrong_counts(self) -> list[str]:
-        """Say which complete jobs did not count each of their samples once."""
-        found = []
-        for name, steps in self.acknowledged.items():
-            own = self.jobs()[name].spec.get("checkpoint_dir")
-            folder = Path(own) if own else self.directory.checkpoints(name)
-            saved = json.loads((folder / "checkpoint.json").read_text())
-            counted = sorted(saved["counted"], key=lambda entry: entry[1])
-            ends = [0, *(end for _, _, end in counted)]
-            tiled = all(begin == end for (_, begin, _), end in zip(counted, ends, strict=False))
-            generations = [generation for generation, _, _ in counted]
-            if saved["step"] != steps or not tiled or ends[-1] != steps:
-                found.append(f"{name}: {saved['step']} of {steps} steps, counted {counted}")
-            if generations != sorted(set(generations)):
-                found.append(f"{name}: generations out of order: {counted}")
-        return found
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process that may be gone."""
+        self.strike()
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    def _folders(self, name: str) -> list[Path]:
-        kept = (self.directory.path / "jobs").glob(f"*/checkpoints/{name}")
-        return [*kept, *(self.folder / "small").glob(f"*/{name}")]
+
+def backs_off(job: JobRecord) -> bool:
+    """Whether nothing of a job runs, as it waits for its next try after a failure."""
+    return job.phase is Phase.RESTARTING and not job.state.launched and job.state.intent is None

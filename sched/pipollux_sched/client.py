@@ -181,7 +181,7 @@ class Client:
     def _nobody(self) -> ClientError:
         return ClientError(
             f"no scheduler serves {self._state_dir.path}; start one with: "
-            f"pipollux serve --cluster FILE --state-dir {self._state_dir.path}"
+            f"pipollux serve --state-dir {self._state_dir.path}"
         )
 
 

@@ -128,6 +128,24 @@ class Control:
         self._reconsider()
         return node
 
+    def heard(
+        self,
+        name: str,
+        generation: int,
+        replica: int,
+        step: int | None,
+        hang_timeout: float | None = None,
+    ) -> None:
+        """Take note of a replica's sign of life; that there was one outlives the scheduler."""
+        if self.heartbeats.note(name, generation, replica, step, hang_timeout):
+            self._backend.note_heard(name, generation, replica)
+
+    def expect_replicas(self) -> None:
+        """Expect signs of life of the running replicas of which an earlier scheduler has heard."""
+        for job in (job for job in self._store.jobs() if job.state.launched):
+            for replica in self._backend.heard(job.name, job.state.generation):
+                self.heartbeats.note(job.name, job.state.generation, replica)
+
     def decide(self) -> None:
         """Let the allocator decide now, not only at the next interval."""
         self._check_running()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from pipollux_sched.store import Store, StoreError, StoreUnavailableError
@@ -25,10 +25,18 @@ class EventFeed:
         listener: called with one event at a time, always from the same thread. What it raises is
             logged, and does not keep the next event from it.
         after: id of the last event that is not handed on.
+        types: only events of these types; None: all.
     """
 
-    def __init__(self, store: Store, listener: Listener, after: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        listener: Listener,
+        after: int,
+        types: Collection[str] | None = None,
+    ) -> None:
         self._store = store
+        self._types = types
         self._listener = listener
         self._last = after
         self._ending = threading.Event()
@@ -62,11 +70,17 @@ class EventFeed:
 
     def _hand_on(self) -> bool:
         """Hand events on; tell whether there may be more already."""
-        events = self._store.events(self._last, limit=_BATCH)
+        newest = self._store.last_event()
+        if newest == self._last:
+            return False
+        events = self._store.events(self._last, types=self._types, limit=_BATCH)
         for event in events:
             self._last = event["id"]
             try:
                 self._listener(event)
             except Exception:  # the listener is the caller's; the next event is still handed on
                 _LOG.exception("the listener failed on event %s", event)
-        return len(events) == _BATCH
+        if len(events) == _BATCH:
+            return True
+        self._last = max(self._last, newest)  # past those of other types
+        return False

@@ -109,10 +109,23 @@ def why_nothing(
         if least == 1:
             return f"{room}, but it would gain next to nothing"
         return f"{room}, but only on nodes of another job that spans several"
+    closed = _closed(shape, nodes)
     if least > 1:
-        return f"needs {asked} on one node {least} times, there is room for {holds}"
+        return f"needs {asked} on one node {least} times, there is room for {holds}{closed}"
     name, has = _largest(shape.resources, left)
-    return f"needs {asked} free on one node, and {name}, the freest, has {has}"
+    return f"needs {asked} free on one node, and {name}, the freest, has {has}{closed}"
+
+
+def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
+    """Say which nodes could hold a replica, did they not drain."""
+    names = [
+        name
+        for name, node in nodes.items()
+        if node.draining and shape.runs_on(node) and count_fitting(shape.resources, node.resources)
+    ]
+    if not names:
+        return ""
+    return f"; {', '.join(names)} {'drains' if len(names) == 1 else 'drain'}"
 
 
 def _largest(

@@ -102,7 +102,7 @@ class Heartbeats:
         replica: int,
         step: int | None = None,
         hang_timeout: float | None = None,
-    ) -> None:
+    ) -> bool:
         """Take note of a sign of life; one of an older generation than the last is left aside.
 
         Args:
@@ -112,15 +112,20 @@ class Heartbeats:
             step: optimizer step that it told; None: none.
             hang_timeout: seconds for which the job's step may stay the same; None: as long as it
                 likes, or the generation has not taken its first step.
+
+        Returns:
+            Whether it is the first of this replica in the present generation.
         """
         with self._lock:
             known = self._jobs.get(job)
             if known is None or known.number < generation:
                 known = self._jobs[job] = _Generation(generation)
-            if known.number == generation:
-                now = self._clock()
-                known.last[replica] = (now, step)
-                known.note_step(step, hang_timeout, now)
+            if known.number != generation:
+                return False
+            first, now = replica not in known.last, self._clock()
+            known.last[replica] = (now, step)
+            known.note_step(step, hang_timeout, now)
+            return first
 
     def silent(self, limit_seconds: float) -> list[SilentReplica]:
         """Return the replicas that were heard of at least once, but not for `limit_seconds`."""
@@ -151,7 +156,9 @@ class Heartbeats:
                 for replica, (last, step) in sorted(known.last.items())
             }
 
-    def forget(self, job: str) -> None:
-        """Expect no more of a job, because it has ended or is being stopped."""
+    def forget(self, job: str, generation: int) -> None:
+        """Expect no more of a generation, because it has ended or is being stopped."""
         with self._lock:
-            self._jobs.pop(job, None)
+            known = self._jobs.get(job)
+            if known is not None and known.number == generation:
+                del self._jobs[job]

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +73,7 @@ class Scheduler:
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
+        event_types: only with events of these types; None: with all.
         autoscaling: between which bounds the number of nodes is looked after; with `expander`.
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
@@ -97,6 +98,7 @@ class Scheduler:
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
+        event_types: Collection[str] | None = None,
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
@@ -121,7 +123,7 @@ class Scheduler:
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
         self._address = (host, port)
-        self._on_event = on_event
+        self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
@@ -266,7 +268,8 @@ class Scheduler:
 
     def _start_feed(self, resources: ExitStack) -> None:
         if self._on_event is not None:
-            feed = EventFeed(self._store, self._on_event, self._store.last_event())
+            after = self._store.last_event()
+            feed = EventFeed(self._store, self._on_event, after, self._event_types)
             feed.start()
             resources.callback(feed.stop)
 
@@ -316,6 +319,7 @@ class Scheduler:
             _LOG.warning("ended what an earlier scheduler had left: %s", process)
         for name, event in events.items():
             self._executor.handle(name, event)
+        self._control.expect_replicas()
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
@@ -334,11 +338,8 @@ class Scheduler:
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
-        resources.callback(self._remove_server)
-
-    def _remove_server(self) -> None:
-        if not self._abandoned:  # jobs that are left running report where this one listened
-            self.state_dir.remove_server()
+        # Jobs that are left running report where this one listened.
+        resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
     def _start_thread(
         self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
@@ -366,6 +367,7 @@ class Scheduler:
             self._control.heartbeats,
             self._executor.handle,
             ending=self._ending,
+            finished=self._backend.finished,
             silence_limit=self._silence_limit,
         )
 

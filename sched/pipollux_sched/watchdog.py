@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 
 from .amounts import spell_duration
@@ -33,6 +33,7 @@ class Watchdog:
         heartbeats: know when each replica was last heard of.
         handle: lets an event happen to a job.
         ending: set when the scheduler ends.
+        finished: tells which replicas of a job's generation have nothing left to do.
         silence_limit: seconds without a heartbeat after which a replica is taken for lost.
     """
 
@@ -43,12 +44,14 @@ class Watchdog:
         handle: Callable[[str, Event], object],
         *,
         ending: threading.Event,
+        finished: Callable[[str, int], Collection[int]] = lambda _job, _generation: (),
         silence_limit: float = SILENCE_LIMIT,
     ) -> None:
         self._store = store
         self._heartbeats = heartbeats
         self._handle = handle
         self._ending = ending
+        self._finished = finished
         self._silence_limit = silence_limit
 
     def run(self) -> None:
@@ -69,13 +72,18 @@ class Watchdog:
         """End jobs whose deadline has passed, and generations that are lost or hang."""
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
+        told: set[tuple[str, int]] = set()
         for name, generation, replica, seconds in self._heartbeats.silent(self._silence_limit):
-            self._heartbeats.forget(name)
+            if (name, generation) in told or replica in self._finished(name, generation):
+                continue  # another one, that writes the last checkpoint say, may go on for long
             why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
             self._let(name, Silent(generation, why))
+            told.add((name, generation))
+            # Not before: what could not be written down is tried again at the next look.
+            self._heartbeats.forget(name, generation)
         for hung in self._heartbeats.hung():
-            self._heartbeats.forget(hung.job)
             self._let(hung.job, Hung(hung.generation, _why_hung(hung)))
+            self._heartbeats.forget(hung.job, hung.generation)
 
     def _let(self, name: str, event: Event) -> None:
         try:

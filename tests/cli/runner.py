@@ -54,10 +54,12 @@ class Cli:
             check=False,
         )
 
-    def serve(self, *args: str) -> subprocess.Popen[str]:
+    def serve(self, *args: str, cluster: str | None = "cluster.yaml") -> subprocess.Popen[str]:
         """Start a scheduler, and return when it answers."""
+        file = ["--cluster", cluster] if cluster else []
+        serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
         server = subprocess.Popen(
-            [PIPOLLUX, "serve", "--cluster", "cluster.yaml", *args],
+            [PIPOLLUX, "serve", *file, *args],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -69,7 +71,7 @@ class Cli:
         said = []
         while line := server.stdout.readline():
             said.append(line)
-            if line.startswith("Serving 2 nodes with 4 slots at http://127.0.0.1:"):
+            if line.startswith(serving) and " at http://127.0.0.1:" in line:
                 self.said = said
                 return server
         raise AssertionError(f"it does not serve: {said}")

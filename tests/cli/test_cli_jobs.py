@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from pipollux_sched.cli import main
+from pipollux_sched.hardware import count_cpus, node_name
 from pipollux_sched.store import Store
 
 from .runner import PIPOLLUX, TOY, Cli, one_sentence, wait_until
@@ -192,12 +193,20 @@ jobs:
     assert cli.jobs()["long"]["phase"] == "Suspended"
 
 
+def test_without_a_cluster_file_this_machine_is_the_cluster(cli: Cli) -> None:
+    cli.environment["CUDA_VISIBLE_DEVICES"] = "-1"
+    cli.serve(cluster=None)
+    (node,) = json.loads(cli("nodes", "--output", "json").stdout)
+    assert (node["kind"], node["slots"]) == ("cpu", count_cpus())
+    assert node["name"] == node_name(socket.gethostname())
+
+
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
         (["jobs"], 1, "no scheduler has kept a store there yet"),
         (["logs", "toy"], 1, "no scheduler has kept a store there yet"),
-        (["cancel", "toy"], 1, "start one with: pipollux serve --cluster FILE --state-dir"),
+        (["cancel", "toy"], 1, "start one with: pipollux serve --state-dir"),
         (["submit", "jobs.yaml"], 1, "no scheduler serves"),
         (["submit", "jobs.yaml", "--wait"], 1, "no scheduler serves"),
         (["submit", "nothing.yaml"], 2, "nothing.yaml: there is no such file"),

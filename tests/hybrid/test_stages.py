@@ -61,7 +61,10 @@ def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int)
     num_recomputed = engine.checkpointed(3, training=True)
     assert num_recomputed == recomputed
     forward, backward = [math.inf] * 2, [math.inf] * 2
-    for _ in range(3):  # the best of three, as neighbours may take the processor away
+    again = recomputed / 3  # recomputation is part of the backward
+    wanted_forward = pytest.approx([0.004, 0.008], rel=0.4)
+    wanted_backward = pytest.approx([0.008 + again * 0.004, 0.016 + again * 0.008], rel=0.4)
+    for _ in range(100):  # the best of many, as neighbours may take the processor away
         timer.start(num_recomputed)
         output = engine.run(torch.ones(3, 2), [1, 1, 1], training=True)
         handle = module[0].weight.register_post_accumulate_grad_hook(
@@ -85,9 +88,10 @@ def test_timers_see_each_stage_and_micro_batch(checkpoint: str, recomputed: int)
             [min(x) for x in zip(forward, f, strict=True)],
             [min(x) for x in zip(backward, b, strict=True)],
         )
-    again = recomputed / 3  # recomputation is part of the backward
-    assert forward == pytest.approx([0.004, 0.008], rel=0.4)
-    assert backward == pytest.approx([0.008 + again * 0.004, 0.016 + again * 0.008], rel=0.4)
+        if forward == wanted_forward and backward == wanted_backward:
+            break
+    assert forward == wanted_forward
+    assert backward == wanted_backward
     assert not timer.running
 
 

@@ -36,13 +36,14 @@ def test_a_replica_that_falls_silent() -> None:
 def test_a_newer_generation_replaces_the_older() -> None:
     clock = Clock()
     beats = Heartbeats(clock)
-    beats.note("a", 1, 0)
-    beats.note("a", 1, 1)
+    assert beats.note("a", 1, 0)
+    assert beats.note("a", 1, 1)
+    assert not beats.note("a", 1, 1), "it was heard of before"
     clock.now += 60.0
-    beats.note("a", 2, 0)
+    assert beats.note("a", 2, 0)
     assert beats.silent(30.0) == []
     clock.now += 60.0
-    beats.note("a", 1, 1)  # one of the old generation that is late
+    assert not beats.note("a", 1, 1), "one of the old generation that is late"
     assert beats.silent(30.0) == [("a", 2, 0, 60.0)]
 
 
@@ -51,8 +52,9 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     beats = Heartbeats(clock)
     beats.note("a", 1, 0)
     beats.note("b", 1, 0)
-    beats.forget("a")
-    beats.forget("never-heard-of")
+    beats.forget("a", 1)
+    beats.forget("b", 0)  # a generation that is over already
+    beats.forget("never-heard-of", 1)
     clock.now += 60.0
     assert [entry.job for entry in beats.silent(30.0)] == ["b"]
 

@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import psutil
 import pytest
 
-from pipollux_sched.backend import BackendError, LocalBackend, Node, Workload
+from pipollux_sched.backend import BackendError, LocalBackend, Node, Report, Workload
 from pipollux_sched.backend.environment import Devices
 from pipollux_sched.backend.replica_log import last_words
 from pipollux_sched.backend.slots import SlotLedger
@@ -96,6 +97,29 @@ def test_a_newer_generation_takes_the_place_of_the_older(
     complete = wait_for(backend, Exited)
     assert complete == Exited(2, Outcome.COMPLETE)
     wait_for_text(state_dir.log("toy", 2, 0), f"goes on from step {stopped.step}")
+
+
+def test_a_replica_that_ends_before_the_others(backend: LocalBackend, state_dir: StateDir) -> None:
+    """Its torchrun agent waits for theirs, so that it has ended cannot be told by that."""
+    backend.apply(workload("--only-rank", "0"), 1, ["node-a", "node-b"])
+    wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
+    wait_for_text(state_dir.log("toy", 1, 1), "goes on from step 0")
+    deadline = time.monotonic() + 60.0
+    while backend.finished("toy", 1) != {1}:
+        assert time.monotonic() < deadline
+        assert backend.poll() in ([], [Report("toy", ANY)])
+        time.sleep(0.05)
+    assert backend.running()["toy"].generation == 1
+    assert backend.finished("toy", 2) == backend.finished("other", 1) == set()
+    [worker] = [
+        process for process in processes_of(state_dir.path) if process.environ().get("RANK") == "0"
+    ]
+    worker.suspend()
+    assert backend.finished("toy", 1) == {1}, "one that is frozen has not ended"
+    assert backend.kill("toy", "it was frozen")
+    exited = wait_for(backend, Exited)
+    assert isinstance(exited, Exited)
+    assert exited.outcome is Outcome.FAILED
 
 
 def test_stubborn_processes_are_killed(backend: LocalBackend, state_dir: StateDir) -> None:
@@ -211,6 +235,10 @@ def test_last_words_leave_out_what_torchrun_says(tmp_path: Path, status: str, wo
     log.write_text(f"step 1\n\nValueError: no\n\n{report}\nTraceback (most recent call last):\n")
     ended = last_words(log, 2)
     assert ended.lines == ["", "ValueError: no"]
+    assert ended.describe() == words
+    log.write_text(f"{report}\nTraceback (most recent call last):\n{'=' * 54}\n")
+    ended = last_words(log, 2)
+    assert ended.lines == [], "it printed nothing, and torchrun's ruler is not what it said"
     assert ended.describe() == words
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,6 +193,36 @@ def test_jobs_go_on_when_the_scheduler_is_back(directory: Path) -> None:
         steps = [event["step"] for event in again.store.events(types=["progress"])]
     assert steps == list(range(1, 41))
     assert 0 < stopped < 40
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.sched.test_service import scheduler_on, toy, training
+
+scheduler = scheduler_on(Path(sys.argv[1]))
+scheduler.start()
+scheduler.submit(toy("toy"))
+assert scheduler.wait(training("toy"), 60)
+scheduler.control.heard("toy", 1, 0, 1)
+os._exit(9)
+"""
+"""A scheduler that dies as if killed, after it has heard of a replica."""
+
+
+def test_a_replica_that_froze_while_nobody_looked(directory: Path) -> None:
+    """The next scheduler never hears of it: once it was then waited for without end."""
+    command = [sys.executable, "-c", KILLED, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment, timeout=90, check=False).returncode == 9
+    for process in processes_of(directory):
+        if process.environ().get("RANK") == "0":
+            process.suspend()
+    with scheduler_on(directory, silence_limit=1.0) as scheduler:
+        assert scheduler.wait(lambda jobs: jobs["toy"].state.generation == 2, 60)
+        events = types(list(scheduler.store.events()), "toy")
+        kept = [event for event in events if event in ("adopted", "silent", "restarting")]
+        assert kept == ["adopted", "silent", "restarting"]
 
 
 def test_cancelling(directory: Path) -> None:

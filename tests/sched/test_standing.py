@@ -189,6 +189,15 @@ def test_what_it_waits_for(made: tuple[Candidate, Bounds], others: str, says: st
     assert says in found.waits_for
 
 
+def test_nodes_that_drain_are_named_to_who_waits() -> None:
+    candidate, bounds = job("", stages=2)
+    nodes = {name: replace(node, draining=name in "bc") for name, node in NODES.items()}
+    free = free_of(nodes, [candidate, other("a")])
+    found = standing(candidate, nodes, free, bounds, None)
+    wanted = "needs 2 slots free on one node, and a, the freest, has 1 slot; b, c drain"
+    assert found.waits_for == wanted
+
+
 @pytest.mark.parametrize(
     ("state", "kind"),
     [

@@ -34,7 +34,7 @@ def test_a_store_in_postgresql(postgresql: Server, tmp_path: Path) -> None:
     with subprocess.Popen(serve, cwd=tmp_path, env=with_url, **pipes) as server:
         assert server.stdout is not None
         said = server.stdout.readline()
-        assert said.startswith("Serving 1 nodes"), said
+        assert said.startswith("Serving 1 node with"), said
         done = pipollux("submit", "jobs.yaml", "--wait")
         assert done.returncode == 0, done.stderr
         server.send_signal(signal.SIGINT)

@@ -86,6 +86,16 @@ def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
         assert other.delete("/jobs/other").status_code == 401
 
 
+def test_the_token_of_a_job_that_was_taken_up_again_is_another(service: Service) -> None:
+    """At once, although the old one was seen before and need not be looked up any more."""
+    before = service.submit("again")
+    assert before.put("/jobs/again/hints?generation=7", json={}).status_code == 409
+    service.admin.delete("/jobs/again").raise_for_status()
+    after = service.submit("again")
+    assert before.put("/jobs/again/hints?generation=7", json={}).status_code == 401
+    assert after.put("/jobs/again/hints?generation=7", json={}).status_code == 409
+
+
 def test_a_first_step_lets_the_jobs_that_wait_be_weighed(service: Service) -> None:
     job = service.submit("settling", ["node-a"])
     service.submit("waiting")

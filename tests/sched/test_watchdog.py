@@ -110,3 +110,44 @@ def test_a_training_loop_that_hangs(case: Case) -> None:
     state = case.store.job("toy").state
     assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Hung", why)
     assert case.look() == [], "once is enough"
+
+
+def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None:
+    """Once the one that writes the last checkpoint was killed whenever that took long."""
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a", "b"], "free"))
+    finished = {("toy", 1): {1}}
+    case.dog = Watchdog(
+        case.store,
+        case.heartbeats,
+        case.handle,
+        ending=threading.Event(),
+        finished=lambda job, generation: finished.get((job, generation), set()),
+        silence_limit=30.0,
+    )
+    case.heartbeats.note("toy", 1, 0)
+    case.heartbeats.note("toy", 1, 1)
+    for _ in range(4):
+        case.clock.now += 20.0
+        case.heartbeats.note("toy", 1, 0)
+        assert case.look() == []
+    case.clock.now += 31.0
+    finished.clear()  # now both are silent, and one event is enough
+    assert case.look() == [
+        ("toy", Silent(1, "Replica 0 was not heard of for 31 s, so all were ended."))
+    ]
+
+
+def test_silence_that_could_not_be_written_down_is_not_forgotten(case: Case) -> None:
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a"], "free"))
+    case.heartbeats.note("toy", 1, 0)
+    case.clock.now += 31.0
+
+    def full(name: str, event: Event) -> None:
+        raise OSError("no space left on device")
+
+    dog = Watchdog(case.store, case.heartbeats, full, ending=threading.Event(), silence_limit=30.0)
+    with pytest.raises(OSError, match="no space left"):
+        dog.look()
+    assert [name for name, _ in case.look()] == ["toy"]

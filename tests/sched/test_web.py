@@ -281,13 +281,14 @@ def test_ticks_and_numbers(tab: Visit) -> None:
         ticks: [ticks(0, 0.29, 4), ticks(0, 8123, 4), ticks(0, 3, 8, 1)],
         times: timeTicks(1000, 1060, 4).map((tick) => tick.value),
         numbers: [0.012345, 1.5, 812.4, 12345, 1.25e-7, 0, null].map((value) => number(value)),
-        spelt: [duration(187), duration(270000), seconds(0.0123), short(1.5)],
+        spelt: [duration(187), duration(270000), seconds(0.0123),
+          ...[1.5, 250000, 2.5e6].map((value) => short(value))],
       };
     }""")
     assert found["ticks"] == [[0, 0.1, 0.2, 0.3], [0, 2500, 5000, 7500, 10000], [0, 1, 2, 3]]
     assert found["times"] == [1005, 1020, 1035, 1050]
     assert found["numbers"] == ["0.0123", "1.50", "812", "12\u202f345", "1.25e-7", "0", "–"]
-    assert found["spelt"] == ["3 m 07 s", "3 d 03 h", "12.3 ms", "1.5"]
+    assert found["spelt"] == ["3 m 07 s", "3 d 03 h", "12.3 ms", "1.5", "250\u202fk", "2.5\u202fM"]
     tab.check()
 
 

@@ -143,6 +143,6 @@ def test_the_link_is_for_terminals_alone(tmp_path: Path) -> None:
     os.close(ours)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("Serving 1 nodes")
+        assert server.stdout.readline().startswith("Serving 1 node with")
         server.send_signal(signal.SIGTERM)
         assert "token" not in server.stdout.read()

@@ -13,7 +13,7 @@ reports one `Exited`. It is reported once, after the last process has ended and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -134,6 +134,26 @@ class Backend(ABC):
     @abstractmethod
     def running(self) -> Mapping[str, Running]:
         """Return what runs, by job."""
+
+    @abstractmethod
+    def finished(self, job: str, generation: int) -> Collection[int]:
+        """Return the replicas that have ended well, or are about to, while others still run.
+
+        Nothing more is heard of them, which must not be taken for silence. A backend that does not
+        see replicas end one by one returns none.
+        """
+
+    @abstractmethod
+    def note_heard(self, job: str, generation: int, replica: int) -> None:
+        """Keep, for a scheduler that comes after, that a replica gives signs of life.
+
+        Such a one must miss them, also where it never heard any itself. Where it cannot be kept,
+        the replica is taken for one that gives none.
+        """
+
+    @abstractmethod
+    def heard(self, job: str, generation: int) -> Collection[int]:
+        """Return the replicas of which `note_heard` was told."""
 
     @abstractmethod
     def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import psutil
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.spec import JobSpec, SpecError
 from pipollux_sched.store import StateDir
+from pipollux_sched.write_aside import PRIVATE
 
 from . import processes
 from .base import Backend, BackendError, Node, Report, Running, Workload
@@ -165,6 +167,22 @@ class LocalBackend(Backend):
                 job: Running(group.generation, group.nodes) for job, group in self._groups.items()
             }
             return waiting | there
+
+    def finished(self, job: str, generation: int) -> set[int]:
+        """Return the replicas of which only torchrun's agent is left, or nothing: see `Backend`."""
+        with self._lock:
+            group = self._groups.get(job)
+            return group.finished() if group and group.generation == generation else set()
+
+    def note_heard(self, job: str, generation: int, replica: int) -> None:
+        """Keep it in the folder of the launch: see `Backend`."""
+        with suppress(OSError):  # a full disk, or a launch that is over
+            (self._state_dir.launch(job, generation) / f"heard-{replica}").touch(PRIVATE)
+
+    def heard(self, job: str, generation: int) -> list[int]:
+        """Read what `note_heard` has kept."""
+        files = self._state_dir.launch(job, generation).glob("heard-*")
+        return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
     def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
         """Look after a generation that an earlier scheduler launched: see `Backend`."""

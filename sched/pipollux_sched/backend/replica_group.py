@@ -29,6 +29,8 @@ FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end when one has failed; they cannot save any more."""
 LINGER = 1.0
 """Seconds that what an agent left behind has to end before it is killed."""
+_RUNNER_AND_AGENT = 2
+"""Processes of a replica of which the script does not run."""
 
 
 class ReplicaGroup:
@@ -99,6 +101,14 @@ class ReplicaGroup:
         kill(self._processes())
         self._signal(signal.SIGKILL)
 
+    def finished(self) -> set[int]:
+        """Return the replicas whose script has ended, while others still run.
+
+        The runner may be there for minutes yet: torchrun's agents wait for each other. Where a
+        script has failed its agent ends at once, which `poll` then sees.
+        """
+        return {replica for replica, process in enumerate(self._replicas) if _has_finished(process)}
+
     def wait(self, timeout: float) -> None:
         """Wait for the end of processes that were killed, `timeout` seconds for each."""
         for replica in self._replicas:
@@ -163,3 +173,8 @@ class ReplicaGroup:
             return int(marker["step"]) if marker["generation"] == self.generation else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _has_finished(replica: ReplicaProcess) -> bool:
+    code = replica.poll()
+    return code == 0 if code is not None else len(descendants([replica.pid])) <= _RUNNER_AND_AGENT

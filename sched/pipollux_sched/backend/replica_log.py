@@ -67,7 +67,7 @@ def _tail(path: Path, size: int) -> bytes:
 def last_words(path: Path, count: int = 20) -> LastWords:
     """Read how a script ended, and the last lines it printed before torchrun reported on it.
 
-    Where the script printed nothing, the lines are torchrun's own.
+    Where the script printed nothing and torchrun cannot say how it ended, they are torchrun's own.
     """
     lines = last_lines(path, 100_000)
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]
@@ -76,6 +76,7 @@ def last_words(path: Path, count: int = 20) -> LastWords:
     while own and not own[-1].strip():
         own.pop()
     asked = any(_SIGNALLED.search(line) for line in lines)
-    shown = [line[:_LINE_LIMIT] for line in (own or lines)[-count:]]
+    said = own or ([] if report else lines)
+    shown = [line[:_LINE_LIMIT] for line in said[-count:]]
     status = int(report["status"]) if report else None
     return LastWords(status, shown, asked or status in (_STOPPED, -signal.SIGTERM))

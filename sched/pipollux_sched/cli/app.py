@@ -150,7 +150,8 @@ def _known_error(error: Exception, args: Sequence[str]) -> int:
     """Say what a known error means; one that is not known is a defect, and shows where."""
     if hasattr(error, "format_message"):  # typer's own, about the command line
         command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
-        complain(f"{error.format_message().rstrip('.')}; see '{command} --help'")
+        said = error.format_message().rstrip(".").replace(": Value error, ", ": ")
+        complain(f"{said}; see '{command} --help'")
         return USAGE
     # Only who raises these has imported their modules.
     spec = sys.modules.get("pipollux_sched.spec")

@@ -52,6 +52,8 @@ def _has(job: JobRecord) -> str:
 def _decision(decision: Mapping[str, Any]) -> Text:
     lines = [f"{spell_moment(decision['time'])}: {one_line(decision['why'])}"]
     after, before = decision["speedup"], decision.get("previous_speedup")
+    if not decision["nodes"]:
+        return Text(lines[0])
     if after is None:
         lines.append("Its speedup was not predicted: nothing had been measured yet.")
     else:

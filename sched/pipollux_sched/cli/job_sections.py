@@ -126,15 +126,13 @@ def _launches(launches: Sequence[Mapping[str, Any]]) -> RenderableType | None:
     table = _table("Generation", "Where", "Launched", "Restart", "First step", "Outcome")
     for launch in launches[-SHOWN_LAUNCHES:]:
         restart = launch["restart_seconds"]
-        outcome = launch["outcome"] or "runs"
-        intent = f" ({launch['intent']})" if launch["intent"] else ""
         table.add_row(
             str(launch["generation"]),
             Text(_where(launch["nodes"], launch["num_stages"])),
             spell_moment(launch["launched_at"]).partition(" (")[0],
             DASH if restart is None else seconds(restart),
             DASH if launch["first_step"] is None else str(launch["first_step"]),
-            f"{outcome}{intent}",
+            _outcome(launch["outcome"], launch["intent"]),
         )
     left = len(launches) - SHOWN_LAUNCHES
     return table if left <= 0 else Group(Text(f"{left} earlier ones", style="dim"), table)
@@ -171,9 +169,18 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
             yield name, _short(value)
 
 
+def _outcome(outcome: str | None, intent: str | None) -> str:
+    """Spell how a launch ended; one that was to end did not fail, though it may not have saved."""
+    if intent is None:
+        return outcome or "runs"
+    return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"
+
+
 def _short(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_short, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return number(value) if isinstance(value, float) else one_line(value)
 
 

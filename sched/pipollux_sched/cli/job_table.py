@@ -13,7 +13,7 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.occupancy import holding
 from pipollux_sched.store import JobRecord, Point
 
-from .wording import DASH, first_line, one_line, spell_age, spell_nodes
+from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -144,4 +144,4 @@ def _epoch(point: Point | None, phase: Phase) -> str:
 def _throughput(point: Point | None) -> str:
     if point is None or not point.step_time:
         return DASH
-    return f"{point.batch_size / point.step_time:.3g}"
+    return number(point.batch_size / point.step_time)

@@ -158,7 +158,7 @@ def _print_table(found: Mapping[str, NodeOccupancy]) -> None:
     from rich.text import Text
 
     if not found:
-        typer.echo("No nodes yet; a scheduler brings them: pipollux serve --cluster FILE")
+        typer.echo("No nodes yet; a scheduler brings them: pipollux serve")
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for header in ("Node", "Kind", "Slots", "Free", "Used by", "Condition", "Since", "Reason"):

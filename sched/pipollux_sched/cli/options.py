@@ -22,13 +22,13 @@ StateDirectory: TypeAlias = Annotated[
 ]
 
 ClusterFile: TypeAlias = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         "--cluster",
         "-c",
         metavar="FILE",
         help="YAML: the nodes that there are.",
-        show_default=False,
+        show_default="this machine: a slot for each GPU, else each CPU",
     ),
 ]
 

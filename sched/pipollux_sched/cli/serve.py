@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.event_line import event_line
+from pipollux_sched.event_line import TELLING_TYPES, event_line
 from pipollux_sched.expander import CommandExpander
+from pipollux_sched.hardware import this_machine
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.service import STOP_GRACE, Scheduler
@@ -21,10 +22,11 @@ from pipollux_sched.watchdog import SILENCE_LIMIT
 
 from .failure import one_sentence
 from .options import ClusterFile, PolicyName, StateDirectory
+from .wording import count
 
 
 def serve(
-    cluster: ClusterFile,
+    cluster: ClusterFile = None,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     interval: Annotated[
@@ -90,7 +92,7 @@ def serve(
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     with one_sentence():
-        nodes = load_cluster(cluster)
+        nodes = this_machine() if cluster is None else load_cluster(cluster)
         rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
         directory = StateDir.choose(state_dir)
         scheduler = Scheduler(
@@ -107,13 +109,15 @@ def serve(
             autoscaling=rules,
             expander=expander,
             on_event=_print_event,
+            event_types=TELLING_TYPES,
             store=store,
         )
         with Interruption() as interruption:
             scheduler.start()
             slots = sum(node.slots for node in nodes.nodes)
             typer.echo(
-                f"Serving {len(nodes.nodes)} nodes with {slots} slots at {scheduler.url}, "
+                f"Serving {count(len(nodes.nodes), 'node')} with {count(slots, 'slot')} at "
+                f"{scheduler.url}, "
                 f"state in {directory.path}. Ctrl-C ends it."
             )
             if sys.stdout.isatty():  # a log must not hold the token

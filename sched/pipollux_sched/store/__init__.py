@@ -12,6 +12,7 @@ from .errors import (
     UnknownJobError,
     UnknownNodeError,
 )
+from .hints import ToldHints
 from .journal import Change
 from .overview import LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
@@ -43,6 +44,7 @@ __all__ = [
     "StoreTakenError",
     "StoreUnavailableError",
     "Timeline",
+    "ToldHints",
     "UnknownJobError",
     "UnknownNodeError",
     "UnknownReplicaError",

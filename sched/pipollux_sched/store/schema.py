@@ -54,7 +54,7 @@ def no_store(location: Location) -> StoreError:
     return StoreError(
         f"{location} {'does not exist' if location.file else 'holds no store'}: no scheduler has "
         "kept a store there yet; check --state-dir, or start one with: "
-        "pipollux serve --cluster FILE"
+        "pipollux serve"
     )
 
 

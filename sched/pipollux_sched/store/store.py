@@ -20,10 +20,12 @@ from sqlalchemy.orm import aliased
 
 from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Phase, Submit
 
+from . import hints as hint_rows
 from . import journal, retention
 from . import nodes as node_rows
 from .database import Database
-from .errors import JobExistsError
+from .errors import JobExistsError, StoreError
+from .hints import ToldHints
 from .journal import Change
 from .overview import Overview
 from .records import (
@@ -68,6 +70,8 @@ class Store:
     ) -> None:
         self._database = Database(where, create=create)
         self._clock = clock
+        self.num_submissions = 0
+        """Jobs taken in by this object so far; each may have changed a token."""
         self.replicas = ReplicaAddresses(self._database, clock)
         """Where the replicas of running jobs can be reached."""
         self.overview = Overview(self._database)
@@ -83,11 +87,7 @@ class Store:
         self._database.claim()
 
     def check_claim(self) -> None:
-        """Raise `StoreTakenError` where another scheduler has taken the store over since `claim`.
-
-        Raises:
-            StoreUnavailableError: the database cannot say it now.
-        """
+        """Raise `StoreTakenError` where another scheduler has taken the store over."""
         self._database.check_claim()
 
     def close(self) -> None:
@@ -152,7 +152,9 @@ class Store:
             row.deadline_at = None if deadline is None else now + deadline
             session.flush()
             journal.log(session, now, "submitted", name, None, {"spec": dict(spec)})
-            return journal.advance_job(session, row, Submit(max_restarts), now)
+            change = journal.advance_job(session, row, Submit(max_restarts), now)
+        self.num_submissions += 1
+        return change
 
     def job(self, name: str) -> JobRecord:
         """Return a job.
@@ -199,14 +201,14 @@ class Store:
             UnknownJobError: there is no job of this name.
             StaleGenerationError: `generation` is not the present one.
         """
-        now = self._clock()
+        (problem,) = self.put_all_hints([ToldHints(name, generation, hints)])
+        if problem is not None:
+            raise problem
+
+    def put_all_hints(self, told: Sequence[ToldHints]) -> list[StoreError | None]:
+        """Keep hints of many jobs at once: for each, why it was not kept; None where it was."""
         with self._database.write(durable=False) as session:
-            journal.check_present(journal.find_job(session, name), generation)
-            row = HintsRow(job=name, generation=generation, time=now, hints=dict(hints))
-            session.merge(row)
-            # Layers are many, and measured once: the log would keep them again every few seconds.
-            told = {key: value for key, value in hints.items() if key != "layers"}
-            journal.log(session, now, "hints", name, generation, {"hints": told})
+            return hint_rows.keep(session, told, self._clock())
 
     def hints(self) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON."""

@@ -17,9 +17,10 @@ from pipollux_sched.store.replicas import check_replica
 from pipollux_sched.training_report import TrainingReport
 
 from .bodies import JsonObject, reader
+from .hints_inbox import HintsInbox
 from .limits import Limits, Places
 from .news import News
-from .tokens import AdmittedJob, Gate
+from .tokens import Gate
 
 MAX_WAIT = 60.0
 """Seconds that a request for replicas waits at most."""
@@ -80,17 +81,18 @@ def job_side(
         prefix="/jobs/{name}", tags=["jobs' own"], dependencies=[Depends(gate.admit_job)]
     )
     _add_progress(router, store, control, meters)
-    _add_heartbeats(router, control, meters)
+    _add_heartbeats(router, store, control, meters)
     _add_replicas(router, store, news, limits)
     return router
 
 
 def _add_progress(router: APIRouter, store: Store, control: Control, meters: Meters) -> None:
+    inbox = HintsInbox(store)
+
     @router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
-    def put_hints(name: str, generation: _Generation, body: JsonObject) -> None:
+    async def put_hints(name: str, generation: _Generation, body: JsonObject) -> None:
         """The scheduler keeps the latest hints; they decide what the job is worth giving."""
-        hints = read_hints(body)
-        store.put_hints(name, generation, hints.to_json_object())
+        await inbox.put(name, generation, read_hints(body).to_json_object())
         meters.hints.inc()
 
     @router.post("/reports", status_code=204, summary="Report progress")
@@ -104,15 +106,16 @@ def _add_progress(router: APIRouter, store: Store, control: Control, meters: Met
             control.settled(name)
 
 
-def _add_heartbeats(router: APIRouter, control: Control, meters: Meters) -> None:
+def _add_heartbeats(router: APIRouter, store: Store, control: Control, meters: Meters) -> None:
     @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
-    def post_heartbeat(name: str, job: AdmittedJob, beat: _Beat) -> None:
+    def post_heartbeat(name: str, beat: _Beat) -> None:
         """Every replica does so every few seconds; one that falls silent costs a restart."""
-        state = job.state
-        check_replica(name, state.generation, len(state.launched), beat.generation, beat.replica)
+        job = store.job(name)
+        launched = len(job.state.launched)
+        check_replica(name, job.state.generation, launched, beat.generation, beat.replica)
         # Loading, compiling and measuring before a launch's first step may take their time.
-        hang_timeout = job.spec.get("hang_timeout") if state.settled else None
-        control.heartbeats.note(name, beat.generation, beat.replica, beat.step, hang_timeout)
+        hang_timeout = job.spec.get("hang_timeout") if job.state.settled else None
+        control.heard(name, beat.generation, beat.replica, beat.step, hang_timeout)
         meters.heartbeats.inc()
 
 

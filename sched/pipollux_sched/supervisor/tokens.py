@@ -7,8 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 
-from pipollux_sched.store import JobRecord, StateDir, Store, UnknownJobError
+from pipollux_sched.store import StateDir, Store, UnknownJobError
 
 from .limits import Limits, RateLimit, TooManyRequestsError
 
@@ -27,13 +28,35 @@ AsJob = Annotated[HTTPAuthorizationCredentials | None, Depends(_job_scheme)]
 AsAdmin = Annotated[HTTPAuthorizationCredentials | None, Depends(_admin_scheme)]
 
 
-async def _admitted(request: Request) -> JobRecord:
-    job: JobRecord = request.state.job
-    return job
+class JobTokens:
+    """The tokens of the jobs that asked lately, so that not every request asks the store.
 
+    Args:
+        store: knows them all; only through this object are jobs submitted to it.
+    """
 
-AdmittedJob = Annotated[JobRecord, Depends(_admitted)]
-"""The job that a path names, as it was when its token was checked."""
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, str] = {}
+        self._submissions = store.num_submissions
+
+    async def of(self, name: str) -> str | None:
+        """Return the token of a job; None where there is no such job."""
+        if self._submissions != self._store.num_submissions:  # one may have a new token
+            self._submissions, self._known = self._store.num_submissions, {}
+        token = self._known.get(name)
+        if token is None:
+            known = self._known  # forgotten, should a job be submitted meanwhile
+            token = await run_in_threadpool(self._ask, name)
+            if token is not None:
+                known[name] = token
+        return token
+
+    def _ask(self, name: str) -> str | None:
+        try:
+            return self._store.job(name).token
+        except UnknownJobError:
+            return None
 
 
 class Gate:
@@ -47,7 +70,7 @@ class Gate:
     """
 
     def __init__(self, store: Store, state_dir: StateDir, admin_token: str, limits: Limits) -> None:
-        self._store = store
+        self._tokens = JobTokens(store)
         self._state_dir = state_dir
         self._admin_token = admin_token
         self._jobs = RateLimit(limits.job_rate, limits.job_burst)
@@ -62,28 +85,19 @@ class Gate:
             )
         self._admin.check("admin", "the admin token")
 
-    def admit_job(self, name: str, request: Request, by_job: AsJob, by_admin: AsAdmin) -> None:
-        """Let the job of this name in, or the admin; `AdmittedJob` is then the job."""
-        request.state.job = self._job(name, request, by_job or by_admin)
-
-    def _job(
-        self, name: str, request: Request, credentials: HTTPAuthorizationCredentials | None
-    ) -> JobRecord:
+    async def admit_job(
+        self, name: str, request: Request, by_job: AsJob, by_admin: AsAdmin
+    ) -> None:
+        """Let the job of this name in, or the admin."""
+        credentials = by_job or by_admin
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
-            return self._store.job(name)
-        try:
-            record = self._store.job(name)
-        except UnknownJobError:
-            record = None  # who does not know the admin's token is not told what jobs there are
-        if (
-            record is None
-            or credentials is None
-            or not equal(credentials.credentials, record.token)
-        ):
+            return
+        wanted = await self._tokens.of(name)
+        # Who does not know the admin's token is not told what jobs there are.
+        if wanted is None or credentials is None or not equal(credentials.credentials, wanted):
             raise self._refused(request, f"this needs the token of job {name!r}")
         self._jobs.check(name, f"job {name!r}")
-        return record
 
     def _is_admin(self, credentials: HTTPAuthorizationCredentials | None) -> bool:
         return credentials is not None and equal(credentials.credentials, self._admin_token)

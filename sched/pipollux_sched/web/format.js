@@ -12,8 +12,12 @@ export function number(value, digits = 3) {
   return value.toFixed(Math.max(digits - 1 - magnitude, 0));
 }
 
-/** The same without digits that say nothing, as ticks have it: 1.5, 0.2. */
+const LARGE = [[1e9, "G"], [1e6, "M"], [1e5, "k"]];
+
+/** The same without digits that say nothing, as ticks have room for: 1.5, 0.2, 250 k. */
 export function short(value) {
+  const [least, unit] = LARGE.find(([size]) => Math.abs(value) >= size) ?? [0, ""];
+  if (unit && Math.abs(value) < 1e12) return `${short(value / (unit === "k" ? 1e3 : least))}\u202f${unit}`;
   const text = number(value);
   return /^-?\d+\.\d*$/.test(text) ? String(Number(text)) : text;
 }

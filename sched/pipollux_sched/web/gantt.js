@@ -4,6 +4,7 @@ import { timeTicks } from "./axes.js";
 import { colour, h, s } from "./dom.js";
 import { count, duration, moment, places } from "./format.js";
 import { Hover, onWidth } from "./hover.js";
+import { hasFailed, outcome } from "./words.js";
 
 const AXIS = 24;
 const GAP = 6; // between nodes
@@ -115,7 +116,7 @@ export class Gantt {
     part("pause", x2, x3);
     for (const piece of group.querySelectorAll(".pause")) piece.setAttribute("fill", `url(#hatch-${block.number % 8})`);
     if (x3 - x0 <= 2) part("train", x0, Math.max(x3, x0 + 2));
-    if (launch.outcome === "failed") group.append(s("rect", { class: "broken", x: x3 - 1.5, y, width: 3, height }));
+    if (hasFailed(launch)) group.append(s("rect", { class: "broken", x: x3 - 1.5, y, width: 3, height }));
     const room = Math.floor((x2 - x1 - 12) / LETTER);
     if (height >= 13 && room >= 3) {
       const { job } = launch;
@@ -175,7 +176,7 @@ export class Gantt {
 }
 
 function state(launch) {
-  if (launch.ended_at !== null) return `ended: ${launch.outcome ?? "not known how"}`;
+  if (launch.ended_at !== null) return `ended: ${outcome(launch) ?? "not known how"}`;
   if (launch.stopping_at !== null) return "is being stopped";
   return launch.first_step_at === null ? "starts" : "trains";
 }

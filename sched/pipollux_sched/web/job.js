@@ -7,7 +7,7 @@ import { colour, h, say } from "./dom.js";
 import { explanation } from "./explanation.js";
 import { DASH, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
 import { Table } from "./table.js";
-import { Tiles, fillPlaces, phase, phaseMark, section } from "./words.js";
+import { Tiles, fillPlaces, outcome, phase, phaseMark, section } from "./words.js";
 
 const POINTS = 400;
 const LINES = 60;
@@ -197,7 +197,7 @@ const LAUNCHES = [
   { title: "To first step", kind: "n short roomy", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.launched_at)) },
   { title: "Restart took", kind: "n short roomy", text: (one) => seconds(one.restart_seconds) },
   { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.launched_at)) },
-  { title: "Ended", text: (one) => one.outcome ?? DASH },
+  { title: "Ended", text: (one) => outcome(one) ?? DASH },
   { title: "Because", text: (one) => one.intent ?? DASH },
 ];
 

@@ -9,6 +9,16 @@ export function phase(job) {
   return job.phase;
 }
 
+/** Whether a launch failed; one that was to end did not, though it may not have saved. */
+export function hasFailed(launch) {
+  return launch.outcome === "failed" && !launch.intent;
+}
+
+/** How a launch ended, as people are told it. */
+export function outcome(launch) {
+  return launch.outcome === "failed" && launch.intent ? "ended unsaved" : launch.outcome;
+}
+
 export const ORDER = ["Running", "Stopping", "Restarting", "Created", "Queued", "Suspended", "Failed", "Cancelled", "Complete"];
 
 export function phaseMark(text) {

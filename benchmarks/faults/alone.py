@@ -1,0 +1,29 @@
+"""A lock that shows whether a replica of a job was ever started twice."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+
+def hold_alone(folder: Path, rank: int, generation: int) -> IO[str] | None:
+    """Lock a replica's file for the life of this process.
+
+    Args:
+        folder: where the job saves.
+        rank: which replica this is.
+        generation: of which launch.
+
+    Returns:
+        The file, to be kept open; None where another process holds it. Then the file `violations`
+        says so for good.
+    """
+    file = (folder / f"replica-{rank}.lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        with (folder / "violations").open("a") as violations:
+            violations.write(f"generation {generation}, replica {rank}: another one runs\n")
+        return None
+    return file

@@ -1,0 +1,153 @@
+"""What must be true of the store and of the processes after every fault."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from world import NODES, World, backs_off  # lies beside
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.store import JobRecord, NodeCondition
+
+NOTICE = 30.0
+"""Seconds in which the scheduler must have noticed that a replica is gone."""
+
+
+class Invariants:
+    """Looks at a world again and again.
+
+    Args:
+        world: the scheduler and its jobs.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._generations: dict[str, int] = {}
+
+    def settled(self) -> bool:
+        """Whether nothing is under way between what is decided and what runs.
+
+        Each job trains, or waits: for room that is not there, or until its back-off is over.
+        """
+        jobs = self._world.under_way()
+        if any(job.state.intent is not None for job in jobs):
+            return False
+        if any(job.state.launched and job.state.reason != "Training" for job in jobs):
+            return False
+        free = self._free(jobs)
+        waiting = [job for job in jobs if not (job.state.launched or backs_off(job))]
+        return not any(_fits(job, free) for job in waiting if not job.state.held)
+
+    def violations(self) -> list[str]:
+        """Say what is not as it must be, at any moment; nothing if all is well."""
+        jobs = self._world.jobs()
+        return [
+            *(f"{name} is gone" for name in self._world.acknowledged.keys() - jobs.keys()),
+            *(f"{path}: {path.read_text()}" for path in self._started_twice()),
+            *self._conditions(jobs.values()),
+            *self._slots(jobs.values()),
+            *self._order(jobs.values()),
+            *self._left_running(jobs),
+            *self._missing(jobs.values()),
+            *self._damage(),
+            *self._log(),
+        ]
+
+    def _conditions(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
+        """Of the conditions of a job, one per type, that of its phase alone is true."""
+        for job in jobs:
+            true = [entry.type for entry in job.state.conditions if entry.status]
+            kinds = {entry.type for entry in job.state.conditions}
+            if true != [job.phase] or len(kinds) < len(job.state.conditions):
+                yield f"{job.name}: conditions {job.state.conditions}"
+
+    def _slots(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
+        """No node holds more than it has."""
+        held = dict.fromkeys(NODES, 0)
+        for job in jobs:
+            for node in job.state.launched:
+                held[node] += job.state.launched_stages or job.spec["num_stages"]
+        for node, slots in NODES.items():
+            if held[node] > slots:
+                yield f"{node} holds {held[node]} of {slots}"
+
+    def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
+        """Generations only grow, and of each job at most the last one is open."""
+        launches = {job.name: self._world.store.generations(job.name) for job in jobs}
+        for job in jobs:
+            generation, before = job.state.generation, self._generations.get(job.name, 0)
+            self._generations[job.name] = generation
+            if generation < before:
+                yield f"{job.name}: generation {generation} after {before}"
+            numbers = [launch.generation for launch in launches[job.name]]
+            if numbers != sorted(set(numbers)):
+                yield f"{job.name}: launched were generations {numbers}"
+            open_ones = [entry.generation for entry in launches[job.name] if entry.ended_at is None]
+            if len(open_ones) > 1 or (job.phase.ended and open_ones):
+                yield f"{job.name} is {job.phase}, and generations {open_ones} have no end"
+
+    def _left_running(self, jobs: Mapping[str, JobRecord]) -> Iterator[str]:
+        """Nothing runs of a job that has ended."""
+        for pid, environment in self._world.processes().items():
+            job = jobs.get(environment.get("PIPOLLUX_JOB_ID", ""))
+            if job is not None and job.phase.ended:
+                yield f"{job.name} is {job.phase}, and process {pid} of it runs"
+
+    def _missing(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
+        """Each replica of a job that trains has a process, or the scheduler soon knows better."""
+        for job in jobs:
+            if job.phase is Phase.RUNNING and job.state.reason == "Training":
+                try:
+                    self._world.until("its replicas live", lambda job=job: self._lives(job), NOTICE)
+                except AssertionError:
+                    yield f"{job.name}: {job.state.launched} is launched, not all of it runs"
+
+    def _lives(self, job: JobRecord) -> bool:
+        state, generation = job.state, str(job.state.generation)
+        there = {
+            environment.get("RANK")
+            for environment in self._world.processes(job.name).values()
+            if environment.get("PIPOLLUX_GENERATION") == generation
+        }
+        if {str(rank) for rank in range(len(state.launched))} <= there:
+            return True
+        now = self._world.jobs()[job.name].state
+        return (now.generation, now.reason, now.intent) != (state.generation, "Training", None)
+
+    def _damage(self) -> Iterator[str]:
+        """The file of the store is whole, and no row refers to one that is not there."""
+        where = f"{self._world.directory.database.as_uri()}?mode=ro"
+        with closing(sqlite3.connect(where, uri=True, timeout=30.0)) as database:
+            rows = database.execute("PRAGMA integrity_check").fetchall()
+            broken = database.execute("PRAGMA foreign_key_check").fetchall()
+        if rows != [("ok",)] or broken:
+            yield f"the store: {rows}, {broken}"
+
+    def _log(self) -> Iterator[str]:
+        """Nothing has failed in the scheduler that it did not expect to."""
+        log = self._world.folder / "serve.log"
+        if "Traceback" in log.read_text(errors="replace"):
+            yield f"{log} tells of an exception"
+
+    def _started_twice(self) -> list[Path]:
+        kept = (self._world.directory.path / "jobs").glob("*/checkpoints/violations")
+        return [*kept, *(self._world.folder / "small").glob("*/violations")]
+
+    def _free(self, jobs: Iterable[JobRecord]) -> dict[str, int]:
+        """Slots that nobody holds, by node that takes jobs."""
+        nodes = self._world.store.nodes().values()
+        free = {node.name: node.slots for node in nodes if node.condition is NodeCondition.READY}
+        for job in jobs:
+            launched = job.state.launched
+            stages = job.state.launched_stages if launched else job.state.num_stages
+            for node in launched or job.state.allocation:
+                free[node] = free.get(node, 0) - (stages or job.spec["num_stages"])
+        return free
+
+
+def _fits(job: JobRecord, free: Mapping[str, int]) -> bool:
+    stages = min(job.spec.get("stage_choices") or [job.spec["num_stages"]])
+    return sum(max(slots, 0) // stages for slots in free.values()) >= job.spec["min_replicas"]

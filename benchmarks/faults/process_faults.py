@@ -1,0 +1,133 @@
+"""What happens to the processes of jobs: they are killed, frozen, or asked to stop by others.
+
+As all faults: a function is given the world and a generator of random numbers, and returns whom or
+what it hit, or None where there was nothing to hit.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from workload import COUNTING, TRAINING  # lies beside
+from world import World
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.store import JobRecord
+
+
+def kill_runner(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of the process that watches over an agent."""
+    return _hit_one(world, rng, runners, signal.SIGKILL)
+
+
+def kill_agent(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of a torchrun agent."""
+    return _hit_one(world, rng, agents, signal.SIGKILL)
+
+
+def kill_worker(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of the process that trains."""
+    return _hit_one(world, rng, workers, signal.SIGKILL)
+
+
+def freeze_worker(world: World, rng: random.Random) -> str | None:
+    """SIGSTOP of a process that trains: it is there, and says nothing any more."""
+    return _hit_one(world, rng, workers, signal.SIGSTOP)
+
+
+def stop_from_outside(world: World, rng: random.Random) -> str | None:
+    """SIGTERM of a job's agent by somebody who is not the scheduler."""
+    return _hit_one(world, rng, runners, signal.SIGTERM)
+
+
+def kill_generation(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of every process of a generation at once."""
+    for job in rng.sample(world.training(), len(world.training())):
+        pids = list(world.processes(job.name))
+        for pid in pids:
+            world.signal(pid, signal.SIGKILL)
+        if pids:
+            return noticed(world, job)
+    return None
+
+
+def kill_worker_in_a_save(world: World, _: random.Random) -> str | None:
+    """SIGKILL of the process that trains while it writes a checkpoint."""
+    jobs = world.training()
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        for job in jobs:
+            if _saves(world.checkpoints(job)):
+                for pid in workers(world, job.name, rank="0"):
+                    world.signal(pid, signal.SIGKILL)
+                    return noticed(world, job)
+        time.sleep(0.005)
+    return None
+
+
+def _saves(folder: Path) -> bool:
+    """Whether the counting job, or the library, is about to save here."""
+    return (folder / "saving").exists() or any(folder.glob(".checkpoint-*"))
+
+
+def noticed(world: World, job: JobRecord) -> str:
+    """Wait until the scheduler has noticed what happened to a job's generation."""
+
+    def has() -> bool:
+        state = world.jobs()[job.name].state
+        there = (state.generation, state.phase) == (job.state.generation, Phase.RUNNING)
+        return not there or bool(state.intent)
+
+    world.until(f"the scheduler knows of {job.name}", has)
+    return job.name
+
+
+def runners(world: World, job: str) -> list[int]:
+    """Processes that watch over an agent of a job."""
+    return [pid for pid in world.processes(job) if "runner.py" in _command(pid)]
+
+
+def agents(world: World, job: str) -> list[int]:
+    """The torchrun agents of a job."""
+    commands = {pid: _command(pid) for pid in world.processes(job)}
+    return [
+        pid
+        for pid, command in commands.items()
+        if "torch.distributed.run" in command and "runner.py" not in command
+    ]
+
+
+def workers(world: World, job: str, rank: str | None = None) -> list[int]:
+    """Processes of a job that train; all, or replica `rank` alone."""
+    found = []
+    for pid, environment in world.processes(job).items():
+        command = _command(pid)
+        script = COUNTING.name in command or TRAINING.name in command
+        if script and "torch.distributed.run" not in command:
+            found += [pid] if rank in (None, environment.get("RANK")) else []
+    return found
+
+
+def _hit_one(
+    world: World,
+    rng: random.Random,
+    find: Callable[[World, str], list[int]],
+    number: signal.Signals,
+) -> str | None:
+    for job in rng.sample(world.training(), len(world.training())):
+        pids = find(world, job.name)
+        if pids:
+            world.signal(rng.choice(pids), number)
+            return noticed(world, job)
+    return None
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""

@@ -1,0 +1,93 @@
+"""A real training job, small, whose every sample can be accounted for.
+
+It trains by the library's own means alone: `AdaptiveDataLoader` with a batch size that follows the
+goodput, a pipeline of as many stages as the scheduler says, the library's checkpoints. How often
+each sample was trained on in each epoch stands in an `Accumulator`, so it is saved and rolled back
+together with the model and the position in the epoch. In the end it is written to `counted.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from alone import hold_alone  # lies beside
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import pipollux_hybrid as pipollux
+
+NUM_SAMPLES = 256
+WIDTH = 16
+SAMPLE_SECONDS = 0.004
+"""What a sample is made to cost, so that training takes longer than starting."""
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Points, what they are to be mapped to, and their numbers."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(NUM_SAMPLES, WIDTH, generator=generator)
+        self.targets = self.inputs.roll(1, 1).sin()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[number], self.targets[number], number
+
+
+def main() -> int:
+    """Train to the end, or until asked to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, required=True)
+    options = parser.parse_args()
+    folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+    rank, generation = int(os.environ["RANK"]), int(os.environ["PIPOLLUX_GENERATION"])
+    alone = hold_alone(folder, rank, generation)
+    if alone is None:
+        return 3
+    pipollux.init_process_group()
+    torch.manual_seed(0)
+    counts = train(options.epochs)
+    if rank == 0:
+        content = {"generation": generation, "epochs": counts}
+        (folder / "counted.part").write_text(json.dumps(content))
+        (folder / "counted.part").replace(folder / "counted.json")
+    return 0
+
+
+def train(num_epochs: int) -> dict[str, list[int]]:
+    """Train for so many epochs; how often each sample was trained on, by epoch."""
+    module = nn.Sequential(
+        *(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32)),
+        *(nn.Tanh(), nn.Linear(32, WIDTH)),
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    loader = pipollux.AdaptiveDataLoader(Numbered(), batch_size=32, shuffle=True)
+    loader.autoscale_batch_size(64, local_bsz_bounds=(8, 32), gradient_accumulation=True)
+    trained = pipollux.Accumulator()
+    sample = torch.zeros(8, WIDTH)
+    model = pipollux.HybridParallel(module, optimizer, num_stages=1, sample=sample)
+    for epoch in pipollux.remaining_epochs_until(num_epochs):
+        for inputs, targets, numbers in loader:
+            time.sleep(SAMPLE_SECONDS * len(numbers))
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            trained[f"epoch {epoch}"] += torch.bincount(numbers, minlength=NUM_SAMPLES)
+            pipollux.report(loss=loss)
+    with trained.synchronized():
+        return {str(epoch): amount.tolist() for epoch, amount in trained.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What jobs tell of themselves, kept many at a time.
+
+Hints come by the hundred a second from a full cluster. What a transaction costs is nearly all of
+what keeping one of them costs, so those that come together are kept together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.orm import Session
+
+from . import journal
+from .errors import StoreError
+from .tables import Base, EventRow, HintsRow, JobRow
+
+_JOBS = Base.metadata.tables[JobRow.__tablename__]
+_HINTS = Base.metadata.tables[HintsRow.__tablename__]
+_EVENTS = Base.metadata.tables[EventRow.__tablename__]
+"""Tables, not classes: rows that nobody reads again need no objects."""
+
+_PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("told")).join(
+    _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
+)
+
+
+class ToldHints(NamedTuple):
+    """The hints of one job, as they came."""
+
+    job: str
+    generation: int
+    hints: Mapping[str, Any]
+    """As JSON."""
+
+
+def keep(session: Session, told: Sequence[ToldHints], now: float) -> list[StoreError | None]:
+    """Keep hints; of several of one job, the last, and an event for each.
+
+    Returns:
+        For each of them why it was not kept: `UnknownJobError`, `StaleGenerationError`; None where
+        it was.
+    """
+    present, known = _present(session, {each.job for each in told})
+    problems = [_problem(session, present, each) for each in told]
+    kept = [each for each, problem in zip(told, problems, strict=True) if problem is None]
+    latest = {each.job: _row(each, now) for each in kept}
+    _execute(session, insert(_HINTS), [row for job, row in latest.items() if job not in known])
+    for job in latest.keys() & known:
+        session.execute(update(_HINTS).where(_HINTS.c.job == job).values(latest[job]))
+    _execute(session, insert(_EVENTS), [_event(each, now) for each in kept])
+    return problems
+
+
+def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
+    """Return the present generation of each job, and the jobs that told hints before."""
+    rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
+    return {row.name: row.generation for row in rows}, {row.name for row in rows if row.told}
+
+
+def _problem(session: Session, present: Mapping[str, int], told: ToldHints) -> StoreError | None:
+    if present.get(told.job) == told.generation:
+        return None
+    try:
+        journal.check_present(journal.find_job(session, told.job), told.generation)
+    except StoreError as error:
+        return error
+    return None
+
+
+def _row(told: ToldHints, now: float) -> dict[str, Any]:
+    return {
+        "job": told.job,
+        "generation": told.generation,
+        "time": now,
+        "hints": dict(told.hints),
+    }
+
+
+def _event(told: ToldHints, now: float) -> dict[str, Any]:
+    # Layers are many, and measured once: the log would keep them again every few seconds.
+    kept = {key: value for key, value in told.hints.items() if key != "layers"}
+    entry = {**_row(told, now), "type": "hints", "data": {"hints": kept}}
+    del entry["hints"]
+    return entry
+
+
+def _execute(session: Session, statement: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        session.execute(statement, rows)
