@@ -9,7 +9,7 @@ from .backend import Workload
 from .explanation import misfit
 from .inventory import job_info
 from .policy import NodeInfo
-from .script import resolve_script
+from .script import with_script_found
 from .spec import JobSpec, SpecError, parse_job
 from .store import JobRecord
 
@@ -17,7 +17,7 @@ __all__ = ["admitted", "workload"]
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
-    """Return a job with its script and folder found.
+    """Return a job with its script and folder found; with an image it has none of them here.
 
     Raises:
         SpecError: it can never run here: no such script or folder, or no node that it fits on.
@@ -25,11 +25,13 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes)
     if reason:
         raise SpecError(reason)
-    script = resolve_script(spec, must_exist=True).path
+    if spec.image is not None:
+        return spec
+    spec = with_script_found(spec)
     folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
     if not folder.is_dir():
         raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
-    found = {"script": str(script), "working_dir": str(folder.absolute())}
+    found = {"working_dir": str(folder.absolute())}
     if spec.checkpoint_dir is not None:
         found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
     return spec.model_copy(update=found)
@@ -45,7 +47,8 @@ def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
     spec = parse_job(job.spec)
     return Workload(
         job=job.name,
-        script=Path(spec.script),
+        script=Path(spec.script) if spec.script else None,
+        image=spec.image,
         args=tuple(spec.args),
         num_stages=spec.num_stages,
         environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},

@@ -25,7 +25,7 @@ from typing import Any
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.explanation import explain
-from pipollux_sched.inventory import job_info
+from pipollux_sched.inventory import hints_worth, job_info
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
 from pipollux_sched.meters import Meters
 from pipollux_sched.policy import Allocation, violations
@@ -220,6 +220,7 @@ class Allocator:
         self._restart_seconds = restart_seconds
         self._clock = clock
         self._meters = meters or Meters()
+        self._doubted: dict[str, str] = {}
 
     def run_once(self) -> list[Decision]:
         """Start what can be started, then weigh all jobs against each other.
@@ -277,9 +278,11 @@ class Allocator:
         self, job: JobRecord, hints: Mapping[str, Any] | None, *, launches: int, service: float
     ) -> Candidate:
         spec = parse_job(job.spec)
+        told = _believed(job.name, hints) or spec.hints
+        self._note_doubt(job.name, hints_worth(spec, told).doubt)
         info = job_info(
             spec,
-            _believed(job.name, hints) or spec.hints,
+            told,
             age=max(self._clock() - job.submitted_at, 0.0),
             created=job.submitted_at,
             num_restarts=max(launches - 1, 0),
@@ -295,6 +298,19 @@ class Allocator:
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
         )
+
+    def _note_doubt(self, job: str, doubt: str | None) -> None:
+        """Say that a job's hints are left aside, once for every reason."""
+        if doubt is None:
+            self._doubted.pop(job, None)
+        elif self._doubted.get(job) != doubt:
+            self._doubted[job] = doubt
+            _LOG.warning(
+                "the hints of job %s %s; they are left aside, and it is planned for as if it had "
+                "sent none",
+                job,
+                doubt,
+            )
 
     def _attempt(
         self, decide: Callable[[Sequence[Candidate], Nodes, Strategy], list[Decision]]

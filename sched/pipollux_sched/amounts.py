@@ -54,6 +54,19 @@ def parse_duration(text: str | float | None) -> float | None:
     return seconds
 
 
+def spell_duration(seconds: float) -> str:
+    """Spell a duration, rounded to a whole number of a unit that says enough.
+
+    Example:
+        >>> spell_duration(45.2), spell_duration(1800.0), spell_duration(36 * 3600.0)
+        ('45 s', '30 min', '36 h')
+    """
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _shown(value: object) -> str:
     """Spell a value as it stands in a file."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

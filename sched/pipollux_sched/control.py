@@ -69,10 +69,12 @@ class Control:
         """Take a job in; it is started as soon as something is free.
 
         Raises:
-            SpecError: the job cannot run here: no such script, or no node that it fits on.
+            SpecError: the job cannot run here: no such script, no node that it fits on, or an image
+                where the backend starts no containers.
             JobExistsError: a job of this name is under way, or complete.
         """
         self._check_running()
+        self._backend.check(spec)
         fitting = admitted(spec, self._nodes)
         self._check_checkpoints(fitting)
         token = secrets.token_urlsafe(32)
@@ -126,9 +128,16 @@ class Control:
         self._reconsider()
         return node
 
-    def heard(self, name: str, generation: int, replica: int, step: int | None) -> None:
+    def heard(
+        self,
+        name: str,
+        generation: int,
+        replica: int,
+        step: int | None,
+        hang_timeout: float | None = None,
+    ) -> None:
         """Take note of a replica's sign of life; that there was one outlives the scheduler."""
-        if self.heartbeats.note(name, generation, replica, step):
+        if self.heartbeats.note(name, generation, replica, step, hang_timeout):
             self._backend.note_heard(name, generation, replica)
 
     def expect_replicas(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from pipollux_sched.backend import check_local
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.hardware import count_gpus
 from pipollux_sched.interruption import Interruption
@@ -23,9 +24,9 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.live import LiveView
 from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 from pipollux_sched.report import write_report
-from pipollux_sched.script import resolve_script
+from pipollux_sched.script import with_script_found
 from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
+from pipollux_sched.spec import ClusterSpec, load_cluster, load_jobs
 from pipollux_sched.store import StateDir, StateDirError
 
 __all__ = ["Demo", "DemoError", "find_examples"]
@@ -75,7 +76,9 @@ class Demo:
         self._output = output
         self._cluster = with_gpus(load_cluster(folder / "demo-cluster.yaml"))
         jobs_file = folder / "demo-jobs.yaml"
-        self._jobs = [_with_script(job, jobs_file) for job in load_jobs(jobs_file)]
+        self._jobs = [with_script_found(job, jobs_file) for job in load_jobs(jobs_file)]
+        for job in self._jobs:
+            check_local(job)
         self._view = LiveView(console)
         self._console = console
         self._steps_alone = steps_alone
@@ -194,8 +197,3 @@ def with_gpus(cluster: ClusterSpec) -> ClusterSpec:
         return cluster
     nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.nodes]
     return cluster.model_copy(update={"nodes": nodes})
-
-
-def _with_script(job: JobSpec, jobs_file: Path) -> JobSpec:
-    script = resolve_script(job, jobs_file, must_exist=True).path
-    return job.model_copy(update={"script": str(script)})

@@ -96,6 +96,7 @@ _TELLING: _Telling = {
     "resumed": lambda _event: "resumed by its user",
     "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
     "silent": lambda event: f"silent: {_first_line(event['why'])}",
+    "hung": lambda event: f"hung: {_first_line(event['why'])}",
     "node": _node,
     "autoscaling": _autoscaling,
 }

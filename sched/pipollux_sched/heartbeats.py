@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Heard", "Heartbeats", "SilentReplica"]
+__all__ = ["Heard", "Heartbeats", "HungJob", "SilentReplica"]
 
 
 class Heard(NamedTuple):
@@ -34,10 +34,45 @@ class SilentReplica(NamedTuple):
     """How long ago it was heard of last."""
 
 
+class HungJob(NamedTuple):
+    """A job whose replicas were heard of, always at the same step."""
+
+    job: str
+    generation: int
+    step: int
+    """The highest that any replica told."""
+    seconds: float
+    """From the first beat that told this step to the last beat of any replica."""
+
+
 @dataclass
 class _Generation:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+    hang_timeout: float | None = None
+    highest: int | None = None
+    """Step, of those told while a `hang_timeout` was."""
+    grown_at: float = 0.0
+    """When the highest step was told first."""
+
+    def note_step(self, step: int | None, hang_timeout: float | None, now: float) -> None:
+        self.hang_timeout = hang_timeout
+        if hang_timeout is None:
+            self.highest = None
+        elif step is not None and (self.highest is None or step > self.highest):
+            self.highest, self.grown_at = step, now
+
+    def hung(self, job: str) -> HungJob | None:
+        """Return the job if it hangs.
+
+        From beat to beat, not up to now: while nobody is heard of, nobody knows the step.
+        """
+        if self.hang_timeout is None or self.highest is None:
+            return None
+        seconds = max(moment for moment, _ in self.last.values()) - self.grown_at
+        if seconds < self.hang_timeout:
+            return None
+        return HungJob(job, self.number, self.highest, seconds)
 
 
 class Heartbeats:
@@ -60,8 +95,23 @@ class Heartbeats:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Generation] = {}
 
-    def note(self, job: str, generation: int, replica: int, step: int | None = None) -> bool:
+    def note(
+        self,
+        job: str,
+        generation: int,
+        replica: int,
+        step: int | None = None,
+        hang_timeout: float | None = None,
+    ) -> bool:
         """Take note of a sign of life; one of an older generation than the last is left aside.
+
+        Args:
+            job: whose.
+            generation: of which launch.
+            replica: which pipeline replica.
+            step: optimizer step that it told; None: none.
+            hang_timeout: seconds for which the job's step may stay the same; None: as long as it
+                likes, or the generation has not taken its first step.
 
         Returns:
             Whether it is the first of this replica in the present generation.
@@ -72,8 +122,9 @@ class Heartbeats:
                 known = self._jobs[job] = _Generation(generation)
             if known.number != generation:
                 return False
-            first = replica not in known.last
-            known.last[replica] = (self._clock(), step)
+            first, now = replica not in known.last, self._clock()
+            known.last[replica] = (now, step)
+            known.note_step(step, hang_timeout, now)
             return first
 
     def silent(self, limit_seconds: float) -> list[SilentReplica]:
@@ -86,6 +137,12 @@ class Heartbeats:
                 for replica, (last, _) in sorted(known.last.items())
                 if now - last > limit_seconds
             ]
+
+    def hung(self) -> list[HungJob]:
+        """Return the jobs whose step has stayed the same for their `hang_timeout`."""
+        with self._lock:
+            found = (known.hung(job) for job, known in self._jobs.items())
+            return [entry for entry in found if entry is not None]
 
     def heard(self, job: str, generation: int) -> dict[int, Heard]:
         """Return the last sign of life of each replica of a generation that gave one."""

@@ -6,15 +6,16 @@ them what follows from resources alone: how many replicas fit, and what allocati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
+from pipollux_perfmodel import SchedHints, SpeedupFunction
 
+from .plausibility import Worth, worth
 from .policy import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -83,7 +84,8 @@ def job_info(
 
     Args:
         spec: what the user asked for.
-        hints: the latest that is known of the job; None or incomplete hints mean linear speedup.
+        hints: the latest that is known of the job; None, incomplete or absurd hints (`hints_worth`)
+            mean linear speedup.
         age: seconds since submission.
         created: time of submission, seconds since any fixed moment.
         num_restarts: how often its allocation was changed so far.
@@ -91,8 +93,9 @@ def job_info(
         attained_service: slot-seconds that it has held.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
     """
-    speedups = _speedups(hints, spec.num_stages, tuple(spec.stage_choices)) if hints else {}
-    own: SpeedupCallable = speedups.get(spec.num_stages, linear_speedup)
+    said = hints_worth(spec, hints)
+    hints = None if said.doubt else hints
+    own: SpeedupCallable = said.speedups.get(spec.num_stages, linear_speedup)
     return JobInfo(
         resources=replica_resources(spec),
         speedup_fn=own,
@@ -105,19 +108,27 @@ def job_info(
         num_restarts=num_restarts,
         restart_seconds=restart_seconds,
         gpu_type=spec.gpu_type,
-        shapes=tuple(_further_shapes(spec, hints, speedups, num_stages)),
+        shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
         attained_service=attained_service,
         remaining_work=_remaining_work(hints, own),
         requested_replicas=spec.requested_replicas,
     )
 
 
-@lru_cache(maxsize=1024)
-def _speedups(
-    hints: SchedHints, num_stages: int, choices: tuple[int, ...]
-) -> Mapping[int, SpeedupFunction]:
-    """Return `stage_speedups`, and remember: they are asked for again until the job says more."""
-    return stage_speedups(hints, num_stages, choices)
+def hints_worth(
+    spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
+) -> Worth:
+    """Return what hints say of each number of stages that a job may be cut into.
+
+    Args:
+        spec: what the user asked for.
+        hints: what the job tells; None: nothing.
+        choices: numbers of stages besides the job's own; None: those that its user allows.
+    """
+    if hints is None:
+        return Worth({})
+    stages = tuple(spec.stage_choices if choices is None else choices)
+    return worth(hints, spec.num_stages, stages, replica_cap(spec, hints))
 
 
 def _further_shapes(
@@ -130,7 +141,7 @@ def _further_shapes(
     known: dict[int, SpeedupCallable] = {**speedups}
     if running is not None and running not in known:
         # What holds slots is counted, whether or not it could be chosen again.
-        found = _speedups(hints, spec.num_stages, (running,)) if hints else {}
+        found = hints_worth(spec, hints, (running,)).speedups
         known[running] = found.get(running, linear_speedup)
     for num_stages in sorted(known.keys() - {spec.num_stages}):
         resources = replica_resources(spec, num_stages)
@@ -141,7 +152,10 @@ def _remaining_work(hints: SchedHints | None, own: SpeedupCallable) -> float | N
     """Return the seconds that one replica of the job's own K would still train."""
     if hints is None or hints.remaining_samples is None or not isinstance(own, SpeedupFunction):
         return None
-    return hints.remaining_samples / own.base_goodput if own.base_goodput > 0 else None
+    if own.base_goodput <= 0:
+        return None
+    seconds = hints.remaining_samples / own.base_goodput
+    return seconds if math.isfinite(seconds) else None
 
 
 def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:

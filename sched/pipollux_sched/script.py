@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .spec import JobSpec, SpecError
 
-__all__ = ["ResolvedScript", "resolve_script"]
+__all__ = ["ResolvedScript", "resolve_script", "with_script_found"]
 
 
 class ResolvedScript(NamedTuple):
@@ -30,8 +30,10 @@ def resolve_script(
         must_exist: whether a script that lies in neither place is an error.
 
     Raises:
-        SpecError: `must_exist`, and there is no such file.
+        SpecError: it has no script, or `must_exist` and there is no such file.
     """
+    if job.script is None:
+        raise SpecError(f"job '{job.name}': script: is missing; give the path of a Python script")
     script = Path(job.script).expanduser()
     places = [(Path.cwd() / script, "the current folder")]
     if script.is_absolute():
@@ -45,3 +47,19 @@ def resolve_script(
         tried = ", nor ".join(str(path) for path, _ in places)
         raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
     return ResolvedScript(*places[-1])
+
+
+def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobSpec:
+    """Return a job with the absolute path of its script; what lies inside an image stays as it is.
+
+    Args:
+        job: the job.
+        jobs_file: the file that the job was read from, if any.
+
+    Raises:
+        SpecError: there is no such script.
+    """
+    if job.image is not None:
+        return job
+    found = resolve_script(job, jobs_file, must_exist=True).path
+    return job.model_copy(update={"script": str(found)})

@@ -32,7 +32,6 @@ from pipollux_sched.executor import Executor
 from pipollux_sched.expander import Expander
 from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
-from pipollux_sched.interruption import Interruption
 from pipollux_sched.inventory import node_info
 from pipollux_sched.lifecycle import Adopt, Allocate, Event, Recover
 from pipollux_sched.meters import Meters
@@ -132,7 +131,7 @@ class Scheduler:
         }
         self._meters = Meters()
         self._resources = ExitStack()
-        self._started = self._serving = False
+        self._started = self._serving = self._abandoned = False
         self._stopping = False
         self._deciding = threading.Lock()
         self._reconsider = threading.Event()
@@ -191,12 +190,11 @@ class Scheduler:
         with self._resources:
             self._executor.stop_all(self._grace if grace is None else grace, hurry)
 
-    def run(self) -> None:
-        """Serve until SIGINT or SIGTERM; at a second one jobs are no longer given time to save."""
-        with Interruption() as interruption:
-            self.start()
-            interruption.wait()
-            self.stop(hurry=lambda: interruption.count > 1)
+    def abandon(self) -> None:
+        """End, and leave jobs, their processes and the store to the one that has taken it over."""
+        with self._deciding:
+            self._stopping = self._abandoned = True
+        self._resources.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -296,15 +294,19 @@ class Scheduler:
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
         )
-        resources.callback(self._executor.step)  # takes up what shutting down has brought about
-        # Where starting fails, what an earlier scheduler left running is left to the next one.
-        resources.callback(lambda: self._backend.shutdown() if self._serving else None)
+        resources.callback(self._end_processes)
         self._store.set_nodes(
             (node.name, node.slots, node.kind, node.model_dump(mode="json"))
             for node in self._cluster.nodes
         )
         described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
         self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+
+    def _end_processes(self) -> None:
+        # Where starting fails, or the store was lost, what runs is left to the next scheduler.
+        if self._serving and not self._abandoned:
+            self._backend.shutdown()
+            self._executor.step()  # takes up what that has brought about
 
     def _take_over(self) -> None:
         """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
@@ -336,7 +338,8 @@ class Scheduler:
         self._server.start()
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
-        resources.callback(self.state_dir.remove_server)
+        # Jobs that are left running report where this one listened.
+        resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
     def _start_thread(
         self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event

@@ -26,6 +26,8 @@ from pipollux_perfmodel import SchedHints
 
 from .amounts import parse_bytes, parse_duration
 from .document import Document, SpecError, read_document
+from .hint_limits import read_hints
+from .image_reference import check_image
 from .validation import problem_at, problems
 
 __all__ = [
@@ -95,7 +97,7 @@ def _read_hints(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping, as in {initBatchSize: 64}")
     try:
-        return SchedHints.from_json_object(value)
+        return read_hints(value)
     except ValueError as error:
         raise ValueError(str(error).removeprefix("hints: ")) from None
 
@@ -105,6 +107,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
 FilePath = Annotated[str, AfterValidator(_check_not_empty)]
+ImageReference = Annotated[str, AfterValidator(check_image)]
 T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
 
@@ -154,7 +157,7 @@ class ResourceSpec(_Spec):
 
 
 class JobSpec(_Spec):
-    """One job: a script that trains, and the bounds within which it may be scaled.
+    """One job: a script or an image that trains, and the bounds within which it may be scaled.
 
     Example:
         >>> JobSpec(name="digits", script="examples/digits.py", max_replicas=4).num_stages
@@ -162,9 +165,15 @@ class JobSpec(_Spec):
     """
 
     name: Name = Field(description="a name, as in name: char-lm")
-    script: FilePath = Field(description="the path of a Python script")
-    """As the user wrote it; `resolve_script` finds the file."""
+    script: FilePath | None = Field(default=None, description="the path of a Python script")
+    """As the user wrote it; `resolve_script` finds the file. With an `image`: a path inside that;
+    None: the image's entry point runs."""
+    image: ImageReference | None = Field(
+        default=None, description="a reference such as registry.example/train:2.1"
+    )
+    """The container image that every replica runs in; None: the script runs as it lies here."""
     args: List[str] = Field(default=(), description="a list of texts")
+    """What the script, or the image's entry point, is given."""
     num_stages: Count = 1
     """K, the devices of one pipeline replica; all lie on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
@@ -193,7 +202,8 @@ class JobSpec(_Spec):
         default={}, description="a mapping of texts to texts"
     )
     working_dir: FilePath | None = Field(default=None, description="the path of a folder")
-    """The folder that the script runs in; None: the one that the scheduler was started in."""
+    """The folder that the script runs in; None: the one that the scheduler was started in, with an
+    `image` the one that the image says."""
     checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
     """Where the job saves, for itself alone, as every node sees it; None: where the scheduler keeps
     its state."""
@@ -205,6 +215,11 @@ class JobSpec(_Spec):
         default=None, description="a duration such as 36h"
     )
     """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
+        default=None, description="a duration such as 30m"
+    )
+    """Seconds without a further step, from the first step of a launch on, after which its processes
+    are ended and it is started again; None: it may stand still for ever."""
     hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
     """What is known of the job beforehand."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
@@ -229,6 +244,7 @@ class JobSpec(_Spec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_program()
         if self.min_replicas > self.max_replicas:
             raise problem_at(
                 ("min_replicas",),
@@ -246,6 +262,24 @@ class JobSpec(_Spec):
         if self.hints is not None:
             self._check_hints(self.hints)
         return self
+
+    def _check_program(self) -> None:
+        if self.image is None:
+            if self.script is None:
+                raise problem_at(
+                    ("script",),
+                    "is missing; give the path of a Python script, or as image a reference such as "
+                    "registry.example/train:2.1",
+                )
+            return
+        folders = {"working_dir": self.working_dir, "checkpoint_dir": self.checkpoint_dir}
+        for name, folder in folders.items():
+            if folder is not None and not folder.startswith("/"):
+                raise problem_at(
+                    (name,),
+                    f"'{folder}' is relative, but a job with an image begins in no folder of this "
+                    "machine; give a path that begins with '/'",
+                )
 
     def _check_choices(self) -> None:
         requested, choices = self.requested_replicas, self.stage_choices

@@ -1,4 +1,6 @@
-"""What happens to jobs because time passes: deadlines, replicas that fall silent, old entries."""
+"""What happens to jobs because time passes: deadlines, replicas that fall silent, training loops
+that hang, old entries.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import time
 from collections.abc import Callable, Collection
 from datetime import datetime
 
-from .heartbeats import Heartbeats
-from .lifecycle import Event, Expire, Silent
+from .amounts import spell_duration
+from .heartbeats import Heartbeats, HungJob
+from .lifecycle import Event, Expire, Hung, Silent
 from .store import JobRecord, Store, UnknownJobError
 
 _LOG = logging.getLogger(__name__)
@@ -66,7 +69,7 @@ class Watchdog:
                 _LOG.exception("the watchdog failed; it goes on in a second")
 
     def look(self) -> None:
-        """End jobs whose deadline has passed, and generations of which a replica is lost."""
+        """End jobs whose deadline has passed, and generations that are lost or hang."""
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
@@ -78,6 +81,9 @@ class Watchdog:
             told.add((name, generation))
             # Not before: what could not be written down is tried again at the next look.
             self._heartbeats.forget(name, generation)
+        for hung in self._heartbeats.hung():
+            self._let(hung.job, Hung(hung.generation, _why_hung(hung)))
+            self._heartbeats.forget(hung.job, hung.generation)
 
     def _let(self, name: str, event: Event) -> None:
         try:
@@ -89,3 +95,10 @@ class Watchdog:
 def _why_overdue(job: JobRecord) -> str:
     deadline = datetime.fromtimestamp(job.deadline_at or 0.0).isoformat(" ", "seconds")
     return f"The deadline, {deadline}, has passed; submit the job again to let it go on."
+
+
+def _why_hung(hung: HungJob) -> str:
+    return (
+        f"Its step has been {hung.step} for {spell_duration(hung.seconds)} though its replicas "
+        "give signs of life, so all were ended."
+    )

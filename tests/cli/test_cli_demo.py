@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,17 @@ class Run:
             *("--steps-alone", "15"),
         ]
         self._log = (folder / "output.txt").open("w+")
+        self.result = folder / "result.txt"
+        """What a demonstration printed that was to print its result as data."""
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
-        self.process = subprocess.Popen(
-            self._command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    def start(self, *, as_json: bool = False) -> subprocess.Popen[bytes]:
+        command = [*self._command, "--format", "json"] if as_json else self._command
+        with ExitStack() as files:
+            result = files.enter_context(self.result.open("w")) if as_json else self._log
+            self.process = subprocess.Popen(
+                command, stdout=result, stderr=self._log, start_new_session=True
+            )
         return self.process
 
     def events(self) -> list[dict[str, Any]]:
@@ -88,7 +94,13 @@ def of(events: list[dict[str, Any]], kind: str, job: str) -> list[dict[str, Any]
 @pytest.mark.timeout(300)
 def test_two_jobs_to_the_end(run: Run) -> None:
     """The pipeline grows from one replica to two, its steps go on, its loss falls; all is told."""
-    assert run.start().wait(LIMIT) == 0, run.printed()
+    assert run.start(as_json=True).wait(LIMIT) == 0, run.printed()
+    assert json.loads(run.result.read_text()) == {
+        "complete": True,
+        "report": str(run.output / "report.html"),
+        "events": str(run.output / "events.jsonl"),
+        "state_dir": str(run.output / "state"),
+    }
     events = run.events()
     allocations = [
         (event["num_replicas"], event["nodes"]) for event in of(events, "allocated", "char-lm")

@@ -170,6 +170,11 @@ jobs:
         "two is complete already, and left alone.",
     ]
 
+    told = cli("apply", *files, "--yes", "--output", "json")
+    assert (told.returncode, told.stderr) == (0, again.stdout)
+    assert [job["phase"] for job in json.loads(told.stdout)] == ["Complete", "Complete"]
+    assert "--output json needs --yes" in one_sentence(cli("apply", *files, "-o", "json"), 2)
+
 
 def test_apply_with_a_job_that_fails(cli: Cli) -> None:
     (cli.folder / "jobs.yaml").write_text(f"""
@@ -177,9 +182,13 @@ jobs:
   - {{name: bad, script: {TOY}, args: [--fail-at, "2"], max_restarts: 0}}
   - {{name: long, script: {TOY}, num_stages: 2}}
 """)
-    failed = cli("apply", "--cluster", "cluster.yaml", "--jobs", "jobs.yaml", "--yes")
+    files = ("--cluster", "cluster.yaml", "--jobs", "jobs.yaml")
+    failed = cli("apply", *files, "--yes", "--output", "json")
     assert failed.returncode == 1
-    assert failed.stderr.startswith("Error: bad failed; all jobs were stopped\n")
+    ended = {job["name"]: job["phase"] for job in json.loads(failed.stdout)}
+    assert ended == {"bad": "Failed", "long": "Suspended"}
+    assert "bad: failed: Failed once" in failed.stderr
+    assert "Error: bad failed; all jobs were stopped\n" in failed.stderr
     assert failed.stderr.endswith("RuntimeError: step 2 went wrong on replica 0\n")
     assert cli.jobs()["long"]["phase"] == "Suspended"
 

@@ -133,3 +133,5 @@ def test_apply_asks_and_lets_the_scheduler_do_it(cli: Cli) -> None:
     wait_until(lambda: cli.jobs()["toy"]["reason"] == "Training")
     again = cli("apply", "--yes")
     assert again.stdout == "0 changes to 1 job by the policy exact, if it decided now.\n"
+    told = cli("apply", "--yes", "--output", "json")
+    assert (told.returncode, json.loads(told.stdout)) == (0, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -16,8 +17,10 @@ from rich.console import Console
 from pipollux_sched.cli import main
 from pipollux_sched.cli.job_table import job_table
 from pipollux_sched.store import Store
+from tests.sched import synthetic_log as synthetic
 
 from .kept import Clock, kept
+from .runner import PIPOLLUX
 
 Say = Callable[..., str]
 
@@ -227,3 +230,18 @@ def test_events_of_so_long_ago(
 )
 def test_mistakes(say: Say, command: list[str], code: int, says: str) -> None:
     assert says in say(*command, code=code)
+
+
+def test_what_a_report_was_written_to(tmp_path: Path) -> None:
+    log = synthetic.write_log(tmp_path / "events.jsonl", synthetic.synthetic_log()[:200])
+    output = tmp_path / "report.html"
+    for form, says in (("json", {"report": str(output)}), ("table", f"Wrote {output}\n")):
+        done = subprocess.run(
+            [PIPOLLUX, "report", str(log), "--output", str(output), "--format", form],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert (json.loads(done.stdout) if form == "json" else done.stdout) == says
+    assert "<html" in output.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -115,6 +116,24 @@ def test_sparkline(spans: list[Span], alive: tuple[float, float], top: int, draw
 
 def test_windows() -> None:
     assert [window_for(seconds) for seconds in (0, 61, 3600, 1e9)] == [60, 300, 3600, 604800]
+
+
+def test_one_look_for_programs(state_dir: StateDir) -> None:
+    command = [PIPOLLUX, "top", "--output", "json", "--state-dir", str(state_dir.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = json.loads(done.stdout)
+    assert (told["policy"], told["served"], told["goodput"]) == ("exact", False, 870.0)
+    assert {name: number for name, number in told["phases"].items() if number} == {
+        "Running": 2,
+        "Queued": 1,
+        "Suspended": 1,
+        "Failed": 2,
+    }
+    nodes = {node["name"]: (node["used"], node["jobs"]) for node in told["nodes"]}
+    assert nodes == {"node-a": (2, {"grown": 2}), "node-b": (2, {"wide": 2}), "node-c": (0, {})}
+    [grown] = [job for job in told["jobs"] if job["name"] == "grown"]
+    assert (grown["num_launches"], grown["progress"]["step"]) == (2, 21)
+    assert told["events"][-1]["type"] == "node"
 
 
 def test_once_and_into_a_pipe(state_dir: StateDir, capsys: pytest.CaptureFixture[str]) -> None:

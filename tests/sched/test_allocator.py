@@ -24,6 +24,7 @@ from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.spec import JobSpec
 from pipollux_sched.store import Point, Store
+from tests.sched.test_plausibility import NOTHING_FITS
 
 NODES = {"a": NodeInfo({"slots": 2}), "b": NodeInfo({"slots": 2})}
 
@@ -301,6 +302,24 @@ def test_hints_that_cannot_be_read_are_left_aside(
         (candidate,) = allocator.candidates()
     assert candidate.info.speedup_fn is linear_speedup
     assert "fromAnotherVersion" in caplog.text
+
+
+def test_hints_that_are_not_believed_are_left_aside_and_told_of_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.submit("toy", max_replicas=4)
+    allocator = world.allocator(PolluxPolicy())
+    allocator.run_once()
+    world.store.put_hints("toy", 1, NOTHING_FITS.to_json_object())
+    world.step("toy", 1)
+    for _ in range(3):
+        allocator.run_once()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told == (
+        "the hints of job toy say that up to 4 replicas are all worth nothing; they are left "
+        "aside, and it is planned for as if it had sent none"
+    )
+    assert world.store.job("toy").state.allocation == ("a",)
 
 
 def test_pinned_states(world: World) -> None:

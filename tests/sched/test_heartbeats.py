@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from pipollux_sched.heartbeats import Heard, Heartbeats
 
 
@@ -55,6 +57,42 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     beats.forget("never-heard-of", 1)
     clock.now += 60.0
     assert [entry.job for entry in beats.silent(30.0)] == ["b"]
+
+
+BEATS = [
+    # seconds, replica, step, hang_timeout of each beat; then step and seconds of what hangs
+    ([(0, 0, 5, 30), (30, 0, 5, 30)], (5, 30)),
+    ([(0, 0, 5, 30), (29, 0, 5, 30)], None),
+    ([(0, 0, 5, 30), (29, 0, 6, 30), (58, 0, 6, 30)], None),
+    ([(0, 0, 5, 30), (29, 0, 6, 30), (59, 0, 6, 30)], (6, 30)),
+    ([(0, 0, 5, None), (99, 0, 5, None)], None),  # none is set, or nothing was trained yet
+    ([(0, 0, 5, None), (99, 0, 5, 30), (128, 0, 5, 30)], None),  # counted from the first step
+    ([(0, 0, 5, None), (99, 0, 5, 30), (129, 0, 5, 30)], (5, 30)),
+    ([(0, 0, 5, 30), (40, 0, None, None), (80, 0, 5, 30)], None),
+    ([(0, 0, None, 30), (99, 0, None, 30)], None),  # it never tells a step
+    ([(0, 0, 5, 30), (99, 0, None, 30)], (5, 99)),
+    ([(0, 0, 7, 30), (1, 1, 6, 30), (40, 1, 7, 30)], (7, 40)),  # who lags does not count as growth
+    ([(0, 0, 7, 30), (20, 1, 8, 30), (40, 0, 7, 30)], None),  # the highest of any replica counts
+    ([(0, 0, 7, 30), (50, 0, 3, 30)], (7, 50)),
+]
+
+
+@pytest.mark.parametrize(("told", "hangs"), BEATS)
+def test_a_job_that_beats_and_does_not_step(
+    told: list[tuple[float, int, int | None, float | None]], hangs: tuple[int, float] | None
+) -> None:
+    clock = Clock()
+    beats = Heartbeats(clock)
+    for seconds, replica, step, hang_timeout in told:
+        clock.now = 100.0 + seconds
+        beats.note("a", 2, replica, step, hang_timeout)
+    beats.note("b", 1, 0, 5)
+    clock.now += 1000.0  # who is not heard of may have gone on since
+    assert beats.hung() == ([] if hangs is None else [("a", 2, *hangs)])
+    beats.note("a", 1, 0, 99, 30)  # late, of the generation before
+    assert beats.hung() == ([] if hangs is None else [("a", 2, *hangs)])
+    beats.note("a", 3, 0, 1, 30)
+    assert beats.hung() == []
 
 
 def test_many_threads_at_once() -> None:

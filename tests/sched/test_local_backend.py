@@ -194,6 +194,9 @@ def test_impossible_allocations_are_refused(backend: LocalBackend) -> None:
         backend.apply(workload(num_stages=3), 1, ["node-a"])
     with pytest.raises(BackendError, match="cannot run on node-c"):
         backend.apply(workload(), 1, ["node-c"])
+    boxed = Workload(job="toy", script=None, image="train:2")
+    with pytest.raises(BackendError, match="cannot run in train:2: the local backend starts"):
+        backend.apply(boxed, 1, ["node-a"])
     assert backend.running() == {}
 
 

@@ -77,7 +77,7 @@ def test_every_replica_is_heard_of_also_after_the_scheduler_was_away(
             eventually(lambda: (beats.heard("alive", 1)[0].step or 0) > first)
             port = int(service.server.url.rpartition(":")[2])
             service.server.stop()
-            beats.forget("alive")
+            beats.forget("alive", 1)
             service.server = HttpServer(service.app, "127.0.0.1", port)
             service.server.start()
             eventually(lambda: beats.heard("alive", 1).keys() == {0, 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -115,6 +116,27 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
     again = [event for event in heard if event["type"] == "started" and event["job"] == "bad"][1]
     assert again["time"] - restarting["time"] >= 1.0
     assert again["generation"] == 2
+
+
+def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
+    """Its processes are ended, and it goes on from what it had saved."""
+    with scheduler_on(directory) as scheduler:
+        scheduler.submit(toy("stuck", "--beats", "--hang-at", "3", "--steps", "6", hang_timeout=1))
+        assert scheduler.wait(lambda jobs: jobs["stuck"].phase.ended, timeout=60)
+        assert scheduler.jobs()["stuck"].phase is Phase.COMPLETE
+        events = scheduler.store.events(job="stuck")
+        log = scheduler.state_dir.log("stuck", 2, 0).read_text()
+    told = types(events, "stuck")
+    assert told[:6] == ["submitted", "allocated", "started", "first_step", "hung", "restarting"]
+    hung, restarting = (event for event in events if event["type"] in told[4:6])
+    assert hung["generation"] == 1
+    assert re.fullmatch(
+        r"Its step has been 3 for \d+ s though its replicas give signs of life, "
+        r"so all were ended\.",
+        hung["why"],
+    )
+    assert restarting["why"] == hung["why"]
+    assert "replica 0 of generation 2 goes on from step 3" in log
 
 
 def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipollux_sched.amounts import parse_bytes, parse_duration
-from pipollux_sched.script import resolve_script
+from pipollux_sched.amounts import parse_bytes, parse_duration, spell_duration
+from pipollux_sched.script import resolve_script, with_script_found
 from pipollux_sched.spec import (
     ClusterSpec,
     JobSpec,
@@ -179,10 +179,16 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["resources:", "  cpu: 2"], "5: jobs[0].resources.cpu: unknown field; did you mean 'cpus'?"),
         (["resources: {cpus: -2}"], "4: jobs[0].resources.cpus: -2 is not allowed; it must be a whole number of at least 0"),
         (["preemptible: 'yes'"], '4: jobs[0].preemptible: "yes" is not allowed; it must be true or false'),
+        (["hang_timeout: soon"], "4: jobs[0].hang_timeout: 'soon' is not a duration; give seconds, or a text such as 45m or 36h"),
+        (["hang_timeout: 0"], "4: jobs[0].hang_timeout: 0 is not above 0; give a duration such as 36h"),
         (["working_dir: ''"], "4: jobs[0].working_dir: is empty; give a path"),
         (["allocation: [n, n]", "max_replicas: 1"], "4: jobs[0].allocation: names 2 replicas, but min_replicas = 1 and max_replicas = 1; list one node name per running replica"),
         (["hints: {initBatchSiz: 3}"], "4: jobs[0].hints: initBatchSiz is not a known key; did you mean initBatchSize?"),
         (["hints: {numStages: 3}"], "4: jobs[0].hints: numStages is 3 but num_stages of the job is 1; make them equal"),
+        (["image: 'train: 2'"], "4: jobs[0].image: 'train: 2' is not a reference to an image; give registry/name:tag or registry/name@sha256:DIGEST, of which only the name (lower-case letters, digits and '.', '_', '-', '/' between them, at most 255) must be there"),
+        (["image: 3"], '4: jobs[0].image: 3 is not allowed; it must be a text: write it in quotes, "3"'),
+        (["image: train", "working_dir: data"], "5: jobs[0].working_dir: 'data' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
+        (["image: train", "checkpoint_dir: ~/kept"], "5: jobs[0].checkpoint_dir: '~/kept' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
         (["hints: 7"], "4: jobs[0].hints: must be a mapping, as in {initBatchSize: 64}"),
     ],
 )  # fmt: skip
@@ -211,6 +217,92 @@ def test_hints_take_stages_and_micro_batches_from_their_job() -> None:
     assert (job.hints.num_stages, job.hints.num_microbatches) == (3, 6)
 
 
+DIGEST = "@sha256:" + "0a" * 32
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "train",
+        "train:2.1",
+        "team/train_it--now.v2/deep:A_b-.9",
+        "registry.example/train",
+        "localhost:5000/train:2",
+        "[::1]:5000/train",
+        "Registry.example:443/team/train:2" + DIGEST,
+        "train" + DIGEST,
+        "train@sha512:" + "f" * 128,
+        "a" * 255 + ":" + "t" * 128 + DIGEST,
+    ],
+)
+def test_references_to_images(image: str) -> None:
+    assert JobSpec(name="a", image=image).image == image
+    assert JobSpec(name="a", image=image, script="in/it.py").script == "in/it.py"
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(
+            "",
+            " train",
+            "train ",
+            "train\n",
+            "tra in",
+            "Train",
+            "träin",
+            "-train",
+            "train-",
+            "a..b",
+        ),
+        *("train:", "train:-x", "train:" + "t" * 129, "train@sha256:0a", "train@md5:" + "0" * 32),
+        *(
+            "train@sha256:" + "0A" * 32,
+            "/train",
+            "train/",
+            "a//b",
+            "http://registry/train",
+            "$(id)",
+        ),
+        *("registry.example:port/train", "a" * 256, "a/" * 300 + "a", "a-" * 300 + "!"),
+    ],
+)
+def test_what_is_no_reference_to_an_image(image: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job({"name": "a", "image": image})
+    (problem,) = caught.value.problems
+    assert re.match(r"job: image: .* is not a reference to an image; give", problem, re.DOTALL)
+    assert len(problem) < 350
+
+
+def test_a_job_has_a_script_or_an_image(tmp_path: Path) -> None:
+    says = "script: is missing; give the path of a Python script, or as image a reference such as registry.example/train:2.1"
+    for data in ({"name": "a"}, {"name": "a", "script": None, "image": None}):
+        with pytest.raises(SpecError) as caught:
+            parse_job(data)
+        assert str(caught.value) == f"job: {says}"
+    path = tmp_path / "jobs.yaml"
+    path.write_text("jobs:\n- image: train\n  name: a\n- args: []\n  name: b\n")
+    with pytest.raises(SpecError) as caught:
+        load_jobs(path)
+    assert str(caught.value) == f"{path}:4: jobs[1].{says}"
+
+
+def test_the_script_of_an_image_is_not_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    inside = JobSpec(name="a", image="train:2", script="train.py")
+    assert with_script_found(inside) == inside
+    whole = JobSpec(name="a", image="train:2")
+    assert with_script_found(whole) == whole
+    with pytest.raises(SpecError, match="job 'a': script: is missing; give the path"):
+        resolve_script(whole)
+    here = JobSpec(name="a", script="train.py")
+    assert with_script_found(here).script == str(tmp_path / "train.py")
+
+
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
 JOBS = st.fixed_dictionaries(
     {"name": NAMES, "script": st.just("train.py")},
@@ -226,6 +318,7 @@ JOBS = st.fixed_dictionaries(
         ),
         "environment": st.dictionaries(st.sampled_from(["A", "B_1"]), st.text(max_size=5)),
         "working_dir": st.sampled_from([None, "/tmp"]),
+        "image": st.sampled_from([None, "train", "registry.example/train:2.1"]),
         "max_restarts": st.integers(0, 9),
         "hints": st.sampled_from([None, {"initBatchSize": 16, "maxProfiledReplicas": 2}]),
     },
@@ -279,6 +372,14 @@ def test_what_is_no_size(text: Any) -> None:
 )
 def test_durations(text: str | int, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (119, "119 s"), (120, "2 min"), (1799.6, "30 min"), (7199, "120 min"), (7200, "2 h")],
+)  # fmt: skip
+def test_durations_are_spelt(seconds: float, text: str) -> None:
+    assert spell_duration(seconds) == text
 
 
 @pytest.mark.parametrize("text", ["", "h", "1 week", "-1h", "1e3", True, 0, -1, float("inf")])

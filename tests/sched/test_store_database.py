@@ -157,8 +157,11 @@ def test_whoever_lost_the_store_writes_no_more(postgresql: Server) -> None:
         first.submit("toy", {}, "token", 0)
         postgresql.end_connections()
         until_claimed(second)
-        with pytest.raises(StoreTakenError, match=r"has taken over the store .* to be stopped"):
+        with pytest.raises(StoreTakenError, match=r"has taken over the store .* without touching"):
             first.submit("other", {}, "token", 0)
+        with pytest.raises(StoreTakenError, match=r"has taken over the store"):
+            first.check_claim()
+        second.check_claim()
         assert [job.name for job in first.jobs()] == ["toy"]
         second.submit("other", {}, "token", 0)
 

@@ -180,6 +180,17 @@ def test_jobs_that_make_no_sense(service: Service) -> None:
     response = service.admin.post("/jobs", json={"name": "toy", "script": SCRIPT})
     assert response.status_code == 409
     assert "'toy' is already there" in detail(response)
+    before = service.store.last_event()
+    image = {"name": "boxed", "image": "registry.example/train:2.1"}
+    response = service.admin.post("/jobs", json=image)
+    assert response.status_code == 422
+    assert detail(response) == (
+        "job 'boxed': image: 'registry.example/train:2.1' cannot be run by the local backend, "
+        "which starts processes of this machine and no containers; remove it, and give as script "
+        "the path of a Python script"
+    )
+    assert service.admin.get("/jobs/boxed").status_code == 404
+    assert service.store.last_event() == before
     for response in (service.admin.get("/jobs/tyo"), service.admin.delete("/jobs/tyo")):
         assert response.status_code == 404
         assert "no job is named 'tyo'" in detail(response)

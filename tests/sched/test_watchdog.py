@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.heartbeats import Heartbeats
-from pipollux_sched.lifecycle import Allocate, Event, Expire, Phase, Silent
+from pipollux_sched.lifecycle import Allocate, Event, Expire, FirstStep, Hung, Phase, Silent
 from pipollux_sched.store import Store
 from pipollux_sched.watchdog import Watchdog
 
@@ -94,6 +94,22 @@ def test_silence(case: Case) -> None:
     )
     case.dog.look()
     assert case.heartbeats.silent(0.0) == [], "a job that is gone is forgotten"
+
+
+def test_a_training_loop_that_hangs(case: Case) -> None:
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a"], "free"))
+    case.store.transition("toy", FirstStep(1, 7))
+    for _ in range(3):
+        case.heartbeats.note("toy", 1, 0, 7, hang_timeout=60.0)
+        assert case.look() == []
+        case.clock.now += 20.0
+    case.heartbeats.note("toy", 1, 0, 7, hang_timeout=60.0)
+    why = "Its step has been 7 for 60 s though its replicas give signs of life, so all were ended."
+    assert case.look() == [("toy", Hung(1, why))]
+    state = case.store.job("toy").state
+    assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Hung", why)
+    assert case.look() == [], "once is enough"
 
 
 def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,8 @@ ARGS.add_argument("--fail-at", type=int)
 ARGS.add_argument("--fail-rank", type=int, default=0)
 ARGS.add_argument("--only-rank", type=int, help="all others have nothing to do")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
+ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
+ARGS.add_argument("--hang-at", type=int, help="save at this step, and hang if it is the 1st launch")
 ARGS.add_argument("--hints", help="JSON file with hints to send once")
 
 stop_requested = False
@@ -48,8 +51,12 @@ def main() -> int:
     if options.only_rank not in (None, rank):
         return 0
     supervisor = Supervisor(generation) if rank == 0 else None
+    reached = [step]
+    if options.beats and supervisor is not None:
+        threading.Thread(target=supervisor.beat, args=(reached,), daemon=True).start()
     while step < options.steps:
         step += 1
+        reached[0] = step
         time.sleep(options.step_seconds)
         if step == options.fail_at and rank == options.fail_rank:
             raise RuntimeError(f"step {step} went wrong on replica {rank}")
@@ -57,6 +64,10 @@ def main() -> int:
             supervisor.report(step)
             if options.hints:
                 supervisor.hint(Path(options.hints).read_text(encoding="utf-8"))
+        if step == options.hang_at:
+            write(directory / "checkpoint.json", {"step": step})
+            while generation == 1:
+                time.sleep(60)
         if stop_requested:
             if rank == 0:
                 write(directory / "checkpoint.json", {"step": step})
@@ -120,6 +131,12 @@ class Supervisor:
         }
         body = {"generation": self.generation, "numEpochs": 1, "points": [point], "timeline": None}
         self.send("POST", f"/jobs/{self.job}/reports", json=body)
+
+    def beat(self, reached: list[int]) -> None:
+        while True:
+            body = {"generation": self.generation, "replica": 0, "step": reached[0]}
+            self.send("POST", f"/jobs/{self.job}/heartbeats", json=body)
+            time.sleep(0.1)
 
     def hint(self, hints: str) -> None:
         if self.url and not self.hinted:

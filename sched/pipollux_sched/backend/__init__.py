@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Backend, BackendError, Node, Report, Running, Workload
-from .local import LocalBackend
+from .local import LocalBackend, check_local
 
 __all__ = [
     "Backend",
@@ -13,4 +13,5 @@ __all__ = [
     "Report",
     "Running",
     "Workload",
+    "check_local",
 ]

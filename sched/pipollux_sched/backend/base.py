@@ -1,7 +1,8 @@
 """What an engine must be able to do so that Pollux can run jobs on it.
 
-A backend answers four questions: which nodes are there (`nodes`), make this job run there
-(`apply`), what runs (`running`, `poll`), stop (`stop`, `shutdown`). `apply` and `stop` only ask and
+A backend answers five questions: can this job run here at all (`check`), which nodes are there
+(`nodes`), make this job run there (`apply`), what runs (`running`, `poll`), stop (`stop`,
+`shutdown`). `apply` and `stop` only ask and
 do not wait for a process; `poll`, called again and again by one thread, carries on with what is
 under way and reports what has come of it, in the words of `pipollux_sched.lifecycle`.
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Exited, Started
+from pipollux_sched.spec import JobSpec
 
 
 class BackendError(SchedulerError):
@@ -41,7 +43,10 @@ class Workload:
 
     job: str
     """Name of the job."""
-    script: Path
+    script: Path | None
+    """None: the image's entry point."""
+    image: str | None = None
+    """The container image that it runs in; None: it runs as a process of the node."""
     args: tuple[str, ...] = ()
     num_stages: int = 1
     """K, the devices that one replica needs on its node."""
@@ -73,6 +78,14 @@ class Backend(ABC):
     name: str = "backend"
 
     @abstractmethod
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job that this engine can never run, before anything is known of it.
+
+        Raises:
+            SpecError: one sentence: the field, its value, what is allowed and the fix.
+        """
+
+    @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes that replicas can be started on, by name."""
 
@@ -89,7 +102,8 @@ class Backend(ABC):
         `Started`, or `Exited` where nothing could be started.
 
         Raises:
-            BackendError: `nodes` names a node that is not there or too small.
+            BackendError: `nodes` names a node that is not there or too small, or the engine cannot
+                run such a workload.
         """
 
     @abstractmethod

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import psutil
 
 from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.spec import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 from pipollux_sched.write_aside import PRIVATE
 
@@ -42,6 +43,20 @@ class _Pending(NamedTuple):
     workload: Workload
     generation: int
     nodes: tuple[str, ...]
+
+
+def check_local(spec: JobSpec) -> None:
+    """Refuse a job that processes of this machine cannot be: one in a container.
+
+    Raises:
+        SpecError: it has an image.
+    """
+    if spec.image is not None:
+        raise SpecError(
+            f"job '{spec.name}': image: '{spec.image}' cannot be run by the local backend, which "
+            "starts processes of this machine and no containers; remove it, and give as script the "
+            "path of a Python script"
+        )
 
 
 class LocalBackend(Backend):
@@ -72,6 +87,10 @@ class LocalBackend(Backend):
         self._reports: list[Report] = []
         self._lock = threading.RLock()
 
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job with an image: see `Backend`."""
+        check_local(spec)
+
     def nodes(self) -> Mapping[str, Node]:
         """Return the virtual nodes."""
         return dict(self._nodes)
@@ -83,6 +102,11 @@ class LocalBackend(Backend):
 
     def apply(self, workload: Workload, generation: int, nodes: Sequence[str]) -> None:
         """Make a job run as `generation`, one replica for each entry of `nodes`: see `Backend`."""
+        if workload.image is not None or workload.script is None:
+            raise BackendError(
+                f"job {workload.job!r} cannot run in {workload.image or 'an image'}: the local "
+                "backend starts processes of this machine and no containers"
+            )
         if not nodes or not self._ledger.fits(nodes, workload.num_stages):
             raise BackendError(
                 f"job {workload.job!r} cannot run on {', '.join(nodes) or 'no node'}: each replica "

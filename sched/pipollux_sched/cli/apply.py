@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from pipollux_sched.backend import check_local
 from pipollux_sched.event_line import event_line
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.lifecycle import Phase
@@ -17,10 +19,10 @@ from pipollux_sched.service import Scheduler
 from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
 from pipollux_sched.store import JobRecord, StateDir, Store
 
-from .console import USAGE, CommandError, OutputFormat
+from .console import USAGE, CommandError, OutputFormat, print_data
 from .failure import one_sentence
 from .jobs import located
-from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
+from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory, TableOutput
 from .plan import print_table
 
 TICK = 0.2
@@ -33,6 +35,7 @@ def apply(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
+    output: TableOutput = OutputFormat.table,
 ) -> None:
     """Carry a plan out: of files on this machine, or of the running scheduler.
 
@@ -45,34 +48,54 @@ def apply(
     is asked to decide now, not only at its next interval. What it then decides
     rests on what it knows at that moment.
 
+    --output json prints the jobs as they have ended (without files: the plan),
+    and everything else on standard error; it needs --yes.
+
     Exit code: 0 all jobs are complete (without files: the scheduler decides, or
     has nothing to change); 1 one is not; 2 a file or an option is wrong.
     """
+    told = output is OutputFormat.table
+    if not (told or yes):
+        raise CommandError(f"--output {output.value} needs --yes: there is nobody to ask", USAGE)
     if cluster is None and jobs is None:
-        _apply_live(StateDir.choose(state_dir), policy, yes)
+        _apply_live(StateDir.choose(state_dir), policy, yes, output)
         return
     if cluster is None or jobs is None:
         missing = "--cluster" if cluster is None else "--jobs"
         raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
     nodes = load_cluster(cluster)
     specs = [located(spec, jobs) for spec in load_jobs(jobs)]
+    for spec in specs:
+        check_local(spec)
     directory = StateDir.choose(state_dir)
     with one_sentence():
         done = _complete(directory)
         left = [spec for spec in specs if spec.name not in done]
         for spec in specs:
             if spec.name in done:
-                typer.echo(f"{spec.name} is complete already, and left alone.")
+                typer.echo(f"{spec.name} is complete already, and left alone.", err=not told)
         if not left:
+            _print_jobs(directory, specs, output)
             return
         plan = make_plan(nodes, left, policy=make_policy(policy or DEFAULT_POLICY))
-        print_table(plan)
+        if told:
+            print_table(plan)
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was started")
-        _carry_out(directory, nodes, left, plan)
+        found, interrupted = _carry_out(directory, nodes, left, plan, to_stderr=not told)
+    _print_jobs(directory, specs, output)
+    _judge(left, found, interrupted=interrupted)
 
 
-def _apply_live(directory: StateDir, policy: str | None, yes: bool) -> None:
+def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat) -> None:
+    """Print the jobs as they stand, for programs; people have been told."""
+    if output is not OutputFormat.table and directory.has_store():
+        names = {spec.name for spec in specs}
+        with Store(directory.store) as store:
+            print_data([j.to_json_object() for j in store.jobs() if j.name in names], output)
+
+
+def _apply_live(directory: StateDir, policy: str | None, yes: bool, output: OutputFormat) -> None:
     """Show what the running scheduler would change, ask, and let it."""
     from pipollux_sched.client import Client
 
@@ -85,12 +108,14 @@ def _apply_live(directory: StateDir, policy: str | None, yes: bool) -> None:
             USAGE,
         )
     with one_sentence(), Client(directory) as client:
-        if not print_live_plan(directory, None, 0, diff=True, output=OutputFormat.table):
+        if not print_live_plan(directory, None, 0, diff=True, output=output):
             return
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was changed")
         client.decide()
-    typer.echo("The scheduler decides now; follow it with: pipollux events --follow")
+    told = output is OutputFormat.table
+    sentence = "The scheduler decides now; follow it with: pipollux events --follow"
+    typer.echo(sentence, err=not told)
 
 
 def _complete(directory: StateDir) -> set[str]:
@@ -100,9 +125,13 @@ def _complete(directory: StateDir) -> set[str]:
         return {job.name for job in store.jobs() if job.phase is Phase.COMPLETE}
 
 
-def _carry_out(directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], plan: Plan) -> None:
+def _carry_out(
+    directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], plan: Plan, *, to_stderr: bool
+) -> tuple[Mapping[str, JobRecord], bool]:
+    """Run jobs where a plan says, to their end; return them, and whether a signal ended that."""
     allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
-    scheduler = Scheduler(directory, nodes, allocations=allocations, on_event=_print_event)
+    on_event = partial(_print_event, to_stderr=to_stderr)
+    scheduler = Scheduler(directory, nodes, allocations=allocations, on_event=on_event)
     with Interruption() as interruption:
         scheduler.start()
         try:
@@ -115,9 +144,9 @@ def _carry_out(directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], pl
             found = scheduler.jobs()
         finally:
             if interruption.count:
-                typer.echo("Stopping: jobs save and go on when this is run again.")
+                typer.echo("Stopping: jobs save and go on when this is run again.", err=to_stderr)
             scheduler.stop(hurry=lambda: interruption.count > 1)
-    _judge(specs, found, interrupted=interruption.count > 0)
+    return found, interruption.count > 0
 
 
 def _submit(scheduler: Scheduler, spec: JobSpec) -> None:
@@ -148,7 +177,7 @@ def _judge(specs: list[JobSpec], jobs: Mapping[str, JobRecord], *, interrupted: 
     raise CommandError(f"not complete: {', '.join(open_)} ({why})")
 
 
-def _print_event(event: Mapping[str, Any]) -> None:
+def _print_event(event: Mapping[str, Any], *, to_stderr: bool) -> None:
     line = event_line(event)
     if line:
-        typer.echo(line)
+        typer.echo(line, err=to_stderr)

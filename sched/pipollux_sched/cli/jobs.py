@@ -115,7 +115,7 @@ def jobs(
         found, points, launches = _look(store, phase)
         is_any = bool(found) or bool(store.jobs())
     if output is not OutputFormat.table:
-        plain = [_plain(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
+        plain = [plain_job(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
         print_data(plain, output)
         return
     if not found:
@@ -174,14 +174,18 @@ def logs(
 def located(spec: JobSpec, file: Path) -> JobSpec:
     """Return a job that can be started from any folder: its script found, its folder this one.
 
+    One with an image stays as it is: what it names lies inside that.
+
     Raises:
         SpecError: there is no such script.
     """
-    from pipollux_sched.script import resolve_script
+    from pipollux_sched.script import with_script_found
 
-    script = resolve_script(spec, file, must_exist=True).path
+    if spec.image is not None:
+        return spec
+    found = with_script_found(spec, file)
     folder = Path(spec.working_dir or ".").expanduser().absolute()
-    return spec.model_copy(update={"script": str(script), "working_dir": str(folder)})
+    return found.model_copy(update={"working_dir": str(folder)})
 
 
 def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> None:
@@ -231,7 +235,8 @@ def _watch(store: Store, phases: Sequence[Phase] | None, output: OutputFormat) -
             time.sleep(WATCH_INTERVAL)
 
 
-def _plain(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
+def plain_job(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
+    """Return a job as plain data, with its last report and how often it was launched."""
     progress = None if point is None else dict(vars(point))
     return {**job.to_json_object(), "num_launches": launches, "progress": progress}
 

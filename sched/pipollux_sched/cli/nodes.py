@@ -32,7 +32,7 @@ def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = 
     with one_sentence(), Store(directory.store) as store:
         found = occupancy(store.nodes(), store.jobs())
     if output is not OutputFormat.table:
-        print_data([_plain(node) for node in found.values()], output)
+        print_data([plain_node(node) for node in found.values()], output)
         return
     _print_table(found)
     if not directory.is_served():
@@ -90,7 +90,7 @@ def drain(
     if output is OutputFormat.table:
         typer.echo(_sentence(found))
     else:
-        print_data(_plain(found), output)
+        print_data(plain_node(found), output)
 
 
 def _seconds(timeout: str | None, wait: bool) -> float | None:
@@ -136,7 +136,8 @@ def _sentence(found: NodeOccupancy) -> str:
     return f"{found.node.name}: {says}{'' if found.node.condition == 'ready' else holds}"
 
 
-def _plain(found: NodeOccupancy) -> dict[str, Any]:
+def plain_node(found: NodeOccupancy) -> dict[str, Any]:
+    """Return a node as plain data."""
     node = found.node
     return {
         "name": node.name,

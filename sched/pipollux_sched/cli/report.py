@@ -9,7 +9,7 @@ import typer
 
 from pipollux_sched.report import EventLogError, write_report
 
-from .console import USAGE, CommandError
+from .console import USAGE, CommandError, OutputFormat, print_data
 
 
 def report(
@@ -24,6 +24,9 @@ def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The HTML file to write.")
     ] = Path("report.html"),
+    form: Annotated[
+        OutputFormat, typer.Option("--format", "-f", help="How to print what was written.")
+    ] = OutputFormat.table,
 ) -> None:
     """Draw the report of a run anew from its event log.
 
@@ -43,4 +46,7 @@ def report(
             f"{output}: cannot write the report ({reason}); "
             "give --output the path of a file that can be written"
         ) from error
-    typer.echo(f"Wrote {path}")
+    if form is OutputFormat.table:
+        typer.echo(f"Wrote {path}")
+    else:
+        print_data({"report": str(path)}, form)

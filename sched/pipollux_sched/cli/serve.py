@@ -15,6 +15,7 @@ from pipollux_sched.hardware import this_machine
 from pipollux_sched.interruption import Interruption
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.service import STOP_GRACE, Scheduler
+from pipollux_sched.serving import serve_until
 from pipollux_sched.spec import load_cluster
 from pipollux_sched.store import StateDir
 from pipollux_sched.watchdog import SILENCE_LIMIT
@@ -121,7 +122,7 @@ def serve(
             )
             if sys.stdout.isatty():  # a log must not hold the token
                 typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
-            interruption.wait()
+            serve_until(scheduler, interruption)
             typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
             scheduler.stop(hurry=lambda: interruption.count > 1)
 

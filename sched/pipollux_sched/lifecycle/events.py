@@ -95,6 +95,14 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Hung:
+    """The replicas of a generation give signs of life, but its step has not grown for too long."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class NodeLost:
     """A node that holds replicas of a generation is dead; the job is not to blame."""
 
@@ -131,6 +139,7 @@ Event: TypeAlias = (
     | Resume
     | Expire
     | Silent
+    | Hung
     | NodeLost
     | Shutdown
     | Adopt

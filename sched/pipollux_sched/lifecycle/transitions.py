@@ -28,6 +28,7 @@ from .events import (
     Exited,
     Expire,
     FirstStep,
+    Hung,
     Kill,
     NodeLost,
     Record,
@@ -82,6 +83,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _retry(state, event, now)
         case Silent():
             return _silent(state, event, now)
+        case Hung():
+            return _hung(state, event, now)
         case NodeLost():
             return _node_lost(state, event, now)
         case Cancel():
@@ -253,6 +256,20 @@ def _silent(state: JobState, event: Silent, now: float) -> Transition:
     record = Record("silent", event.generation, {"why": event.why})
     silent = enter(state, state.phase, "Silent", event.why, now)
     return silent, (record, Kill(event.generation, event.why))
+
+
+def _hung(state: JobState, event: Hung, now: float) -> Transition:
+    """Kill a generation whose training loop stands still; how it ended comes after.
+
+    One that has taken no step yet still starts, and one that was asked to stop saves: both have
+    limits of their own.
+    """
+    trains = state.launched and state.settled and state.intent is None
+    if event.generation != state.generation or not trains:
+        return state, ()
+    record = Record("hung", event.generation, {"why": event.why})
+    hung = enter(state, state.phase, "Hung", event.why, now)
+    return hung, (record, Kill(event.generation, event.why))
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:

@@ -184,8 +184,9 @@ class _Sizing:
             useful = np.flatnonzero(values > 0)
             if len(useful):
                 first = int(useful[0])
-                with np.errstate(divide="ignore"):
-                    times = remaining_seconds(job) / values[first:]
+                times = np.full(len(values) - first, np.inf)
+                useful_times = values[first:] > 0
+                np.divide(remaining_seconds(job), values[first:], out=times, where=useful_times)
                 return cls(shape, least + first, times)
         return None
 

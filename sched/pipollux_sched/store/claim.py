@@ -60,7 +60,7 @@ class Claim:
         if found != self._mark:
             raise StoreTakenError(
                 f"another scheduler has taken over the store {self._location}; this one may not "
-                "write to it any more, and has to be stopped"
+                "write to it any more, and ends without touching the jobs"
             )
 
     def close(self) -> None:

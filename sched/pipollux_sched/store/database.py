@@ -77,6 +77,17 @@ class Database:
             raise
         self._claim = claim
 
+    def check_claim(self) -> None:
+        """Look whether the store is still this one's, if it ever was.
+
+        Raises:
+            StoreTakenError: another scheduler has taken the store over.
+            StoreUnavailableError: the database cannot say it now.
+        """
+        if self._claim is not None:
+            with self.read() as session:
+                self._claim.check_mark(session)
+
     def close(self) -> None:
         """Close every connection; from then on every transaction is refused."""
         with self._lock:

@@ -85,6 +85,10 @@ class Store:
         """
         self._database.claim()
 
+    def check_claim(self) -> None:
+        """Raise `StoreTakenError` where another scheduler has taken the store over."""
+        self._database.check_claim()
+
     def close(self) -> None:
         """Close the store; it must not be used afterwards."""
         self._database.close()

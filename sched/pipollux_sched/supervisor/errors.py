@@ -18,6 +18,7 @@ from pipollux_sched.spec import SpecError
 from pipollux_sched.store import (
     ConflictError,
     StoreError,
+    StoreTakenError,
     StoreUnavailableError,
     UnknownJobError,
     UnknownNodeError,
@@ -37,6 +38,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (UnknownReplicaError, 422),
     (ConflictError, 409),
     (StoreUnavailableError, 503),
+    (StoreTakenError, 503),
     (StoreError, 500),
     (HintsError, 422),
     (SpecError, 422),

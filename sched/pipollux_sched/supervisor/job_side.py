@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.control import Control
+from pipollux_sched.hint_limits import read_hints
 from pipollux_sched.meters import Meters
 from pipollux_sched.store import Discovery, Store
 from pipollux_sched.store.replicas import check_replica
 from pipollux_sched.training_report import TrainingReport
 
 from .bodies import JsonObject, reader
-from .hint_limits import read_hints
 from .hints_inbox import HintsInbox
 from .limits import Limits, Places
 from .news import News
@@ -110,9 +110,12 @@ def _add_heartbeats(router: APIRouter, store: Store, control: Control, meters: M
     @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
     def post_heartbeat(name: str, beat: _Beat) -> None:
         """Every replica does so every few seconds; one that falls silent costs a restart."""
-        state = store.job(name).state
-        check_replica(name, state.generation, len(state.launched), beat.generation, beat.replica)
-        control.heard(name, beat.generation, beat.replica, beat.step)
+        job = store.job(name)
+        launched = len(job.state.launched)
+        check_replica(name, job.state.generation, launched, beat.generation, beat.replica)
+        # Loading, compiling and measuring before a launch's first step may take their time.
+        hang_timeout = job.spec.get("hang_timeout") if job.state.settled else None
+        control.heard(name, beat.generation, beat.replica, beat.step, hang_timeout)
         meters.heartbeats.inc()
 
 

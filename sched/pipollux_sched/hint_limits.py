@@ -23,8 +23,10 @@ MOST = {
     "maxBatchSize": MOST_SAMPLES,
     "remainingSamples": 1e18,
     "memoryLimit": 1e18,
+    "perfParams.growth_n": 16,
 }
-"""Largest value of each of these keys."""
+"""Largest magnitude of each of these keys; a network's time grows with some power of the replicas,
+and a large power of them is more seconds than a float can say."""
 MOST_GRADIENT = 1e60
 """Largest squared norm and variance of a gradient: it may explode, and still be told."""
 MOST_NUMBER = 1e18
@@ -37,15 +39,14 @@ def read_hints(body: Mapping[str, Any]) -> SchedHints:
     Raises:
         HintsError: naming the first key that is wrong, its value and what is allowed.
     """
-    for key, most in MOST.items():
-        _check(key, body.get(key), most)
     for key, value in body.items():
         _check(key, value, MOST_GRADIENT if key == "gradParams" else MOST_NUMBER)
     return SchedHints.from_json_object(body)
 
 
 def _check(key: str, value: Any, most: float) -> None:
-    """Refuse numbers larger than `most` in a value; its depth is bounded."""
+    """Refuse numbers larger than `most`, or what its key allows; its depth is bounded."""
+    most = MOST.get(key, most)
     if isinstance(value, dict):
         for name, child in value.items():
             _check(f"{key}.{name}", child, most)
