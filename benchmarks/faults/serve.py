@@ -19,9 +19,10 @@ time.time = _shown_time
 
 from pipollux_sched.policy import make_policy  # after the clock was changed
 from pipollux_sched.service import Scheduler  # the same
+from pipollux_sched.serving import run  # the same
 from pipollux_sched.spec import load_cluster  # the same
 
-Scheduler(
+scheduler = Scheduler(
     FOLDER / "state",
     load_cluster(FOLDER / "cluster.yaml"),
     make_policy("exact"),
@@ -30,4 +31,5 @@ Scheduler(
     checkpoint_interval=3.0,
     grace=20.0,
     silence_limit=12.0,
-).run()
+)
+run(scheduler)

@@ -10,6 +10,18 @@ LOOK_INTERVAL = 0.5
 """Seconds between two looks at whether the store is still this scheduler's."""
 
 
+def run(scheduler: Scheduler) -> None:
+    """Serve until SIGINT or SIGTERM; at a second one jobs are no longer given time to save.
+
+    Raises:
+        StoreTakenError: see `serve_until`.
+    """
+    with Interruption() as interruption:
+        scheduler.start()
+        serve_until(scheduler, interruption)
+        scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
 def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
     """Wait for a signal; the scheduler still serves when this returns.
 
