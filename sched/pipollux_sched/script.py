@@ -44,7 +44,7 @@ def resolve_script(
         if path.is_file():
             return ResolvedScript(path.resolve(), folder)
     if must_exist:
-        tried = ", nor ".join(str(path) for path, _ in places)
+        tried = ", nor ".join(dict.fromkeys(str(path) for path, _ in places))
         raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
     return ResolvedScript(*places[-1])
 
