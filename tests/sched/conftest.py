@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.store import StateDir
+from pipollux_sched.store import StateDir, Store
 from tests.sched.postgresql import Server, why_not
 from tests.sched.processes import processes_of
+from tests.sched.stores import Clock
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,18 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
         return tmp_path / "pipollux.db"
     server: Server = request.getfixturevalue("postgresql")
     return server.new_database()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(place: Path | str, clock: Clock) -> Iterator[Store]:
+    """A new store in each kind of database, whose time stands still until it is moved."""
+    with Store(place, create=True, clock=clock) as store:
+        yield store
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from pipollux_sched.store import (
     JobExistsError,
     NodeCondition,
     NodeRecord,
-    Point,
     ServerInfo,
     StaleGenerationError,
     StateDir,
@@ -33,46 +31,7 @@ from pipollux_sched.store import (
     moving_average,
 )
 from pipollux_sched.store.database import Database
-
-
-class Clock:
-    """A time that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(place: Path | str, clock: Clock) -> Iterator[Store]:
-    with Store(place, create=True, clock=clock) as store:
-        yield store
-
-
-def point(step: int) -> Point:
-    return Point(
-        time=1000.0 + step,
-        step=step,
-        epoch=0,
-        samples=8 * step,
-        loss=1.5,
-        batch_size=8,
-        atomic_bsz=8,
-        accum_steps=0,
-        num_replicas=1,
-        step_time=0.1,
-        predicted_step_time=None,
-        goodput=70.0,
-        efficiency=0.9,
-        num_epochs=3,
-    )
+from tests.sched.stores import Clock, point
 
 
 def submit(store: Store, name: str = "toy") -> None:

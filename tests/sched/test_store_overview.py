@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
-from pipollux_sched.store import LaunchCounts, NoisePoint, Point, Store
-
-POINT = Point(
-    time=0.0,
-    step=0,
-    epoch=0,
-    samples=8,
-    loss=1.5,
-    batch_size=8,
-    atomic_bsz=8,
-    accum_steps=0,
-    num_replicas=1,
-    step_time=0.1,
-    predicted_step_time=None,
-    goodput=70.0,
-    efficiency=0.9,
-    num_epochs=3,
-)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(place: Path | str, clock: Clock) -> Iterator[Store]:
-    with Store(place, create=True, clock=clock) as store:
-        yield store
+from pipollux_sched.store import LaunchCounts, NoisePoint, Store
+from tests.sched.stores import Clock, point
 
 
 def launch(store: Store, name: str, node: str = "a") -> int:
@@ -57,7 +21,7 @@ def launch(store: Store, name: str, node: str = "a") -> int:
 def test_launches_and_phases(store: Store, clock: Clock) -> None:
     for name in ("moved", "broken", "cancelled", "waits"):
         store.submit(name, {"name": name}, "token", 3)
-    store.add_report("moved", launch(store, "moved"), [POINT])
+    store.add_report("moved", launch(store, "moved"), [point(1)])
     launch(store, "broken")
     launch(store, "cancelled")
     clock.now = 1010.0
@@ -83,9 +47,9 @@ def test_the_goodput_told_last(store: Store) -> None:
         store.submit(name, {"name": name}, "token", 3)
     for name in ("runs", "silent"):
         launch(store, name)
-    points = [replace(POINT, step=step, goodput=10.0 * step) for step in (1, 2, 3)]
+    points = [replace(point(step), goodput=10.0 * step) for step in (1, 2, 3)]
     store.add_report("runs", 1, points)
-    store.add_report("silent", 1, [replace(POINT, goodput=None)])
+    store.add_report("silent", 1, [replace(point(1), goodput=None)])
     assert store.overview.goodputs() == {"runs": 30.0}
 
 
@@ -96,8 +60,8 @@ def test_curves_are_thinned_evenly(store: Store, total: int, most: int) -> None:
     for name in ("other", "toy"):
         store.submit(name, {"name": name}, "token", 3)
         launch(store, name)
-        store.add_report(name, 1, [replace(POINT, step=step) for step in range(total)])
-    kept = [point.step for point in store.overview.points("toy", most)]
+        store.add_report(name, 1, [point(step) for step in range(total)])
+    kept = [each.step for each in store.overview.points("toy", most)]
     assert len(kept) == min(total, most)
     assert kept == sorted(set(kept))
     if kept:

@@ -1,0 +1,34 @@
+"""What tests of stores share: a time that they set, and a point of progress."""
+
+from __future__ import annotations
+
+from pipollux_sched.store import Point
+
+
+class Clock:
+    """A time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def point(step: int) -> Point:
+    return Point(
+        time=1000.0 + step,
+        step=step,
+        epoch=0,
+        samples=8 * step,
+        loss=1.5,
+        batch_size=8,
+        atomic_bsz=8,
+        accum_steps=0,
+        num_replicas=1,
+        step_time=0.1,
+        predicted_step_time=None,
+        goodput=70.0,
+        efficiency=0.9,
+        num_epochs=3,
+    )
