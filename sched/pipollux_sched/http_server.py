@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -45,7 +46,7 @@ class HttpServer:
             access_log=False,
             timeout_graceful_shutdown=2,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._thread = threading.Thread(target=self._run, name="pipollux-http", daemon=True)
 
     @property
@@ -74,6 +75,17 @@ class HttpServer:
 
     def _run(self) -> None:
         self._server.run(sockets=[self._socket])
+
+
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave no connection open; one that was accepted at the last moment would be."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        await asyncio.sleep(0)  # the loop closes them at its next turn, which is its last
 
 
 def _listen_preferably(host: str, port: int) -> socket.socket:
