@@ -106,8 +106,10 @@ def test_two_jobs_to_the_end(run: Run) -> None:
         (event["num_replicas"], event["nodes"]) for event in of(events, "allocated", "char-lm")
     ]
     assert allocations[0][0] == 1
-    assert allocations[-1][0] == 2
-    assert sorted(allocations[-1][1]) == ["node-a", "node-b"], "a replica fills a node"
+    # Whether it stays there, or grows again, depends on what it measures on these few cores.
+    widest = max(allocations, key=lambda allocation: allocation[0])
+    assert widest[0] == 2
+    assert sorted(widest[1]) == ["node-a", "node-b"], "a replica fills a node"
     stopped = of(events, "stopped", "char-lm")[-1]["step"]
     assert of(events, "first_step", "char-lm")[-1]["step"] == stopped + 1
     for job in ("char-lm", "digits"):
