@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Children of the whole run: multiprocessing's fork server and resource tracker, and the server of
 # tests/sched/postgresql.py, which that module ends.
 LASTING = ("forkserver", "resource_tracker", "postgres")
+# What a browser starts at moments of its own choice; tests/sched/test_web.py sees that none outlives
+# its browser, which itself is no such process.
+BROWSERS_OWN = re.compile(r"chrom\S* --type=")
 # pytest's own, and what torch sets when parts of it are imported.
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -27,7 +31,8 @@ def _children() -> set[int]:
             command = " ".join(process.cmdline())
             # One without a command line is about to be a zombie.
             ended = not command or process.status() == psutil.STATUS_ZOMBIE
-            if not ended and not any(name in command for name in LASTING):
+            lasting = any(name in command for name in LASTING) or BROWSERS_OWN.search(command)
+            if not ended and not lasting:
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue
