@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Children of the whole run: multiprocessing's fork server and resource tracker, and the server of
 # tests/sched/postgresql.py, which that module ends.
 LASTING = ("forkserver", "resource_tracker", "postgres")
-# What a browser starts at moments of its own choice; tests/sched/test_web.py sees that none outlives
+# What a browser starts when it likes; tests/sched/test_web.py sees that none of them outlives
 # its browser, which itself is no such process.
 BROWSERS_OWN = re.compile(r"chrom\S* --type=")
 # pytest's own, and what torch sets when parts of it are imported.
