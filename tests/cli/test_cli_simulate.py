@@ -209,7 +209,8 @@ def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> No
 
 
 def test_jobs_may_fit_their_model_as_adaptdl_does(folder: Path) -> None:
-    args = ("simulate", "traced.csv", "--traces", "traces", "-o", "json", *SMALL, "--fit")
+    nodes = ("--nodes", "2", "--gpus", "2")
+    args = ("simulate", "traced.csv", "--traces", "traces", "-o", "json", *nodes, "--fit")
     (ours,), (theirs,) = (
         json.loads(pipollux(*args, fit, cwd=folder).stdout) for fit in ("pipollux", "adaptdl")
     )
