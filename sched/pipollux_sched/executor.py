@@ -33,7 +33,7 @@ from pipollux_sched.lifecycle import (
     Stop,
 )
 from pipollux_sched.spec import SpecError
-from pipollux_sched.store import JobRecord, Store
+from pipollux_sched.store import GenerationRecord, JobRecord, Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,10 +170,19 @@ class Executor:
             self.handle(name, gone)
 
     def _completed(self, name: str, event: Exited) -> Exited:
-        """Add where the training stood, which the backend does not know."""
+        """Add where the training stood, which the backend does not know.
+
+        A script that has trained before can start: what hinders it now may be gone the next time.
+        """
+        if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
+            event = replace(event, cannot_start=False)
         point = self._store.last_points().get(name)
         if point is None:
             return event
         step = event.step if event.step is not None else point.step
         # Points count epochs from 0; who has completed the last one has done one more.
         return replace(event, step=step, epoch=point.epoch + 1)
+
+
+def _has_trained(launch: GenerationRecord) -> bool:
+    return launch.first_step_at is not None or launch.outcome == Outcome.STOPPED.value

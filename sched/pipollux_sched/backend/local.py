@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from pipollux_sched.write_aside import PRIVATE
 from . import processes
 from .base import Backend, BackendError, Node, Report, Running, Workload
 from .environment import Devices, marks, replica_environment
-from .launch import LaunchRecord, drop_earlier, status_files
+from .launch import LaunchRecord, drop_earlier, error_files, status_files
 from .replica_group import ReplicaGroup
 from .replica_process import ReplicaProcess
 from .slots import SlotLedger
@@ -66,6 +66,7 @@ class LocalBackend(Backend):
         nodes: the virtual nodes.
         state_dir: where the jobs' logs and checkpoints go.
         grace: seconds that a generation has to save when a newer one takes its place.
+        pass_environment: variables of this process that jobs get besides those of `.inherited`.
     """
 
     name = "local"
@@ -76,10 +77,12 @@ class LocalBackend(Backend):
         state_dir: StateDir,
         *,
         grace: float = STOP_GRACE,
+        pass_environment: Collection[str] = (),
     ) -> None:
         self._nodes = dict(nodes)
         self._state_dir = state_dir
         self._grace = grace
+        self._pass_on = frozenset(pass_environment)
         self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
         self._devices = Devices(nodes)
         self._groups: dict[str, ReplicaGroup] = {}
@@ -244,7 +247,7 @@ class LocalBackend(Backend):
         del self._pending[job]
         try:
             group = self._launch(pending, slots)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: NUL in an argument
             self._ledger.release(job)
             message = f"The processes could not be started: {error}"
             exited = Exited(pending.generation, Outcome.FAILED, message=message)
@@ -273,15 +276,22 @@ class LocalBackend(Backend):
             needed.mkdir(mode=0o700, parents=True, exist_ok=True)
         drop_earlier(folder, list(folder.parent.iterdir()))
         launch.write(folder)
-        place = str(self._state_dir.path)
+        errors = error_files(folder, len(nodes))
         replicas = start(
             workload,
             launch,
             folder=folder,
             logs=logs,
             environments=[
-                replica_environment(workload, launch, replica, place)
-                for replica in range(len(nodes))
+                replica_environment(
+                    workload,
+                    launch,
+                    replica,
+                    state_dir=str(self._state_dir.path),
+                    error_file=error_file,
+                    pass_on=self._pass_on,
+                )
+                for replica, error_file in enumerate(errors)
             ],
         )
         return self._group(launch, replicas)
@@ -292,7 +302,14 @@ class LocalBackend(Backend):
         def find_marked() -> set[psutil.Process]:
             return processes.marked(lambda environment: wanted <= environment.items())
 
-        return ReplicaGroup(launch, replicas, logs=self._logs(launch), find_marked=find_marked)
+        folder = self._state_dir.launch(launch.job, launch.generation)
+        return ReplicaGroup(
+            launch,
+            replicas,
+            logs=self._logs(launch),
+            errors=error_files(folder, len(launch.nodes)),
+            find_marked=find_marked,
+        )
 
     def _logs(self, launch: LaunchRecord) -> list[Path]:
         replicas = range(len(launch.nodes))

@@ -55,6 +55,8 @@ class Exited:
     step: int | None = None
     epoch: int | None = None
     message: str = ""
+    cannot_start: bool = False
+    """Whether its script failed so that no other try would end otherwise."""
 
 
 @dataclass(frozen=True)

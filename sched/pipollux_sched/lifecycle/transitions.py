@@ -222,6 +222,10 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     """
     failures = 1 if _trained_for_long(state, now) else state.failures + 1
     counted = replace(gone, failures=failures)
+    if event.cannot_start:
+        why = f"The script cannot start, and is not tried again. {event.message}"
+        ended = enter(counted, Phase.FAILED, "CannotStart", why, now, allocation=())
+        return ended, (Record("failed", event.generation, {"why": why}),)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
