@@ -34,6 +34,7 @@ from pipollux_sched.lifecycle import (
 )
 from pipollux_sched.spec import SpecError
 from pipollux_sched.store import GenerationRecord, JobRecord, Store
+from pipollux_sched.unsent_report import take_unsent_report
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,7 +89,9 @@ class Executor:
             self._todo.extend((name, action) for action in change.actions)
         if change.actions:
             self.woken.set()
-        if change.job.phase.ended or change.job.phase is Phase.SUSPENDED:
+        phase = change.job.phase
+        waits = phase is Phase.QUEUED and isinstance(event, Exited)
+        if phase.ended or phase is Phase.SUSPENDED or waits:
             self._on_ended()
         return change.job
 
@@ -174,6 +177,7 @@ class Executor:
 
         A script that has trained before can start: what hinders it now may be gone the next time.
         """
+        take_unsent_report(self._store, self._backend, name, event.generation)
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
             event = replace(event, cannot_start=False)
         point = self._store.last_points().get(name)

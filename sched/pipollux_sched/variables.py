@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["check_variables", "is_reserved"]
+__all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
 
 VALUE_LIMIT = 32 * 1024
 """Characters of a value."""
@@ -29,6 +30,21 @@ def is_reserved(name: str) -> bool:
     return _RESERVED.fullmatch(name) is not None
 
 
+def check_name(name: str) -> None:
+    """Refuse what is no variable's name, and what the scheduler sets itself.
+
+    Raises:
+        ValueError: one sentence that names it.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name:.80}' is not a variable's name; use letters, digits and '_', "
+            "and no digit at the beginning"
+        )
+    if is_reserved(name):
+        raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+
+
 def check_variables(environment: Mapping[str, str]) -> None:
     """Refuse what a process cannot be given, or would be given otherwise.
 
@@ -38,13 +54,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
         ValueError: one sentence that names the variable.
     """
     for name, value in environment.items():
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"'{name:.80}' is not a variable's name; use letters, digits and '_', "
-                "and no digit at the beginning"
-            )
-        if is_reserved(name):
-            raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+        check_name(name)
         if len(value) > VALUE_LIMIT:
             raise ValueError(
                 f"'{name:.80}' has a value of {len(value)} characters; at most {VALUE_LIMIT} are "
@@ -61,3 +71,17 @@ def check_variables(environment: Mapping[str, str]) -> None:
             f"names and values have {total} characters; at most {TOTAL_LIMIT} are allowed: put "
             "long texts in files"
         )
+
+
+def hide_values(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's spec as it is shown and logged: of its environment the names alone.
+
+    A list of names is no environment that a job could be submitted with, so that nobody takes what
+    is shown for the whole.
+
+    Example:
+        >>> hide_values({"name": "digits", "environment": {"WANDB_API_KEY": "secret"}})
+        {'name': 'digits', 'environment': ['WANDB_API_KEY']}
+    """
+    environment = spec.get("environment")
+    return {**spec, "environment": sorted(environment)} if environment else dict(spec)

@@ -10,12 +10,13 @@ the next scheduler of the state directory adopts them.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,6 +34,8 @@ from .replica_process import ReplicaProcess
 from .slots import SlotLedger
 from .starting import free_port, start
 
+_REPORT_LIMIT = 8 * 2**20
+"""Characters that are read of a report; a thousand points and a time line have far fewer."""
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
 
@@ -187,23 +190,41 @@ class LocalBackend(Backend):
         files = self._state_dir.launch(job, generation).glob("heard-*")
         return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
-    def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
+    def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
+        """Read what the replica of rank 0 has left beside its checkpoints: see `Backend`."""
+        launch = LaunchRecord.read(self._state_dir.launch(job, generation))
+        if launch is None:
+            return None
+        try:
+            with (launch.checkpoints / "unsent_report.json").open(encoding="utf-8") as file:
+                report = json.loads(file.read(_REPORT_LIMIT))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return report if isinstance(report, dict) else None
+
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
         """Look after a generation that an earlier scheduler launched: see `Backend`."""
         folder = self._state_dir.launch(job, generation)
         launch = LaunchRecord.read(folder)
         if launch is None or (launch.job, launch.generation) != (job, generation):
-            return False
+            return "The scheduler before this one died before it had started the job."
         replicas = [ReplicaProcess(path) for path in status_files(folder, len(launch.nodes))]
         if not all(replica.pid for replica in replicas):
-            return False  # the scheduler died while it started them
+            return "The scheduler before this one died while it started the job."
         reports_here = launch.supervisor_url == supervisor_url
         if not reports_here and any(replica.poll() is None for replica in replicas):
-            return False  # nothing would ever be heard of them
+            return (
+                f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
+                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+            )
         with self._lock:
             if not self._has_same_slots(launch):
-                return False
+                return (
+                    "The cluster no longer has the slots that the job runs on: it is stopped, and "
+                    "goes on from its checkpoint."
+                )
             self._groups[job] = self._group(launch, replicas)
-        return True
+        return None
 
     def recover(self, grace: float) -> list[str]:
         """End what an earlier scheduler left running, but for what was adopted."""

@@ -125,6 +125,14 @@ class Adopt:
 
 
 @dataclass(frozen=True)
+class NotAdopted:
+    """A new scheduler has found a generation that it cannot look after, and is about to end it."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Recover:
     """A new scheduler has found the job in the store, and no process of it runs any more."""
 
@@ -145,6 +153,7 @@ Event: TypeAlias = (
     | NodeLost
     | Shutdown
     | Adopt
+    | NotAdopted
     | Recover
 )
 
