@@ -104,13 +104,16 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
 
 LATE_IMPORT = """
 import os, runpy
+assert os.environ["HANDED_ON"] == "by the operator"
 if os.environ["PIPOLLUX_GENERATION"] == "2":
     import nowhere_to_be_found
 runpy.run_path({toy!r}, run_name="__main__")
 """
 
 
-def test_a_script_that_cannot_start_is_not_tried_again(directory: Path, tmp_path: Path) -> None:
+def test_a_script_that_cannot_start_is_not_tried_again(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that has trained before is: what it lacks now it may find again."""
     scripts = {
         "module": "import nowhere_to_be_found\n",
@@ -121,7 +124,8 @@ def test_a_script_that_cannot_start_is_not_tried_again(directory: Path, tmp_path
         script = tmp_path / f"{name}.py"
         script.write_text(code)
         jobs.append(JobSpec(name=name, script=str(script), args=("--fail-at", "2"), max_restarts=1))
-    with scheduler_on(directory) as scheduler:
+    monkeypatch.setenv("HANDED_ON", "by the operator")
+    with scheduler_on(directory, pass_environment=["HANDED_ON"]) as scheduler:
         for job in jobs:
             scheduler.submit(job)
         assert scheduler.wait(lambda jobs: all(j.phase.ended for j in jobs.values()), timeout=90)
