@@ -18,6 +18,7 @@ import httpx
 
 from pipollux_perfmodel import StageEvent
 
+from . import unsent_report
 from .context import JobContext
 from .epoch import epoch_state
 from .points import Point, PointListener
@@ -134,6 +135,7 @@ class Reporter:
             self._fit()
             self._send_hints(client)
             self._send_report(client)
+            self._keep_unsent()
 
     def _turn(self, client: httpx.Client) -> None:
         self._show()
@@ -187,19 +189,28 @@ class Reporter:
             points, timeline = list(self._points), self._timeline
         if not points or time.monotonic() < self._retry_at:
             return
-        body = {
-            "generation": self._context.env.generation,
-            "numEpochs": epoch_state(self._context).num_epochs,
-            "points": [point.wire() for point in points],
-            "timeline": timeline,
-        }
-        if self._send(client, "POST", "reports", body):
+        if self._send(client, "POST", "reports", self._body(points, timeline)):
             with self._lock:
                 # Meanwhile the oldest may have made room for new ones.
                 while self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
                 if self._timeline is timeline:
                     self._timeline = None
+
+    def _body(self, points: list[Point], timeline: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "generation": self._context.env.generation,
+            "numEpochs": epoch_state(self._context).num_epochs,
+            "points": [point.wire() for point in points],
+            "timeline": timeline,
+        }
+
+    def _keep_unsent(self) -> None:
+        """Leave on the disk what nobody has taken: the end of a job must not be lost."""
+        with self._lock:
+            points, timeline = list(self._points), self._timeline
+        if points:
+            unsent_report.keep(self._context.env.checkpoint_dir, self._body(points, timeline))
 
     def _send(
         self, client: httpx.Client, method: str, what: str, body: dict[str, Any], **query: int

@@ -29,6 +29,7 @@ from .document import Document, SpecError, read_document
 from .hint_limits import read_hints
 from .image_reference import check_image
 from .validation import problem_at, problems
+from .variables import check_variables
 
 __all__ = [
     "ClusterSpec",
@@ -46,9 +47,6 @@ DEFAULT_MAX_RESTARTS = 3
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME_LENGTH = 63
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-_RESERVED_PREFIX = "PIPOLLUX_"
 
 
 def _check_name(name: str) -> str:
@@ -79,14 +77,7 @@ def _check_gpu_type(text: str) -> str:
 
 
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
-    for name in environment:
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(
-                f"'{name}' is not a variable's name; use letters, digits and '_', "
-                "and no digit at the beginning"
-            )
-        if name in _RESERVED_VARIABLES or name.startswith(_RESERVED_PREFIX):
-            raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+    check_variables(environment)
     return environment
 
 

@@ -19,6 +19,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import aliased
 
 from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Submit
+from pipollux_sched.variables import hide_values
 
 from . import hints as hint_rows
 from . import journal, launches, retention
@@ -150,7 +151,7 @@ class Store:
             row.spec, row.token, row.ended_at = dict(spec), token, None
             row.deadline_at = None if deadline is None else now + deadline
             session.flush()
-            journal.log(session, now, "submitted", name, None, {"spec": dict(spec)})
+            journal.log(session, now, "submitted", name, None, {"spec": hide_values(spec)})
             change = journal.advance_job(session, row, Submit(max_restarts), now)
         self.num_submissions += 1
         return change
