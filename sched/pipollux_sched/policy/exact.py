@@ -108,9 +108,7 @@ class ExactPolicy:
         instance = build_instance(jobs, nodes, base_allocations, node_template)
         promises = self._objective.promise(instance)
         if promises.closed:
-            instance = build_instance(
-                jobs, nodes, base_allocations, node_template, promises.closed
-            )
+            instance = build_instance(jobs, nodes, base_allocations, node_template, promises.closed)
         result = {
             name: Allocation(held, shape_of(jobs[name], held, nodes))
             for name, held in instance.pinned.items()

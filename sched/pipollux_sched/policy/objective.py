@@ -40,7 +40,7 @@ class Objective(Protocol):
 
         Args:
             instance: jobs and nodes, without room on nodes that promises have closed.
-            promises: what `promise` said; whoever is in it and gets nothing is to outweigh all else.
+            promises: what `promise` said; that one of these gets nothing is to outweigh all else.
         """
 
 

@@ -198,9 +198,7 @@ class _Ledger:
         return None
 
     def _clear(self, node: int, wanted: Ints) -> bool:
-        there = [
-            job for job, place in self.places.items() if place.row and place.row[0][0] == node
-        ]
+        there = [job for job, place in self.places.items() if place.row and place.row[0][0] == node]
         there = [job for job in there if len(self.places[job].row) == 1]
         moved: dict[int, Place] = {}
         for job in sorted(there, key=self._size):
