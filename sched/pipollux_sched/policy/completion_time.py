@@ -35,8 +35,8 @@ Nobody starves: a job that has held less than its part of the slots it needs at 
 is behind. It gets something before anybody gets more, and is then left at least that until it is
 `quantum` seconds ahead. So as long as what such jobs need at least fits the cluster at once, every
 job holds slots for `part` of its life after the first `patience` seconds, up to one interval
-between decisions. Where it does not fit, they take turns, whoever is the most seconds behind first, however
-wide it is (`promise`): one that came when the least of x clusters was behind waits
+between decisions. Where it does not fit, they take turns, whoever is the most seconds behind first,
+however wide it is (`promise`): one that came when the least of x clusters was behind waits
 
     patience + quantum / part · ((1 − part)^−x − 1)
 

@@ -74,5 +74,6 @@ def _check_free(taken: Sequence[JobRow]) -> None:
     named = ", ".join(f"{row.name!r} ({row.phase})" for row in taken[:_MOST_NAMED])
     more = f" and {len(taken) - _MOST_NAMED} more" if len(taken) > _MOST_NAMED else ""
     raise JobExistsError(
-        f"{len(taken)} of the jobs are already there: {named}{more}; give the new ones other names"
+        f"{len(taken)} of the jobs are already there: {named}{more}; nothing was "
+        "submitted, so leave these out or give them other names"
     )
