@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipollux_sched.backend import Backend, BackendError, Report, Workload
@@ -94,6 +94,21 @@ class Executor:
         if phase.ended or phase is Phase.SUSPENDED or waits:
             self._on_ended()
         return change.job
+
+    def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
+        """Let events happen to jobs in one transaction; jobs that are gone are left aside."""
+        with self._lock:
+            changes = self._store.transition_all(events)
+            for (name, _), change in zip(events, changes, strict=True):
+                if change is None:
+                    _LOG.warning("job %s was decided on, but is gone", name)
+                else:
+                    self._todo.extend((name, action) for action in change.actions)
+        if self._todo:
+            self.woken.set()
+        done = (change.job.phase for change in changes if change is not None)
+        if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
+            self._on_ended()
 
     def wait(self, timeout: float) -> None:
         """Wait until there is something to do, or `timeout` seconds have passed."""

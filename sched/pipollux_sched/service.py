@@ -386,8 +386,8 @@ class Scheduler:
             autoscaler=self._autoscaler,
         )
 
-    def _carry_out(self, name: str, event: Allocate) -> None:
+    def _carry_out(self, events: Sequence[tuple[str, Allocate]]) -> None:
         # Under the lock that `stop` takes, or a decision could start a job behind its back.
         with self._deciding:
             if not self._stopping:
-                self._executor.handle(name, event)
+                self._executor.handle_all(events)

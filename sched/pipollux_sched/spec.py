@@ -33,6 +33,7 @@ from .variables import check_variables
 
 __all__ = [
     "ClusterSpec",
+    "JobBatch",
     "JobSpec",
     "NodeSpec",
     "ResourceSpec",
@@ -40,6 +41,7 @@ __all__ = [
     "load_cluster",
     "load_jobs",
     "parse_job",
+    "parse_jobs",
 ]
 
 DEFAULT_MAX_REPLICAS = 64
@@ -304,7 +306,9 @@ class JobSpec(_Spec):
                 )
 
 
-class _JobsFile(_Spec):
+class JobBatch(_Spec):
+    """What a job file says: jobs that are submitted together."""
+
     jobs: List[JobSpec] = Field(description="a list of jobs")
 
     @model_validator(mode="after")
@@ -341,7 +345,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
     """
-    return list(_load(read_document(path, "jobs:"), _JobsFile).jobs)
+    return list(_load(read_document(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
@@ -359,6 +363,18 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
     except ValidationError as error:
         found = problems(error, JobSpec)
         raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+
+
+def parse_jobs(data: Any) -> list[JobSpec]:
+    """Take the jobs of a batch from decoded JSON, an object with `jobs` as a job file has it.
+
+    Raises:
+        SpecError: something is said that is not allowed; the sentences name the job.
+    """
+    try:
+        return list(JobBatch.model_validate(data).jobs)
+    except ValidationError as error:
+        raise SpecError(*(found.sentence() for found in problems(error, JobBatch))) from None
 
 
 M = TypeVar("M", bound=BaseModel)
