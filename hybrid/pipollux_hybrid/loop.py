@@ -39,7 +39,8 @@ class LoopState(State):
 
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
-        self._identity = identity
+        self.identity = identity
+        """What positions refer to."""
         self.index = 0
         """Samples (of text: tokens) of the epoch that all replicas together have taken."""
         self.details: dict[str, Any] = {}
@@ -51,17 +52,17 @@ class LoopState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the position as JSON."""
-        content = {"index": self.index, "details": self.details, "identity": self._identity}
+        content = {"index": self.index, "details": self.details, "identity": self.identity}
         fileobj.write(json.dumps(content).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
         content = json.load(fileobj)
         index, identity = int(content["index"]), content["identity"]
-        if index > 0 and identity != self._identity:
+        if index > 0 and identity != self.identity:
             raise CheckpointError(
                 f"the last run stopped at sample {index} of an epoch over {identity}, but the "
-                f"script now has {self._identity}: give it the same data until the epoch is over, "
+                f"script now has {self.identity}: give it the same data until the epoch is over, "
                 "or start with an empty PIPOLLUX_CHECKPOINT_DIR"
             )
         self.index, self.details = index, content["details"]
@@ -182,18 +183,21 @@ class ElasticLoop(Generic[T]):
             self._state.rewind()
             self._epochs.loops_done += 1
             ctx.metrics.interrupt_steps()
+            ctx.pause_progress()
         # The loop is recorded as done before anybody may stop.
         self._boundary.settle()
 
     def _iterations(self) -> Iterator[T]:
         ctx, metrics = self._context, self._context.metrics
+        described = self._description()
         while True:
             self._choose_configuration()
             metrics.begin_segment(self._epoch_size, self._sample_length)
             is_first = True
             for part, batch in self._segment():
                 if is_first:
-                    self._boundary.announce(self._place(part), adapts=self._limits is not None)
+                    place = f"{self._place(part)}, over {described}"
+                    self._boundary.announce(place, adapts=self._limits is not None)
                 is_first = part.is_optimizer_step
                 ctx.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
                 metrics.start_step(self._shape(), part)
@@ -217,6 +221,12 @@ class ElasticLoop(Generic[T]):
             f"samples {self._state.index} to {part.next_index}{end} of loop "
             f"{self._epochs.loops_done} in epoch {self._epochs.epoch}"
         )
+
+    def _description(self) -> str:
+        """What all replicas must loop over alike."""
+        data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
+        limits = "" if self._limits is None else f", autoscaled by {self._limits}"
+        return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
 
     def _choose_configuration(self) -> None:
         """At the start of a segment: the shape if this run has none yet, and what follows it."""
