@@ -99,29 +99,31 @@ def model_settings(
         optimizer: Their optimizer.
         arguments: The other arguments; of objects, the class is compared.
     """
-    settings: dict[str, object] = {
-        **{name: _word(value) for name, value in arguments.items()},
-        "layers": [type(layer).__name__ for layer in module.children()],
-        "optimizer": type(optimizer).__name__,
-    }
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
+    settings["optimizer"] = type(optimizer).__name__
+    for name, layer in module.named_children():
+        settings[f"layer {name!r}"] = type(layer).__name__
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for name, parameter in module.named_parameters():
-        trained = "" if parameter.requires_grad else ", frozen"
-        settings[f"parameter {name!r}"] = f"{_shape(parameter)}{trained}"
+        kind = "trained" if parameter.requires_grad else "frozen"
+        group = f"in group {groups[parameter]}" if parameter in groups else "in no group"
+        settings[f"parameter {name!r}"] = f"{_shape(parameter)}, {kind}, {group} of the optimizer"
     for name, buffer in module.named_buffers():
         settings[f"buffer {name!r}"] = _shape(buffer)
-    for index, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name != "params"}
-        settings[f"parameters of the optimizer's group {index}"] = [
-            names.get(parameter) for parameter in group["params"]
-        ]
+    for index, options in enumerate(optimizer.param_groups):
         for name, value in options.items():
-            settings[f"{name} of the optimizer's group {index}"] = value
+            if name != "params":
+                settings[f"{name} of the optimizer's group {index}"] = _word(value)
     return settings
 
 
 def _word(value: object) -> object:
-    plain = isinstance(value, (int, float, str, list, tuple, torch.dtype)) or value is None
+    """A value as it is told to others: objects would tell where in the memory they are."""
+    if isinstance(value, (list, tuple)):
+        return [_word(x) for x in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    plain = isinstance(value, (int, float, str, torch.dtype)) or value is None
     return value if plain else type(value).__name__
 
 

@@ -140,8 +140,8 @@ def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
     """Say why a script that is run again does nothing; epochs of this very run need no word."""
     if ctx.env.rank == 0 and not state.began and ctx.restored_from is not None and num_epochs > 0:
         print(
-            f"pipollux: all {num_epochs} epochs were trained before this run ({ctx.restored_from}),"
-            " so the script goes on behind the loop over them; to train again, empty "
+            f"pipollux: nothing is left to train: {num_epochs} of {num_epochs} epochs were done "
+            f"before this run ({ctx.restored_from}); to train again, empty "
             "PIPOLLUX_CHECKPOINT_DIR or point it elsewhere",
             file=sys.stderr,
             flush=True,
