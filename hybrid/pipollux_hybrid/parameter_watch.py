@@ -19,7 +19,7 @@ from .errors import ConfigurationError
 
 __all__ = ["ParameterWatch", "foreign_parameter"]
 
-LOOKED_AT = 32
+LOOKED_AT = 8
 """Submodules looked at in a step: some microseconds. Large models are gone through in turn."""
 
 
