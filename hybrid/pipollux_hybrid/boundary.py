@@ -42,10 +42,7 @@ class StepBoundary:
                 the iteration.
             adapts: Whether the loop can change its batch size.
         """
-        ctx = self._context
-        # After a `break` the message of the iteration that was left is still under way.
-        if not ctx.control.under_way:
-            ctx.control.launch(self._message(adapts=adapts), place)
+        self._context.control.launch(self._message(adapts=adapts), place)
 
     def settle(self) -> ControlMessage | None:
         """An iteration ended: stop or save if that was agreed on.
@@ -64,6 +61,24 @@ class StepBoundary:
         if agreed is not None and agreed.save:
             self._save_periodically()
         return agreed
+
+    def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
+        """A loop over data begins: see that all replicas begin the same.
+
+        Args:
+            place: Which loop, over what; the same on all replicas.
+            message: What this replica contributes.
+
+        Returns:
+            What the replicas agreed on.
+
+        Raises:
+            SystemExit: A stop was agreed on in the iteration that was left by ``break``.
+            SynchronizationError: A replica is gone, or begins something else.
+        """
+        if self._context.control.under_way:
+            self.settle()  # after a `break`
+        return self._context.control.exchange(message, place)
 
     def begin_epochs(self) -> None:
         """A loop over epochs begins or goes on: stop now, if that was asked for meanwhile.
@@ -88,8 +103,8 @@ class StepBoundary:
             SystemExit: A stop was agreed on, and everything is saved.
         """
         control = self._context.control
-        # After a `break` the message of the iteration that was left is still under way.
-        self._context.metrics.record_agreed(control.collect())
+        if control.under_way:
+            self.settle()  # after a `break`
         control.launch(self._message(adapts=False), f"the beginning of epoch {epoch}")
         self.settle()
 

@@ -189,15 +189,14 @@ class ElasticLoop(Generic[T]):
 
     def _iterations(self) -> Iterator[T]:
         ctx, metrics = self._context, self._context.metrics
-        described = self._description()
+        self._begin()
         while True:
             self._choose_configuration()
             metrics.begin_segment(self._epoch_size, self._sample_length)
             is_first = True
             for part, batch in self._segment():
                 if is_first:
-                    place = f"{self._place(part)}, over {described}"
-                    self._boundary.announce(place, adapts=self._limits is not None)
+                    self._boundary.announce(self._place(part), adapts=self._limits is not None)
                 is_first = part.is_optimizer_step
                 ctx.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
                 metrics.start_step(self._shape(), part)
@@ -222,6 +221,26 @@ class ElasticLoop(Generic[T]):
             f"{self._epochs.loops_done} in epoch {self._epochs.epoch}"
         )
 
+    def _begin(self) -> None:
+        """See that all replicas loop over the same; the first loop of a run chooses its shape."""
+        ctx, epochs = self._context, self._epochs
+        chooses = self._limits is not None and not ctx.metrics.shape_chosen
+        # What the goodput model knows, else the initial batch size.
+        best = (ctx.metrics.best_shape() if chooses and ctx.env.rank == 0 else None) or (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = best
+        agreed = self._boundary.begin_loop(
+            f"the beginning of loop {epochs.loops_done} in epoch {epochs.epoch}, over "
+            f"{self._description()}",
+            ControlMessage(
+                atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
+            ),
+        )
+        if chooses:
+            ctx.metrics.shape_chosen = True
+            self._state.atomic_bsz = agreed.atomic_bsz
+            self._state.accum_steps = agreed.accum_steps
+            ctx.proposed_microbatches = agreed.num_microbatches
+
     def _description(self) -> str:
         """What all replicas must loop over alike."""
         data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
@@ -229,11 +248,8 @@ class ElasticLoop(Generic[T]):
         return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
 
     def _choose_configuration(self) -> None:
-        """At the start of a segment: the shape if this run has none yet, and what follows it."""
+        """At the start of a segment: what follows from the shape."""
         ctx = self._context
-        if self._limits is not None and not ctx.metrics.shape_chosen:
-            ctx.metrics.shape_chosen = True
-            self._choose_initial_shape()
         ctx.scale = self._shape().batch_size / self._init_batch_size
         if ctx.microbatches_follow:
             wanted = ctx.proposed_microbatches
@@ -243,18 +259,6 @@ class ElasticLoop(Generic[T]):
                 if wanted
                 else initial_microbatches(ctx.metrics.num_stages, atomic_bsz, ctx.fewest_samples)
             )
-
-    def _choose_initial_shape(self) -> None:
-        """What the goodput model knows, else the initial batch size."""
-        ctx = self._context
-        atomic_bsz, accum_steps, num_microbatches = ctx.metrics.best_shape() or (0, 0, 0)
-        message = ControlMessage(
-            atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
-        )
-        agreed = ctx.control.exchange(message if ctx.env.rank == 0 else ControlMessage())
-        self._state.atomic_bsz = agreed.atomic_bsz
-        self._state.accum_steps = agreed.accum_steps
-        ctx.proposed_microbatches = agreed.num_microbatches
 
     def _adopt(self, agreed: ControlMessage | None) -> bool:
         """Take over what was agreed on.

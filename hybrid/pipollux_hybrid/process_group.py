@@ -53,13 +53,14 @@ def init_process_group(
         )
     if env.num_threads is not None:
         torch.set_num_threads(env.num_threads)
-    # Until the replicas have met a signal ends the process: there is nothing to lose yet.
+    # Until handlers are there a signal ends the process: there is nothing to lose yet.
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
     ctx = contexts.context(timeout)
-    interrupt.install_handlers(acknowledge)
     checkpoint_to_restore(ctx)
+    ctx.metrics  # noqa: B018  # made here, so that a stop before there is a model knows the step
+    interrupt.install_handlers(acknowledge)
 
 
 def destroy_process_group() -> None:

@@ -98,6 +98,11 @@ def test_in_an_evaluation_it_is_noted_and_honoured_before_the_next_epoch(
     assert marker(directory)["step"] == 8
     assert "stopped at step 8 as asked" in capfd.readouterr().err
     contexts.reset()
+    init_process_group()
+    with pytest.raises(SystemExit):  # before there is a model
+        ask()
+    assert "stopped at step 8 as asked (SIGTERM outside of a loop" in capfd.readouterr().err
+    contexts.reset()
     parts, resumed = begin(), []
     for epoch in remaining_epochs_until(5):
         train_an_epoch(*parts)

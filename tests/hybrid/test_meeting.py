@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -101,17 +100,20 @@ def differ_in_turn() -> dict[str, str]:
         context()
     told["directory"] = str(caught.value)
     os.environ.pop("PIPOLLUX_CHECKPOINT_DIR", None)
-    for name, batch_sizes, sizes in (("batch", (8, 16), (32, 32)), ("data", (8, 8), (32, 40))):
-        told[name] = loop(batch_sizes[rank], sizes[rank])
+    loops = {"batch": (32, (8, 16)[rank]), "data": ((32, 40)[rank], 8), "limits": (32, 8)}
+    for name, (size, batch_size) in loops.items():
+        told[name] = loop(batch_size, size, 64 if name == "limits" and rank == 1 else None)
         contexts.reset()
     told["alike"] = loop(8, 32)
     return told
 
 
-def loop(batch_size: int, size: int) -> str:
+def loop(batch_size: int, size: int, largest: int | None = None) -> str:
     """Train an epoch; what ended it before its time, if anything did."""
     model, optimizer = wrap()
     loader = AdaptiveDataLoader(TensorDataset(torch.ones(size, 6)), batch_size=batch_size)
+    if largest is not None:
+        loader.autoscale_batch_size(largest)
     try:
         for (inputs,) in loader:
             optimizer.zero_grad()
@@ -134,8 +136,10 @@ def test_whatever_differs_is_named_on_every_replica_at_once() -> None:
         for name, first, second in (
             ("batch", "samples=32, shuffle=False, seed=0, batch_size=8", "batch_size=16"),
             ("data", "samples=32, shuffle=False, seed=0, batch_size=8", "samples=40"),
+            ("limits", "batch_size=8)", "autoscaled by BatchSizeLimits(init_batch_size=8, max"),
         ):
-            assert re.match(r"1 replica [01] of 2 is at", told[name]), "after the first step"
+            assert told[name].startswith("0 replica "), "before the first step"
+            assert "is at the beginning of loop 0 in epoch 0, over Adaptive" in told[name]
             assert first in told[name]
             assert second in told[name]
         assert told["alike"] == "trained"
