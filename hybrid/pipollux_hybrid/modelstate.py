@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import State
+from .context import context
 from .errors import CheckpointError
 from .hostcopy import HostCopy
+from .parameter_watch import foreign_parameter
 from .safeload import check_loadable
 
 __all__ = ["ModelState", "plain_name"]
@@ -45,7 +47,9 @@ class ModelState(State):
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._host_copy = HostCopy()
-        self._checked = False
+        if context().env.checkpoint_dir is not None:  # better now than at the first save
+            check_loadable("lr_scheduler", lr_scheduler.state_dict() if lr_scheduler else None)
+            check_loadable("optimizer", optimizer.state_dict())
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write everything with ``torch.save``."""
@@ -75,9 +79,6 @@ class ModelState(State):
 
     def _content(self) -> dict[str, Any]:
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
-        if not self._checked:
-            check_loadable("lr_scheduler", schedule)
-            self._checked = True
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
             "optimizer": self._named_optimizer_state(),
@@ -95,6 +96,10 @@ class ModelState(State):
     def _names(self) -> list[list[str]]:
         """Names of the parameters of each parameter group."""
         names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:  # came since the last step, which would have refused it
+                    raise foreign_parameter(parameter)
         return [[names[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _named_optimizer_state(self) -> dict[str, Any]:
