@@ -67,7 +67,7 @@ def check_arguments(
     if not isinstance(module, nn.Sequential):
         raise ConfigurationError(
             f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
-            "cut from its layers"
+            "cut from its layers; docs/models.md shows how to make one of a model"
         )
     if type(module).forward is not nn.Sequential.forward:
         raise ConfigurationError(
