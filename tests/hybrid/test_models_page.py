@@ -275,3 +275,25 @@ def test_another_kind_of_module_is_sent_to_the_page() -> None:
     gpt2 = make_gpt2(tied=False)
     with pytest.raises(ConfigurationError, match=r"GPT2LMHeadModel: .*docs/models\.md"):
         HybridParallel(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
+
+
+def test_a_pretrained_model_is_untied_and_saved_as_the_page_says(
+    page: dict[str, Any], repository: Path, tmp_path: Path
+) -> None:
+    gpt2 = make_gpt2(tied=True)
+    before = gpt2(**make_batch()).logits
+    untying = "gpt2.lm_head.weight = nn.Parameter(gpt2.transformer.wte.weight.detach().clone())"
+    assert untying in (repository / "docs" / "models.md").read_text()
+    gpt2.config.tie_word_embeddings = False
+    exec(untying, {"gpt2": gpt2, "nn": nn})  # noqa: S102  # our own page
+    module = page["gpt2_layers"](gpt2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(module, optimizer, num_stages=2)
+    logits = model(make_batch())
+    torch.testing.assert_close(logits, before, **EXACT)
+    page["next_token_loss"](logits, make_batch()).backward()
+    optimizer.step()
+    gpt2.save_pretrained(tmp_path)
+    loaded = type(gpt2).from_pretrained(tmp_path).double().eval()
+    assert loaded.lm_head.weight is not loaded.transformer.wte.weight
+    torch.testing.assert_close(loaded(**make_batch()).logits, model(make_batch()), **EXACT)
