@@ -69,6 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         if adaptive is None or not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         if not self._complete(optimizer):
+            adaptive.leave_kept_gradients()
             return None
         before = adaptive.num_steps
         with adaptive.unscaled():

@@ -16,6 +16,7 @@ from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memo
 from pipollux_perfmodel.params import Checkpoint
 
 from .context import JobContext
+from .devices import find_devices
 from .env import JobEnvironment
 from .errors import ConfigurationError
 from .layer_profile import num_samples, profile_layers
@@ -152,14 +153,13 @@ def choose_devices(
     """One device per stage.
 
     Raises:
-        ConfigurationError: There are fewer devices than stages.
+        ConfigurationError: There are fewer devices than stages, or one of them is not there.
     """
+    chosen: Sequence[torch.device | str]
     if devices is not None:
-        chosen = [torch.device(device) for device in devices]
-        source = "devices"
+        chosen, source = devices, "devices"
     elif env.devices:
-        chosen = [torch.device(device) for device in env.devices]
-        source = "PIPOLLUX_DEVICES"
+        chosen, source = env.devices, "PIPOLLUX_DEVICES"
     elif torch.cuda.is_available():
         first = env.local_rank * num_stages
         count = torch.cuda.device_count()
@@ -172,7 +172,7 @@ def choose_devices(
             f"{num_stages} stages need {num_stages} devices, {source} give {len(chosen)}: ask for "
             "fewer stages, or for fewer replicas on this node"
         )
-    return chosen[:num_stages]
+    return find_devices(chosen[:num_stages], source)
 
 
 def _cut(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from .allowed import Allowed, check_values, is_whole
 from .errors import ConfigurationError
 from .loop import ElasticLoop
 from .sampler import ElasticSampler, Part, num_parts
@@ -27,6 +28,24 @@ FIXED = {
     "batch_sampler": "use shuffle=True or a torch.utils.data.Subset",
 }
 """What belongs to the loader itself, and what to do instead."""
+LOADER = {
+    "dataset": Allowed(
+        lambda value: (
+            not (
+                isinstance(value, (DataLoader, str, type))
+                or (isinstance(value, dict) and 0 not in value)
+            )
+        ),
+        "a data set is needed, map-style or a torch.utils.data.IterableDataset: of a DataLoader "
+        "its .dataset (give options such as collate_fn here again), of a dict of splits one split",
+    ),
+    # None is what torch.utils.data.DataLoader has for False.
+    "shuffle": Allowed(
+        lambda value: value is None or isinstance(value, bool), "True or False is needed"
+    ),
+    "seed": Allowed(is_whole, "a whole number, the same on all replicas, is needed"),
+}
+"""What the arguments of :class:`AdaptiveDataLoader` may be."""
 
 
 class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
@@ -74,6 +93,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         seed: int = 0,
         **options: Any,
     ) -> None:
+        check_values(LOADER, {"dataset": dataset, "shuffle": shuffle, "seed": seed})
+        shuffle = bool(shuffle)
         _check_options(options)
         streams = isinstance(dataset, IterableDataset)
         self._sampler: ElasticSampler | None = None

@@ -132,17 +132,8 @@ class ElasticLoop(Generic[T]):
                 "autoscale_batch_size was called on two loaders: a job has one batch size, so call "
                 "it on the loader of the training samples only"
             )
-        if local_bsz_bounds is not None:
-            smallest, largest = local_bsz_bounds
-            local_bsz_bounds = (
-                1 if smallest is None else smallest,
-                max_batch_size if largest is None else largest,
-            )
-        limits = BatchSizeLimits(
-            init_batch_size=self._init_batch_size,
-            max_batch_size=max_batch_size,
-            local_bsz_bounds=local_bsz_bounds,
-            gradient_accumulation=gradient_accumulation,
+        limits = BatchSizeLimits.of(
+            self._init_batch_size, max_batch_size, local_bsz_bounds, gradient_accumulation
         )
         limits.check(self._context.env.num_replicas)
         self._limits = metrics.limits = limits

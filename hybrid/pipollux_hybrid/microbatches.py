@@ -7,9 +7,10 @@ micro-batches fill the pipeline and save memory, few large ones keep the devices
 
 from __future__ import annotations
 
+from .allowed import at_least, check_values
 from .engine import microbatch_sizes
 
-__all__ = ["candidate_microbatches", "cut_sizes", "initial_microbatches"]
+__all__ = ["candidate_microbatches", "check_count", "cut_sizes", "initial_microbatches"]
 
 FIRST_PER_STAGE = 4
 """Micro-batches per stage to begin with."""
@@ -20,6 +21,21 @@ MOST_PER_STAGE = 16
 FEWEST_NORMALISED = 8
 """Samples that a micro-batch keeps, where M is chosen, if layers normalise over it: statistics of
 fewer are mostly noise."""
+COUNT = {
+    "num_microbatches": at_least(
+        1, "a whole number of at least 1, or None to have it chosen, is needed", whole=True
+    )
+}
+"""What the number of micro-batches may be set to."""
+
+
+def check_count(num_microbatches: int) -> None:
+    """Refuse what is no number of micro-batches.
+
+    Raises:
+        ConfigurationError: Names the value and what is allowed.
+    """
+    check_values(COUNT, {"num_microbatches": num_microbatches})
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:

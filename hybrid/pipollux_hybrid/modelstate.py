@@ -6,7 +6,7 @@ the layers differently; nor do they tell whether a layer went through ``torch.co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -16,14 +16,12 @@ from .checkpoint import State
 from .context import context
 from .errors import CheckpointError
 from .hostcopy import HostCopy
-from .parameter_watch import foreign_parameter
+from .parameter_groups import ParameterGroups, plain_name
 from .safeload import check_loadable
 
-__all__ = ["ModelState", "plain_name"]
+__all__ = ["ModelState"]
 
 STATE_NAME = "model.pt"
-COMPILED = "_orig_mod"
-"""What ``torch.compile`` puts into the names of a layer's parameters."""
 REMEDY = "build the model the checkpoint was made with, or start with an empty directory"
 
 
@@ -44,7 +42,7 @@ class ModelState(State):
     ) -> None:
         super().__init__(STATE_NAME)
         self._module = module
-        self._optimizer = optimizer
+        self._groups = ParameterGroups(module, optimizer)
         self._lr_scheduler = lr_scheduler
         self._host_copy = HostCopy()
         if context().env.checkpoint_dir is not None:  # better now than at the first save
@@ -73,16 +71,22 @@ class ModelState(State):
         """
         content = torch.load(fileobj, map_location="cpu", weights_only=True)
         self._load_model(content["model"])
-        self._load_optimizer_state(content["optimizer"])
+        self._groups.restore(content["optimizer"])
+        self._load_frozen(content.get("frozen"))
         if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
+            self._check_schedule(content.get("lr_scheduler_class"))
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
 
     def _content(self) -> dict[str, Any]:
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
-            "optimizer": self._named_optimizer_state(),
+            "frozen": [
+                plain_name(n) for n, p in self._module.named_parameters() if not p.requires_grad
+            ],
+            "optimizer": self._groups.state(),
             "lr_scheduler": schedule,
+            "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
         }
 
     def _load_model(self, saved: Mapping[str, Any]) -> None:
@@ -93,71 +97,26 @@ class ModelState(State):
             raise CheckpointError(f"it is of another model: {difference}; {REMEDY}")
         self._module.load_state_dict({name: saved[plain] for plain, (name, _) in ours.items()})
 
-    def _names(self) -> list[list[str]]:
-        """Names of the parameters of each parameter group."""
-        names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in names:  # came since the last step, which would have refused it
-                    raise foreign_parameter(parameter)
-        return [[names[p] for p in group["params"]] for group in self._optimizer.param_groups]
+    def _load_frozen(self, frozen: Collection[str] | None) -> None:
+        """Train what was trained when the checkpoint was written, and nothing else."""
+        if frozen is not None:
+            for name, parameter in self._module.named_parameters():
+                parameter.requires_grad_(plain_name(name) not in frozen)
 
-    def _named_optimizer_state(self) -> dict[str, Any]:
-        packed = self._optimizer.state_dict()
-        groups = self._names()
-        flat = [name for group in groups for name in group]
-        return {
-            "class": type(self._optimizer).__name__,
-            "state": {flat[i]: state for i, state in packed["state"].items()},
-            "groups": [
-                {**group, "params": names}
-                for group, names in zip(packed["param_groups"], groups, strict=True)
-            ],
-        }
-
-    def _load_optimizer_state(self, content: dict[str, Any]) -> None:
-        groups = self._names()
-        self._check_optimizer(content, groups)
-        flat = [name for group in groups for name in group]
-        packed_groups, first = [], 0
-        for group, names in zip(content["groups"], groups, strict=True):
-            packed_groups.append({**group, "params": list(range(first, first + len(names)))})
-            first += len(names)
-        state = {i: content["state"][n] for i, n in enumerate(flat) if n in content["state"]}
-        self._optimizer.load_state_dict({"state": state, "param_groups": packed_groups})
-
-    def _check_optimizer(self, content: dict[str, Any], groups: list[list[str]]) -> None:
-        ours = type(self._optimizer).__name__
-        theirs = content.get("class", ours)
-        if theirs != ours:
+    def _check_schedule(self, theirs: str | None) -> None:
+        ours = _kind_of(self._lr_scheduler)
+        if theirs is not None and theirs != ours:
             raise CheckpointError(
-                f"its optimizer is {theirs} and the script's is {ours}: use {theirs}, or start "
+                f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or start "
                 "with an empty directory"
             )
-        saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
-        if len(saved) != len(groups):
-            raise CheckpointError(
-                f"its optimizer has {len(saved)} parameter groups and the script's has "
-                f"{len(groups)}: build the same groups, or start with an empty directory"
-            )
-        for index, (theirs_group, ours_group) in enumerate(zip(saved, groups, strict=True)):
-            moved = sorted(set(theirs_group) ^ set(ours_group))
-            if moved:
-                raise CheckpointError(
-                    f"group {index} of its optimizer has other parameters than the script's, the "
-                    f"first being {moved[0]!r}: build the same groups, or start with an empty "
-                    "directory"
-                )
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without the traces of ``torch.compile``.
-
-    Example:
-        >>> plain_name("0._orig_mod.weight")
-        '0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+def _kind_of(lr_scheduler: Any) -> str:
+    """The class of a scheduler, and of those within: ``SequentialLR(LinearLR, StepLR)``."""
+    inner = ", ".join(_kind_of(each) for each in getattr(lr_scheduler, "_schedulers", ()))
+    name = type(lr_scheduler).__name__
+    return f"{name}({inner})" if inner else name
 
 
 def _difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

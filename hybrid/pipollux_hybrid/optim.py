@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigurationError
+from .kept_gradients import KeptGradients
 from .scaling import is_adam_like
 
 __all__ = ["AdaptiveOptimizer", "adaptive_of"]
@@ -62,6 +63,7 @@ class AdaptiveOptimizer:
         self._factor = factor
         self._on_step = on_step
         self._may_zero = True
+        self._kept = KeptGradients(optimizer)
         self._adam = is_adam_like(optimizer)
         self._preconditioners: dict[nn.Parameter, Tensor] = {}
         self._steps_used = 0
@@ -121,6 +123,7 @@ class AdaptiveOptimizer:
                 )
             self._refuse_foreign_scaler()
             if not self._is_complete():
+                self._kept.check()
                 return None
             result = self._scaled(original)
             self._may_zero = True
@@ -209,3 +212,8 @@ class AdaptiveOptimizer:
     def keep_gradients(self) -> None:
         """From now to the next step gradients are being gathered: ``zero_grad`` does nothing."""
         self._may_zero = False
+        self._kept.note()
+
+    def leave_kept_gradients(self) -> None:
+        """A step that an accumulation step does not take, by way of a GradScaler."""
+        self._kept.check()

@@ -16,7 +16,7 @@ from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.params import Checkpoint
 
 from .agreement import agree, model_settings
-from .arguments import batch_size_of, check_arguments, check_single
+from .arguments import batch_of, batch_size_of, check_arguments, check_single
 from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
 from .batchnorm import commit_statistics, defer_statistics, uncounted
 from .bucket import BUCKET_BYTES
@@ -24,8 +24,7 @@ from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from .checkpoint import load_state
 from .context import context
 from .engine import PipelineEngine
-from .errors import ConfigurationError
-from .microbatches import FEWEST_NORMALISED, cut_sizes, initial_microbatches
+from .microbatches import FEWEST_NORMALISED, check_count, cut_sizes, initial_microbatches
 from .modelstate import ModelState
 from .nest import Nest, map_tensors, tensors_of
 from .noise_meter import NoiseMeter
@@ -34,6 +33,7 @@ from .parameter_watch import ParameterWatch
 from .plain import PlainFace
 from .plan import BackwardPlan
 from .replica_check import ReplicaCheck, check_interval
+from .same_samples import SameSamples
 from .scaling import ScalingRule, ScalingState, default_rule
 from .step_timing import StepTiming
 from .synchronizer import GradientSynchronizer, SyncResult
@@ -113,7 +113,16 @@ class HybridParallel(PlainFace):
         check_replicas: bool | int = False,
     ) -> None:
         ctx = context()
-        check_arguments(module, optimizer, checkpoint)
+        options = {
+            "checkpoint": checkpoint,
+            "balance": balance,
+            "devices": devices,
+            "memory_limit": memory_limit,
+            "scaling_rule": scaling_rule,
+            "lr_scheduler": lr_scheduler,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        check_arguments(module, optimizer, options)
         check_single(ctx)
         super().__init__(module)
         self._context = ctx
@@ -165,6 +174,7 @@ class HybridParallel(PlainFace):
             bucket_bytes=bucket_bytes,
         )
         self._check = ReplicaCheck(module, ctx.control, interval)
+        self._same_samples = SameSamples(ctx)
         self._norm = torch.tensor(math.nan)
         self._optimizer = AdaptiveOptimizer(
             optimizer,
@@ -225,25 +235,22 @@ class HybridParallel(PlainFace):
             # A batch of fewer samples is cut into as many micro-batches as it has samples.
             ctx.num_microbatches = initial_microbatches(ctx.metrics.num_stages, sys.maxsize)
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(
-                f"num_microbatches={value!r}: a whole number of at least 1, or None to have it "
-                "chosen, is needed"
-            )
+        check_count(value)
         ctx.num_microbatches = value
 
-    def forward(self, *inputs: Nest) -> Nest:
+    def forward(self, *inputs: Nest, **keywords: Nest) -> Nest:
         """Run a batch through the pipeline.
 
         Args:
             *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
                 several arguments reach the first layer as a tuple.
+            **keywords: Refused: a dict as the one argument does what they do.
 
         Returns:
             What the module returns, on :attr:`output_device`.
         """
         self._watch.check()
-        batch = inputs[0] if len(inputs) == 1 else inputs
+        batch = batch_of(inputs, keywords)
         sizes = self._sizes(batch_size_of(batch))
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         self._timing.cancel()
@@ -331,6 +338,7 @@ class HybridParallel(PlainFace):
 
     def _plan(self, sizes: list[int], batch: Nest) -> BackwardPlan:
         """What the backward of a forward of micro-batches of these sizes is for."""
+        self._same_samples.note(batch)
         micro_step = self._context.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
         num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
@@ -394,6 +402,7 @@ class HybridParallel(PlainFace):
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
         self._check.stepped(self._context.metrics.step)
+        self._same_samples.compare()
 
     def _named_parameters(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
         names = {parameter: name for name, parameter in self.module.named_parameters()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .modelstate import plain_name
+from .parameter_groups import plain_name
 
 __all__ = ["PlainFace"]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from .errors import ConfigurationError
+from .allowed import at_least, check_values
 
 __all__ = [
     "AdaScale",
@@ -110,6 +110,13 @@ class SquareRootScale:
         return float(state.scale**0.5)
 
 
+LEGW = {
+    "base_warmup_epochs": at_least(0, "a number of epochs of at least 0 is needed"),
+    "data_size": at_least(1, "the samples of an epoch, at least 1, are needed", whole=True),
+}
+"""What the arguments of :class:`LEGWScale` may be."""
+
+
 class LEGWScale:
     """Square root of the batch size after a linear warm-up whose epochs grow with the batch size.
 
@@ -127,15 +134,7 @@ class LEGWScale:
     """
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
-        if not base_warmup_epochs >= 0:
-            raise ConfigurationError(
-                f"base_warmup_epochs={base_warmup_epochs}: a number of epochs of at least 0 is "
-                "needed"
-            )
-        if data_size < 1:
-            raise ConfigurationError(
-                f"data_size={data_size}: the samples of an epoch, at least 1, are needed"
-            )
+        check_values(LEGW, {"base_warmup_epochs": base_warmup_epochs, "data_size": data_size})
         self.base_warmup_epochs = base_warmup_epochs
         self.data_size = data_size
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipollux_hybrid import (
     Accumulator,
     AdaptiveBPTTIterator,
     AdaptiveDataLoader,
+    AdaScale,
     ConfigurationError,
     HybridParallel,
     init_process_group,
@@ -49,6 +52,19 @@ def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
         ({"num_microbatches": 2.5}, r"num_microbatches=2.5"),
         ({"checkpoint": "sometimes"}, r"checkpoint='sometimes': 'always', 'except_last', 'never'"),
         ({"num_stages": 2, "devices": ["cpu"]}, r"2 stages need 2 devices, devices give 1"),
+        ({"checkpoint": ["never"]}, r"checkpoint=\['never'\]: 'always'"),
+        ({"balance": 3}, r"balance=3: a list with the number of layers of each stage is allowed"),
+        ({"balance": torch.tensor([4, 5])}, r"balance is a Tensor: a list with"),
+        ({"devices": "cpu"}, r"devices='cpu': a list with one device for each stage is needed"),
+        ({"devices": ["tpu:0"]}, r"devices ask for 'tpu:0', and stages can run on 'cpu'"),
+        ({"devices": ["meta"]}, r"devices ask for 'meta', and stages can run on 'cpu'"),
+        ({"devices": ["cuda:77"]}, r"devices ask for 'cuda:77', and stages can run on 'cpu'"),
+        ({"memory_limit": "80GB"}, r"memory_limit='80GB': a number of bytes above 0 is needed"),
+        ({"scaling_rule": "adascale"}, r"scaling_rule='adascale': .* such as AdaScale\(\)"),
+        ({"scaling_rule": AdaScale}, r"scaling_rule is the class AdaScale: an object with factor"),
+        ({"lr_scheduler": "cosine"}, r"lr_scheduler='cosine': a scheduler over the optimizer"),
+        ({"lr_scheduler": StepLR}, r"lr_scheduler is the class StepLR: a scheduler over"),
+        ({"broadcast_buffers": "no"}, r"broadcast_buffers='no': True or False is needed"),
     ],
 )
 def test_hybrid_parallel(options: dict[str, object], message: str) -> None:
@@ -65,6 +81,45 @@ def test_modules() -> None:
     module, other = make_model("mlp"), make_model("mlp")
     with pytest.raises(ConfigurationError, match=r"that is not in module"):
         HybridParallel(module, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.SGD, r"optimizer is the class SGD: one optimizer over module.parameters\(\)"),
+        ("sgd", r"optimizer='sgd': one optimizer"),
+        ([make_model("mlp")], r"optimizer is a list: one optimizer"),
+    ],
+)
+def test_optimizers(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HybridParallel(make_model("mlp"), optimizer)
+
+
+def test_a_scheduler_over_another_optimizer() -> None:
+    other = torch.optim.Adam(make_model("mlp").parameters())
+    with pytest.raises(ConfigurationError, match=r"a StepLR over another optimizer \(Adam\) than"):
+        wrap(lr_scheduler=StepLR(other, 1))
+
+
+def test_a_scheduler_need_not_tell_its_optimizer() -> None:
+    class Constant:
+        def step(self) -> None: ...
+
+        def state_dict(self) -> dict[str, object]:
+            return {}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    wrap(lr_scheduler=Constant())
+
+
+def test_keyword_arguments() -> None:
+    model = wrap(nn.Sequential(nn.Linear(6, 3)))
+    with pytest.raises(
+        ConfigurationError, match=r"model\({'ids': ids, 'mask': mask}\); docs/models"
+    ):
+        model(ids=torch.zeros(2, 6), mask=None)
 
 
 def test_inputs() -> None:
@@ -111,6 +166,19 @@ def test_loader() -> None:
     for batch_size in (0, -1, 2.5, True):
         with pytest.raises(ConfigurationError, match=r"batch_size=.*at least 1"):
             AdaptiveDataLoader(data, batch_size=batch_size)
+    for dataset, name in [
+        (DataLoader(data), "is a DataLoader"),
+        (AdaptiveDataLoader(data), "is an AdaptiveDataLoader"),
+        ({"train": data}, "is a dict"),
+        ("data.csv", "='data.csv'"),
+        (Stream, " is the class Stream"),
+    ]:
+        with pytest.raises(ConfigurationError, match=rf"dataset ?{name}: a data set is needed"):
+            AdaptiveDataLoader(dataset)
+    for name, value in [("shuffle", "yes"), ("shuffle", 1), ("seed", "x"), ("seed", 0.5)]:
+        with pytest.raises(ConfigurationError, match=rf"{name}={value!r}: .* is needed"):
+            AdaptiveDataLoader(data, **{name: value})
+    assert AdaptiveDataLoader(data, shuffle=None).current_index == 0, "as DataLoader has it"
     with pytest.raises(ConfigurationError, match=r"takes no sampler"):
         AdaptiveDataLoader(data, sampler=[1, 2])
     with pytest.raises(ConfigurationError, match=r"Lengthless has no length"):
@@ -178,6 +246,11 @@ def test_loops_do_not_nest() -> None:
     ("arguments", "message"),
     [
         ((4,), r"max_batch_size=4: must be at least batch_size=8"),
+        (("16",), r"max_batch_size='16': a whole number is needed"),
+        ((16, 8), r"local_bsz_bounds=8: \(smallest, largest\) of one replica"),
+        ((16, (1, 2, 3)), r"local_bsz_bounds=\(1, 2, 3\): \(smallest, largest\) of one replica"),
+        ((16, (1.5, 8)), r"local_bsz_bounds=\(1\.5, 8\): \(smallest, largest\) of one replica"),
+        ((16, None, "no"), r"gradient_accumulation='no': True or False"),
         ((16, (0, 4)), r"local_bsz_bounds=\(0, 4\): \(smallest, largest\)"),
         ((16, (8, 4)), r"local_bsz_bounds=\(8, 4\)"),
         ((16, (32, 64)), r"1 replicas of at least 32 samples exceed max_batch_size=16"),
@@ -232,3 +305,7 @@ def test_devices_of_the_environment() -> None:
         ConfigurationError, match="3 stages need 3 devices, PIPOLLUX_DEVICES give 2"
     ):
         choose_devices(env, 3, None)
+    env = JobEnvironment.read({"PIPOLLUX_DEVICES": "cpu, cuda:77"})
+    assert choose_devices(env, 1, None) == [torch.device("cpu")], "the second is not wanted"
+    with pytest.raises(ConfigurationError, match="PIPOLLUX_DEVICES ask for 'cuda:77'"):
+        choose_devices(env, 2, None)

@@ -1,0 +1,65 @@
+"""Gradients that accumulation steps have gathered are nobody's to change before they are complete.
+
+``torch.nn.utils.clip_grad_norm_`` in the loop body clips them in every pass: parts of the batch
+instead of the whole, each with what was gathered before it, again. Nothing of that can be seen
+afterwards. Autograd counts the changes of a tensor in place, so two integers tell.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+__all__ = ["KeptGradients"]
+
+
+class KeptGradients:
+    """Warns, once, of a script that changes gradients on an accumulation step.
+
+    Args:
+        optimizer: The first and the last of its parameters that have a gradient are looked at.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._versions: dict[torch.Tensor, int] = {}
+        self._hooked: set[torch.Tensor] = set()
+        self._warned = False
+
+    def note(self) -> None:
+        """A backward of an accumulation step is over, and the script may go on."""
+        if self._warned:
+            return
+        ends = {p for p in (self._end(1), self._end(-1)) if p is not None}
+        self._versions = dict.fromkeys(ends, 0)
+        for parameter in ends:
+            self._follow(parameter)
+            if parameter not in self._hooked:
+                # A penalty on the parameters may have a backward of its own, past the model.
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._follow)
+
+    def check(self) -> None:
+        """The script asks for a step that an accumulation step does not take."""
+        seen, self._versions = self._versions, {}
+        if any(p.grad is None or p.grad._version != version for p, version in seen.items()):
+            self._warned = True
+            warnings.warn(
+                "gradients were changed on an accumulation step, between backward() and "
+                "optimizer.step(), before those of the whole batch were complete: clip with "
+                "model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
+                "forget them with optimizer.zero_grad() instead of the module's",
+                stacklevel=3,
+            )
+
+    def _follow(self, parameter: torch.Tensor) -> None:
+        if parameter in self._versions and parameter.grad is not None:
+            self._versions[parameter] = parameter.grad._version
+
+    def _end(self, direction: int) -> nn.Parameter | None:
+        """The first parameter with a gradient, or from the other end the last."""
+        groups = self._optimizer.param_groups[::direction]
+        parameters = (p for group in groups for p in group["params"][::direction])
+        return next((p for p in parameters if p.grad is not None), None)
