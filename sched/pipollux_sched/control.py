@@ -84,28 +84,31 @@ class Control:
         return change.job
 
     def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes; one that has ended stays as it is.
+        """End a job, and its processes.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         return self._executor.handle(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
-        """Let a job save and hold nothing until it is resumed; one that has ended stays so.
+        """Let a job save and hold nothing until it is resumed.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Let a job that was suspended be given room again; any other stays as it is.
+        """Let a job that was suspended be given room again; another living one stays as it is.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         record = self._executor.handle(name, Resume())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .errors import (
     ConflictError,
+    JobEndedError,
     JobExistsError,
     StaleGenerationError,
     StoreError,
@@ -26,6 +27,7 @@ __all__ = [
     "ConflictError",
     "Discovery",
     "GenerationRecord",
+    "JobEndedError",
     "JobExistsError",
     "JobRecord",
     "LaunchCounts",

@@ -33,5 +33,9 @@ class JobExistsError(ConflictError):
     """A job of this name is already there."""
 
 
+class JobEndedError(ConflictError):
+    """What was asked of a job is only for one that has not ended."""
+
+
 class StaleGenerationError(ConflictError):
     """Whoever reports belongs to a generation that is no longer the present one."""
