@@ -37,6 +37,8 @@ from pipollux_sched.store import JobRecord, Store
 
 _LOG = logging.getLogger(__name__)
 
+TICK = 0.2
+"""Seconds between two looks at the processes."""
 STOP_PATIENCE = 5.0
 """Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
 HARD_GRACE = 5.0
@@ -91,6 +93,16 @@ class Executor:
         if change.job.phase.ended or change.job.phase is Phase.SUSPENDED:
             self._on_ended()
         return change.job
+
+    def run(self, ending: threading.Event) -> None:
+        """Do what is to be done until the scheduler ends."""
+        while not ending.is_set():
+            try:
+                self.step()
+            except Exception:  # one job's trouble must not end the others
+                _LOG.exception("the executor failed; it goes on in a second")
+                ending.wait(1.0)
+            self.wait(TICK)
 
     def wait(self, timeout: float) -> None:
         """Wait until there is something to do, or `timeout` seconds have passed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp
 
 from pipollux_sched.connections import HEAD_TIMEOUT, BoundedConfig, Repeats, most_connections
 from pipollux_sched.errors import SchedulerError
+from pipollux_sched.vital_thread import VitalThread
 
 START_TIMEOUT = 10.0
 STOP_TIMEOUT = 5.0
@@ -66,7 +66,8 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._repeats = Repeats()
-        self._thread = threading.Thread(target=self._run, name="pipollux-http", daemon=True)
+        self.thread = VitalThread("http", self._run)
+        """Runs for as long as requests are answered."""
 
     @property
     def url(self) -> str:
@@ -76,10 +77,10 @@ class HttpServer:
 
     def start(self) -> None:
         """Begin to serve; return when requests are answered."""
-        self._thread.start()
+        self.thread.start()
         deadline = time.monotonic() + START_TIMEOUT
         while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
+            if not self.thread.is_alive() or time.monotonic() > deadline:
                 self.stop()
                 raise HttpServerError(f"the server at {self.url} did not start")
             time.sleep(0.01)
@@ -87,8 +88,8 @@ class HttpServer:
     def stop(self) -> None:
         """Stop serving: requests under way are finished, or dropped after a few seconds."""
         self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT)
+        if self.thread.is_alive():
+            self.thread.join(STOP_TIMEOUT)
         self._server.force_exit = True
         self._socket.close()
 

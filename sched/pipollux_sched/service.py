@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from typing import Self
 from pipollux_sched.admission import workload
 from pipollux_sched.allocation_loop import AllocationLoop
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.amounts import check_seconds
 from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.backend import Backend, LocalBackend, Node
 from pipollux_sched.control import Control
@@ -39,16 +41,13 @@ from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Po
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import create_app, end_waiting
+from pipollux_sched.vital_thread import VitalThreads
 from pipollux_sched.watchdog import SILENCE_LIMIT, Watchdog
 
 _LOG = logging.getLogger(__name__)
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
-TICK = 0.2
-"""Seconds between two looks at the processes."""
-JOIN_TIMEOUT = 5.0
-"""Seconds that a thread has to end."""
 
 
 class Scheduler:
@@ -80,6 +79,9 @@ class Scheduler:
             there is no policy, and each job runs there and nowhere else.
         store: URL of the database with the store, kept in the state directory for later; None: what
             was kept, else SQLite in the state directory.
+
+    Raises:
+        ValueError: a time is not above 0, or longer than a week.
     """
 
     def __init__(
@@ -104,6 +106,12 @@ class Scheduler:
         allocations: Mapping[str, Sequence[str]] | None = None,
         store: str | None = None,
     ) -> None:
+        check_seconds(
+            interval=interval,
+            hints_interval=hints_interval,
+            checkpoint_interval=checkpoint_interval,
+            silence_limit=silence_limit,
+        )
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url = store
         self._cluster = cluster
@@ -136,6 +144,7 @@ class Scheduler:
         self._deciding = threading.Lock()
         self._reconsider = threading.Event()
         self._ending = threading.Event()
+        self._threads = VitalThreads(self._ending)
 
     # Life
 
@@ -166,10 +175,11 @@ class Scheduler:
             self._take_over()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
-                self._autoscaler.start()
-            self._start_thread(resources, "watchdog", self._watchdog().run, self._ending)
-            self._start_thread(resources, "executor", self._execute, self._executor.woken)
-            self._start_thread(resources, "allocator", self._allocation().run, self._reconsider)
+                self._threads.watch(self._autoscaler.start())
+            self._threads.start(resources, "watchdog", self._watchdog().run, self._ending)
+            run = partial(self._executor.run, self._ending)
+            self._threads.start(resources, "executor", run, self._executor.woken)
+            self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -219,6 +229,11 @@ class Scheduler:
     def admin_token(self) -> str:
         """Opens everything."""
         return self.state_dir.admin_token()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the scheduler cannot go on, though nobody has stopped it; None where it can."""
+        return None if self._stopping else self._threads.failure
 
     @property
     def store(self) -> Store:
@@ -271,6 +286,7 @@ class Scheduler:
             after = self._store.last_event()
             feed = EventFeed(self._store, self._on_event, after, self._event_types)
             feed.start()
+            self._threads.watch(feed.thread)
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
@@ -336,30 +352,13 @@ class Scheduler:
         resources.callback(self._server.stop)
         resources.callback(end_waiting, app)
         self._server.start()
+        self._threads.watch(self._server.thread)
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
         # Jobs that are left running report where this one listened.
         resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
-    def _start_thread(
-        self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
-    ) -> None:
-        thread = threading.Thread(target=run, name=f"pipollux-{name}", daemon=True)
-        thread.start()
-        resources.callback(thread.join, JOIN_TIMEOUT)
-        resources.callback(wake.set)
-        resources.callback(self._ending.set)
-
     # What the threads do
-
-    def _execute(self) -> None:
-        while not self._ending.is_set():
-            try:
-                self._executor.step()
-            except Exception:  # one job's trouble must not end the others
-                _LOG.exception("the executor failed; it goes on in a second")
-                self._ending.wait(1.0)
-            self._executor.wait(TICK)
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(

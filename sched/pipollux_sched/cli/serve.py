@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pipollux_sched.amounts import MOST_SECONDS
 from pipollux_sched.event_line import TELLING_TYPES, event_line
 from pipollux_sched.expander import CommandExpander
 from pipollux_sched.hardware import this_machine
@@ -30,21 +31,28 @@ def serve(
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two decisions on all jobs.")
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
     ] = 60.0,
     hints_interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two hints of a job.")
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
     ] = 30.0,
     checkpoint_interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two checkpoints of a job.")
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
     ] = 60.0,
     grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that a job has to save when it is stopped.")
+        float,
+        typer.Option(
+            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
+        ),
     ] = STOP_GRACE,
     heartbeat_timeout: Annotated[
         float,
         typer.Option(
-            min=1.0, help="Seconds without a sign of life after which a replica is taken for lost."
+            min=1.0,
+            max=MOST_SECONDS,
+            help="Seconds without a sign of life after which a replica is taken for lost.",
         ),
     ] = SILENCE_LIMIT,
     open_metrics: Annotated[
