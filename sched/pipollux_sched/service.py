@@ -77,11 +77,11 @@ class Scheduler:
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
-        store: URL of the database with the store, kept in the state directory for later; None: what
-            was kept, else SQLite in the state directory.
+        allowed_hosts: names besides `host` and the loopback interface's that requests may ask for.
+        store: URL of the store's database, kept for later; None: what was kept, else SQLite.
 
     Raises:
-        ValueError: a time is not above 0, or longer than a week.
+        ValueError: a time is not between 0 and a week.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Scheduler:
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
+        allowed_hosts: Sequence[str] = (),
         store: str | None = None,
     ) -> None:
         check_seconds(
@@ -130,7 +131,7 @@ class Scheduler:
         self._interval, self._restart_seconds = interval, restart_seconds
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
-        self._address = (host, port)
+        self._address, self._hosts = (host, port), (host, *allowed_hosts)
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
@@ -139,8 +140,7 @@ class Scheduler:
         }
         self._meters = Meters()
         self._resources = ExitStack()
-        self._started = self._serving = self._abandoned = False
-        self._stopping = False
+        self._started = self._serving = self._stopping = self._abandoned = False
         self._deciding = threading.Lock()
         self._reconsider = threading.Event()
         self._ending = threading.Event()
@@ -345,6 +345,7 @@ class Scheduler:
             admin_token=self.admin_token,
             meters=self._meters,
             open_metrics=self._open_metrics,
+            hosts=self._hosts,
         )
         killed = self.state_dir.read_server()  # its jobs still report where it listened
         preferred = killed.port if killed else 0

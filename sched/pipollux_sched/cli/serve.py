@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,8 @@ from pipollux_sched.watchdog import SILENCE_LIMIT
 from .failure import one_sentence
 from .options import ClusterFile, PolicyName, StateDirectory
 from .wording import count
+
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
 
 
 def serve(
@@ -74,6 +77,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Answer to this name, too, say that of a proxy; may be repeated.",
+            show_default="names of the loopback interface",
+        ),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +129,7 @@ def serve(
             expander=expander,
             on_event=_print_event,
             event_types=TELLING_TYPES,
+            allowed_hosts=_host_names(allow_host or []),
             store=store,
         )
         with Interruption() as interruption:
@@ -133,6 +145,17 @@ def serve(
             serve_until(scheduler, interruption)
             typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
             scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
+def _host_names(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if not _HOST_NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"{name[:60]!r} is no name of a host; give it without port, as in "
+                "pipollux.example.com or *.example.com",
+                param_hint="'--allow-host'",
+            )
+    return names
 
 
 def _autoscaling(
