@@ -10,16 +10,18 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .admission import admitted
 from .backend import Backend
+from .checkpoint_folder import check_checkpoint_folder
 from .errors import SchedulerError
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
-from .spec import JobSpec, SpecError
+from .spec import JobSpec
 from .store import JobRecord, NodeCondition, NodeRecord, Store
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Control:
         policy: name of the policy, for those who ask.
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
+        state_dir: where the scheduler keeps everything, which jobs do not save over.
         heartbeats: when replicas were last heard of; None: new ones.
     """
 
@@ -53,6 +56,7 @@ class Control:
         policy: str,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
+        state_dir: Path,
         heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
@@ -62,6 +66,7 @@ class Control:
         self._policy = policy
         self._reconsider = reconsider
         self._stopping = stopping
+        self._state_dir = state_dir
         self.heartbeats = heartbeats or Heartbeats()
         """When replicas were last heard of."""
 
@@ -188,15 +193,11 @@ class Control:
         }
 
     def _check_checkpoints(self, spec: JobSpec) -> None:
-        """Refuse a job that would save over another one's checkpoints."""
-        if spec.checkpoint_dir is None:
-            return
-        for job in self._store.jobs():
-            if job.name != spec.name and job.spec.get("checkpoint_dir") == spec.checkpoint_dir:
-                raise SpecError(
-                    f"job '{spec.name}': checkpoint_dir: {spec.checkpoint_dir} is job "
-                    f"'{job.name}''s; give each job a folder of its own"
-                )
+        """Refuse a job that would save over what is not its own."""
+        if spec.checkpoint_dir is not None:
+            saved = ((job.name, job.spec.get("checkpoint_dir")) for job in self._store.jobs())
+            others = [(name, folder) for name, folder in saved if folder]
+            check_checkpoint_folder(spec, self._state_dir, others)
 
     def _check_running(self) -> None:
         if self._stopping():

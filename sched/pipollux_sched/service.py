@@ -107,12 +107,8 @@ class Scheduler:
         allowed_hosts: Sequence[str] = (),
         store: str | None = None,
     ) -> None:
-        check_seconds(
-            interval=interval,
-            hints_interval=hints_interval,
-            checkpoint_interval=checkpoint_interval,
-            silence_limit=silence_limit,
-        )
+        check_seconds(interval=interval, hints_interval=hints_interval)
+        check_seconds(checkpoint_interval=checkpoint_interval, silence_limit=silence_limit)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url = store
         self._cluster = cluster
@@ -309,6 +305,7 @@ class Scheduler:
             policy=self._policy_name,
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
+            state_dir=self.state_dir.path,
         )
         resources.callback(self._end_processes)
         self._store.set_nodes(
