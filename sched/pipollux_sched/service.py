@@ -163,6 +163,8 @@ class Scheduler:
             where = self.state_dir.store if self._store_url is None else self._store_url
             self._store = resources.enter_context(Store(where, create=True))
             self._store.claim()
+            if self._store_url is None:
+                self.state_dir.check_known(where, self._store.last_event())
             if self._store_url is not None:
                 self.state_dir.keep_store(self._store_url)
             self._start_feed(resources)

@@ -7,6 +7,7 @@ from .errors import (
     JobEndedError,
     JobExistsError,
     StaleGenerationError,
+    StateDirError,
     StoreError,
     StoreTakenError,
     StoreUnavailableError,
@@ -19,7 +20,7 @@ from .overview import LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
-from .state_dir import ServerInfo, StateDir, StateDirError
+from .state_dir import ServerInfo, StateDir
 from .store import Store
 
 __all__ = [

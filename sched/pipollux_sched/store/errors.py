@@ -5,6 +5,10 @@ from __future__ import annotations
 from pipollux_sched.errors import SchedulerError
 
 
+class StateDirError(SchedulerError):
+    """The state directory cannot be used; the text is one sentence for the user."""
+
+
 class StoreError(SchedulerError):
     """The store cannot do what was asked; the text is one sentence for the user."""
 
