@@ -115,6 +115,7 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._since = time.monotonic()
+        self._answered = False
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -130,6 +131,11 @@ class BoundedProtocol(H11Protocol):
             self._expect_head()
         else:
             self._expect_nothing()
+
+    def on_response_complete(self) -> None:
+        """Take note that it sends whole requests."""
+        self._answered = True
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -148,7 +154,6 @@ class BoundedProtocol(H11Protocol):
 
     def _expect_head(self) -> None:
         if self._deadline is None:  # what trickles in does not gain time
-            self._since = time.monotonic()
             self._deadline = self.loop.call_later(self.config.head_timeout, self._give_up)
 
     def _expect_nothing(self) -> None:
@@ -166,8 +171,9 @@ class BoundedProtocol(H11Protocol):
             return
         unheard = [other for other in others if other._unheard]
         if unheard:
-            # Those that were never answered go before clients that keep theirs for the next time.
-            oldest = min(unheard, key=lambda other: (other.cycle is not None, other._since))
+            # Those that were never answered go before clients that keep theirs for the next time,
+            # and who has only just come, and whose request was not read yet, is the last to go.
+            oldest = min(unheard, key=lambda other: (other._answered, other._since))
             oldest._leave()
             self.config.crowded.note()
 
