@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+_MOST_DURATION = 100 * 365 * 86400.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?B?")
 _POWERS = " KMGTP"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])?")
+MOST_SECONDS = 7 * 86400.0
+"""Longest time between two of what a scheduler does again and again: a week."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -33,7 +36,7 @@ def parse_duration(text: str | float | None) -> float | None:
     """Turn a duration into seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
 
     Raises:
-        ValueError: it is not such a duration, or not above 0.
+        ValueError: it is not such a duration, not above 0, or longer than a century.
     """
     if text is None:
         return None
@@ -42,16 +45,28 @@ def parse_duration(text: str | float | None) -> float | None:
     else:
         match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
-            shown = (
-                {True: "true", False: "false"}.get(text) if isinstance(text, bool) else repr(text)
-            )
             raise ValueError(
-                f"{shown} is not a duration; give seconds, or a text such as 45m or 36h"
+                f"{_shown(text)} is not a duration; give seconds, or a text such as 45m or 36h"
             )
         seconds = float(match[1]) * _SECONDS[match[2] or "s"]
-    if not 0 < seconds < float("inf"):
+    if not seconds > 0:
         raise ValueError(f"{text!r} is not above 0; give a duration such as 36h")
+    if seconds > _MOST_DURATION:
+        raise ValueError(f"{str(text)[:40]!r} is more than 100 years; give a duration such as 36h")
     return seconds
+
+
+def check_seconds(**times: float) -> None:
+    """Check times that something is waited for, each given by its name.
+
+    Raises:
+        ValueError: one is not a number, not above 0, or longer than `MOST_SECONDS`.
+    """
+    for name, seconds in times.items():
+        if not 0 < seconds <= MOST_SECONDS:
+            raise ValueError(
+                f"{name} is {seconds}; give seconds above 0 and up to {MOST_SECONDS:.0f}, a week"
+            )
 
 
 def spell_duration(seconds: float) -> str:
@@ -68,5 +83,6 @@ def spell_duration(seconds: float) -> str:
 
 
 def _shown(value: object) -> str:
-    """Spell a value as it stands in a file."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    """Spell a value as it stands in a file, shortened to what fits a sentence."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -25,6 +25,7 @@ from .policy import (
     autoscale,
     plan_nodes,
 )
+from .vital_thread import VitalThread
 
 __all__ = ["Autoscaler", "Request"]
 
@@ -67,9 +68,9 @@ class Autoscaler:
         self._plan: NodePlan | None = None
         self._errands = _Errands(expander)
 
-    def start(self) -> None:
-        """Begin to carry requests out."""
-        self._errands.start()
+    def start(self) -> VitalThread:
+        """Begin to carry requests out, in the thread that is returned."""
+        return self._errands.start()
 
     def stop(self) -> None:
         """Carry nothing more out; what is under way is waited for, but not for long."""
@@ -122,11 +123,12 @@ class _Errands:
         self._changed = threading.Condition()
         self._wanted: Request | None = None
         self._ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: VitalThread | None = None
 
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="pipollux-expander", daemon=True)
+    def start(self) -> VitalThread:
+        self._thread = VitalThread("expander", self._run)
         self._thread.start()
+        return self._thread
 
     def stop(self) -> None:
         with self._changed:

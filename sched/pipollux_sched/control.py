@@ -10,16 +10,18 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .admission import admitted
 from .backend import Backend
+from .checkpoint_folder import check_checkpoint_folder
 from .errors import SchedulerError
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
-from .spec import JobSpec, SpecError
+from .spec import JobSpec
 from .store import JobRecord, NodeCondition, NodeRecord, Store, Submission
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Control:
         policy: name of the policy, for those who ask.
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
+        state_dir: where the scheduler keeps everything, which jobs do not save over.
         heartbeats: when replicas were last heard of; None: new ones.
     """
 
@@ -53,6 +56,7 @@ class Control:
         policy: str,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
+        state_dir: Path,
         heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
@@ -62,6 +66,7 @@ class Control:
         self._policy = policy
         self._reconsider = reconsider
         self._stopping = stopping
+        self._state_dir = state_dir
         self.heartbeats = heartbeats or Heartbeats()
         """When replicas were last heard of."""
 
@@ -104,28 +109,31 @@ class Control:
         return [change.job for change in changes]
 
     def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes; one that has ended stays as it is.
+        """End a job, and its processes.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         return self._executor.handle(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
-        """Let a job save and hold nothing until it is resumed; one that has ended stays so.
+        """Let a job save and hold nothing until it is resumed.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Let a job that was suspended be given room again; any other stays as it is.
+        """Let a job that was suspended be given room again; another living one stays as it is.
 
         Raises:
             UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
         """
         self._check_running()
         record = self._executor.handle(name, Resume())
@@ -205,18 +213,15 @@ class Control:
         }
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
-        """Refuse a job that would save over another one's checkpoints."""
+        """Refuse a job that would save over what is not its own."""
         asking = [spec for spec in specs if spec.checkpoint_dir is not None]
         if not asking:
             return
-        owners = {job.spec.get("checkpoint_dir"): job.name for job in self._store.jobs()}
+        saved = ((job.name, job.spec.get("checkpoint_dir")) for job in self._store.jobs())
+        others = [(name, folder) for name, folder in saved if folder]
         for spec in asking:
-            owner = owners.setdefault(spec.checkpoint_dir, spec.name)
-            if owner != spec.name:
-                raise SpecError(
-                    f"job '{spec.name}': checkpoint_dir: {spec.checkpoint_dir} is job "
-                    f"'{owner}''s; give each job a folder of its own"
-                )
+            check_checkpoint_folder(spec, self._state_dir, others)
+            others.append((spec.name, str(spec.checkpoint_dir)))
 
     def _check_running(self) -> None:
         if self._stopping():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from pipollux_sched.store import Store, StoreError, StoreUnavailableError
+from pipollux_sched.vital_thread import VitalThread
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 500
@@ -40,16 +41,17 @@ class EventFeed:
         self._listener = listener
         self._last = after
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipollux-events", daemon=True)
+        self.thread = VitalThread("events", self._run)
+        """Runs for as long as events are handed on."""
 
     def start(self) -> None:
         """Begin to hand on events."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
         """Hand on what was committed so far, and end."""
         self._ending.set()
-        self._thread.join(timeout)
+        self.thread.join(timeout)
 
     def _run(self) -> None:
         while True:

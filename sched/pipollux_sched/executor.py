@@ -38,6 +38,8 @@ from pipollux_sched.unsent_report import take_unsent_report
 
 _LOG = logging.getLogger(__name__)
 
+TICK = 0.2
+"""Seconds between two looks at the processes."""
 STOP_PATIENCE = 5.0
 """Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
 HARD_GRACE = 5.0
@@ -109,6 +111,16 @@ class Executor:
         done = (change.job.phase for change in changes if change is not None)
         if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
             self._on_ended()
+
+    def run(self, ending: threading.Event) -> None:
+        """Do what is to be done until the scheduler ends."""
+        while not ending.is_set():
+            try:
+                self.step()
+            except Exception:  # one job's trouble must not end the others
+                _LOG.exception("the executor failed; it goes on in a second")
+                ending.wait(1.0)
+            self.wait(TICK)
 
     def wait(self, timeout: float) -> None:
         """Wait until there is something to do, or `timeout` seconds have passed."""

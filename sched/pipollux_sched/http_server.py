@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import threading
 import time
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from pipollux_sched.connections import HEAD_TIMEOUT, BoundedConfig, Repeats, most_connections
 from pipollux_sched.errors import SchedulerError
+from pipollux_sched.vital_thread import VitalThread
 
 START_TIMEOUT = 10.0
 STOP_TIMEOUT = 5.0
+BACKLOG = 64
+"""Connections accepted at one turn of the loop, before any of them is counted."""
 
 
 class HttpServerError(SchedulerError):
@@ -28,17 +33,30 @@ class HttpServer:
         host: address to listen on.
         port: port to listen on; 0 for any that is free.
         preferred: which of the free ones, if it is free; 0: any.
+        most: connections at once; None: as many as the process has descriptors for.
+        head_timeout: seconds that the head of a request may take.
 
     Raises:
         HttpServerError: the address cannot be listened on.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, preferred: int = 0) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        preferred: int = 0,
+        *,
+        most: int | None = None,
+        head_timeout: float = HEAD_TIMEOUT,
+    ) -> None:
         self._socket = _listen_preferably(host, preferred) if not port else _listen(host, port)
-        config = uvicorn.Config(
+        config = BoundedConfig(
             app,
+            most=most_connections() if most is None else most,
+            head_timeout=head_timeout,
+            backlog=BACKLOG,
             loop="asyncio",
-            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
@@ -47,7 +65,9 @@ class HttpServer:
             timeout_graceful_shutdown=2,
         )
         self._server = _Server(config)
-        self._thread = threading.Thread(target=self._run, name="pipollux-http", daemon=True)
+        self._repeats = Repeats()
+        self.thread = VitalThread("http", self._run)
+        """Runs for as long as requests are answered."""
 
     @property
     def url(self) -> str:
@@ -57,10 +77,10 @@ class HttpServer:
 
     def start(self) -> None:
         """Begin to serve; return when requests are answered."""
-        self._thread.start()
+        self.thread.start()
         deadline = time.monotonic() + START_TIMEOUT
         while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
+            if not self.thread.is_alive() or time.monotonic() > deadline:
                 self.stop()
                 raise HttpServerError(f"the server at {self.url} did not start")
             time.sleep(0.01)
@@ -68,16 +88,34 @@ class HttpServer:
     def stop(self) -> None:
         """Stop serving: requests under way are finished, or dropped after a few seconds."""
         self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT)
+        if self.thread.is_alive():
+            self.thread.join(STOP_TIMEOUT)
         self._server.force_exit = True
         self._socket.close()
 
     def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
+        logger = logging.getLogger("uvicorn.error")
+        logger.addFilter(self._repeats)  # one line a minute about requests that are none
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            logger.removeFilter(self._repeats)
 
 
 class _Server(uvicorn.Server):
+    config: BoundedConfig
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve; that no connection can be accepted is said without a traceback each."""
+        asyncio.get_running_loop().set_exception_handler(self._note_failure)
+        await super().startup(sockets)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if str(context.get("message", "")).startswith("socket.accept()"):
+            self.config.exhausted.note()
+        else:
+            loop.default_exception_handler(context)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Leave no connection open; one that was accepted at the last moment would be."""
         await super().shutdown(sockets)

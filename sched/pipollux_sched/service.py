@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from typing import Self
 from pipollux_sched.admission import workload
 from pipollux_sched.allocation_loop import AllocationLoop
 from pipollux_sched.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.amounts import check_seconds
 from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.backend import Backend, LocalBackend, Node
 from pipollux_sched.control import Control
@@ -40,16 +42,13 @@ from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import create_app, end_waiting
 from pipollux_sched.takeover import take_over
+from pipollux_sched.vital_thread import VitalThreads
 from pipollux_sched.watchdog import SILENCE_LIMIT, Watchdog
 
 _LOG = logging.getLogger(__name__)
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
-TICK = 0.2
-"""Seconds between two looks at the processes."""
-JOIN_TIMEOUT = 5.0
-"""Seconds that a thread has to end."""
 
 
 class Scheduler:
@@ -80,8 +79,11 @@ class Scheduler:
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
-        store: URL of the database with the store, kept in the state directory for later; None: what
-            was kept, else SQLite in the state directory.
+        allowed_hosts: names besides `host` and the loopback interface's that requests may ask for.
+        store: URL of the store's database, kept for later; None: what was kept, else SQLite.
+
+    Raises:
+        ValueError: a time is not between 0 and a week.
     """
 
     def __init__(
@@ -105,8 +107,11 @@ class Scheduler:
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
+        allowed_hosts: Sequence[str] = (),
         store: str | None = None,
     ) -> None:
+        check_seconds(interval=interval, hints_interval=hints_interval)
+        check_seconds(checkpoint_interval=checkpoint_interval, silence_limit=silence_limit)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url = store
         self._cluster = cluster
@@ -125,7 +130,8 @@ class Scheduler:
         self._interval, self._restart_seconds = interval, restart_seconds
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
-        self._address, self._pass_on = (host, port), pass_environment
+        self._address, self._hosts = (host, port), (host, *allowed_hosts)
+        self._pass_on = pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
@@ -134,11 +140,11 @@ class Scheduler:
         }
         self._meters = Meters()
         self._resources = ExitStack()
-        self._started = self._serving = self._abandoned = False
-        self._stopping = False
+        self._started = self._serving = self._stopping = self._abandoned = False
         self._deciding = threading.Lock()
         self._reconsider = threading.Event()
         self._ending = threading.Event()
+        self._threads = VitalThreads(self._ending)
 
     # Life
 
@@ -161,6 +167,8 @@ class Scheduler:
             where = self.state_dir.store if self._store_url is None else self._store_url
             self._store = resources.enter_context(Store(where, create=True))
             self._store.claim()
+            if self._store_url is None:
+                self.state_dir.check_known(where, self._store.last_event())
             if self._store_url is not None:
                 self.state_dir.keep_store(self._store_url)
             self._start_feed(resources)
@@ -170,10 +178,11 @@ class Scheduler:
             self._control.expect_replicas()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
-                self._autoscaler.start()
-            self._start_thread(resources, "watchdog", self._watchdog().run, self._ending)
-            self._start_thread(resources, "executor", self._execute, self._executor.woken)
-            self._start_thread(resources, "allocator", self._allocation().run, self._reconsider)
+                self._threads.watch(self._autoscaler.start())
+            self._threads.start(resources, "watchdog", self._watchdog().run, self._ending)
+            run = partial(self._executor.run, self._ending)
+            self._threads.start(resources, "executor", run, self._executor.woken)
+            self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -223,6 +232,11 @@ class Scheduler:
     def admin_token(self) -> str:
         """Opens everything."""
         return self.state_dir.admin_token()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the scheduler cannot go on, though nobody has stopped it; None where it can."""
+        return None if self._stopping else self._threads.failure
 
     @property
     def store(self) -> Store:
@@ -275,6 +289,7 @@ class Scheduler:
             after = self._store.last_event()
             feed = EventFeed(self._store, self._on_event, after, self._event_types)
             feed.start()
+            self._threads.watch(feed.thread)
             resources.callback(feed.stop)
 
     def _start_backend(self, resources: ExitStack) -> None:
@@ -299,6 +314,7 @@ class Scheduler:
             policy=self._policy_name,
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
+            state_dir=self.state_dir.path,
         )
         resources.callback(self._end_processes)
         self._store.set_nodes(
@@ -322,6 +338,7 @@ class Scheduler:
             admin_token=self.admin_token,
             meters=self._meters,
             open_metrics=self._open_metrics,
+            hosts=self._hosts,
         )
         killed = self.state_dir.read_server()  # its jobs still report where it listened
         preferred = killed.port if killed else 0
@@ -329,30 +346,13 @@ class Scheduler:
         resources.callback(self._server.stop)
         resources.callback(end_waiting, app)
         self._server.start()
+        self._threads.watch(self._server.thread)
         self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
         self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
         # Jobs that are left running report where this one listened.
         resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
-    def _start_thread(
-        self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
-    ) -> None:
-        thread = threading.Thread(target=run, name=f"pipollux-{name}", daemon=True)
-        thread.start()
-        resources.callback(thread.join, JOIN_TIMEOUT)
-        resources.callback(wake.set)
-        resources.callback(self._ending.set)
-
     # What the threads do
-
-    def _execute(self) -> None:
-        while not self._ending.is_set():
-            try:
-                self._executor.step()
-            except Exception:  # one job's trouble must not end the others
-                _LOG.exception("the executor failed; it goes on in a second")
-                self._ending.wait(1.0)
-            self._executor.wait(TICK)
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(

@@ -28,6 +28,7 @@ from .amounts import parse_bytes, parse_duration
 from .document import Document, SpecError, read_document
 from .hint_limits import read_hints
 from .image_reference import check_image
+from .text_limits import check_args, check_path
 from .validation import problem_at, problems
 from .variables import check_variables
 
@@ -64,12 +65,6 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _check_not_empty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("is empty; give a path")
-    return text
-
-
 def _check_gpu_type(text: str) -> str:
     if not text.strip() or len(text) > _NAME_LENGTH:
         raise ValueError(
@@ -99,7 +94,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
-FilePath = Annotated[str, AfterValidator(_check_not_empty)]
+FilePath = Annotated[str, AfterValidator(check_path)]
 ImageReference = Annotated[str, AfterValidator(check_image)]
 T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
@@ -165,7 +160,9 @@ class JobSpec(_Spec):
         default=None, description="a reference such as registry.example/train:2.1"
     )
     """The container image that every replica runs in; None: the script runs as it lies here."""
-    args: List[str] = Field(default=(), description="a list of texts")
+    args: Annotated[List[str], AfterValidator(check_args)] = Field(
+        default=(), description="a list of texts"
+    )
     """What the script, or the image's entry point, is given."""
     num_stages: Count = 1
     """K, the devices of one pipeline replica; all lie on one node."""

@@ -20,11 +20,15 @@ MAX_TIMELINE = 20_000
 
 _Count = Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
 _Positive = Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
-_Seconds = Annotated[float, Field(ge=0, description="a number of seconds of at least 0")]
+_Moment = Annotated[
+    float, Field(ge=0, le=32_503_680_000, description="seconds since 1970, before the year 3000")
+]
+_Seconds = Annotated[float, Field(ge=0, le=1e9, description="a number of seconds from 0 to 1e9")]
+_Offset = Annotated[float, Field(ge=-1e9, le=1e9, description="a number of seconds")]
 _Amount = Annotated[float, Field(ge=0, description="a number of at least 0, or null")]
 _Number = Annotated[float, Field(description="a finite number, or null")]
 
-StageEntry = tuple[_Count, _Count, Literal["forward", "backward"], float, float]
+StageEntry = tuple[_Count, _Count, Literal["forward", "backward"], _Offset, _Offset]
 
 
 class _Wire(BaseModel):
@@ -40,7 +44,7 @@ class _Wire(BaseModel):
 class PointReport(_Wire):
     """Progress at one optimizer step."""
 
-    time: _Seconds
+    time: _Moment
     step: _Count
     epoch: _Count
     samples: _Count

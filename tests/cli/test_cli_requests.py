@@ -98,6 +98,8 @@ jobs:
     cancelled = cli("cancel", "one", "two", "--output", "json")
     assert [job["intent"] for job in json.loads(cancelled.stdout)] == ["cancel", "cancel"]
     wait_until(lambda: both("reason") == {"Cancelled"})
+    refused = one_sentence(cli("resume", "quick"), 1)
+    assert refused == ("Error: job 'quick' has ended (Complete, Finished) and cannot be resumed\n")
     following.terminate()
     told = [*begun, *following.communicate(timeout=30)[0].splitlines()]
     events = [json.loads(line) for line in told]

@@ -72,6 +72,7 @@ class Service:
             policy="none",
             reconsider=self._reconsider,
             stopping=lambda: False,
+            state_dir=self.state_dir.path,
         )
         self.meters = Meters()
         self.app = create_app(

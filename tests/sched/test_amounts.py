@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.amounts import parse_bytes, parse_duration, spell_duration
+from pipollux_sched.amounts import check_seconds, parse_bytes, parse_duration, spell_duration
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,20 @@ def test_durations_are_spelt(seconds: float, text: str) -> None:
     assert spell_duration(seconds) == text
 
 
-@pytest.mark.parametrize("text", ["", "h", "1 week", "-1h", "1e3", True, 0, -1, float("inf")])
+@pytest.mark.parametrize("text", ["", "h", "1 week", "-1h", "1e3", True, 0, -1, float("nan")])
 def test_what_is_no_duration(text: Any) -> None:
     with pytest.raises(ValueError, match=r"not a duration|not above 0"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["36501d", 1e300, float("inf"), f"{10**30}h"])
+def test_a_duration_that_nobody_waits_for(text: Any) -> None:
+    with pytest.raises(ValueError, match="is more than 100 years; give a duration such as 36h"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e300, 604_801.0])
+def test_times_that_a_scheduler_does_not_wait(seconds: float) -> None:
+    check_seconds(interval=0.1, grace=604_800.0)
+    with pytest.raises(ValueError, match=r"interval is .*; give seconds above 0 and up to 604800"):
+        check_seconds(interval=seconds)

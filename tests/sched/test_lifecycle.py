@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipollux_sched.lifecycle import (
     Action,
@@ -202,6 +200,8 @@ TABLE = [
     (COMPLETE, Cancel(), Phase.COMPLETE, "Test", None, (), []),
     (COMPLETE, Recover(), Phase.COMPLETE, "Test", None, (), []),
     (FAILED, Submit(3), Phase.CREATED, "SubmittedAgain", None, (), []),
+    (COMPLETE, Resume(), Phase.COMPLETE, "Test", None, (), []),
+    (PAUSING, DONE, Phase.COMPLETE, "Finished", None, (), ["complete"]),
     (FAILED, Shutdown(), Phase.FAILED, "Test", None, (), []),
 ]
 
@@ -273,59 +273,3 @@ def test_failures_are_forgiven_once_a_generation_has_trained_for_long() -> None:
     assert actions[-1] == RetryAfter(1, 1.0)
     unsettled, _ = advance(replace(state, settled=False), BROKEN, now=1.0 + 600.0)
     assert unsettled.phase is Phase.FAILED, "it has trained nothing"
-
-
-EVENTS = st.one_of(
-    st.builds(
-        Allocate,
-        st.lists(st.sampled_from("abc"), max_size=3),
-        st.just("why"),
-        st.just({}),
-        st.sampled_from([None, 1, 2]),
-    ),
-    st.builds(FirstStep, st.integers(0, 4), st.just(1)),
-    st.builds(Exited, st.integers(0, 4), st.sampled_from(Outcome)),
-    st.builds(Retry, st.integers(0, 4)),
-    st.builds(Silent, st.integers(0, 4), st.just("quiet")),
-    st.builds(NodeLost, st.integers(0, 4), st.just("gone")),
-    st.sampled_from(
-        [
-            Submit(),
-            Cancel(),
-            Suspend(),
-            Resume(),
-            Expire("late"),
-            Shutdown(),
-            Recover(),
-            Started(1, (), 0),
-        ]
-    ),
-)
-
-
-@given(st.lists(EVENTS, max_size=30))
-def test_whatever_happens_the_state_makes_sense(events: list[Event]) -> None:
-    """At most one generation at a time, and each launch and stop is asked for once."""
-    state, asked_to_stop = CREATED, set()
-    for time, event in enumerate(events):
-        before = state
-        state, actions = advance(state, event, now=float(time))
-        launches = [action for action in actions if isinstance(action, Launch)]
-        if launches:
-            assert not before.launched or isinstance(event, Exited)
-            assert [launch.generation for launch in launches] == [before.generation + 1]
-            assert state.launched == state.allocation == launches[0].nodes != ()
-            assert state.launched_stages == state.num_stages == launches[0].num_stages
-        for action in actions:
-            if isinstance(action, Stop):
-                assert action.generation == state.generation
-                assert action.generation not in asked_to_stop
-                asked_to_stop.add(action.generation)
-        assert state.intent is None or state.launched
-        assert not (state.held and launches)
-        assert not (state.phase.ended and state.held)
-        assert not (state.phase.ended and (state.launched or state.allocation))
-        assert [entry.type for entry in state.conditions if entry.status] == (
-            [state.phase] if state.conditions else []
-        )
-        assert len({entry.type for entry in state.conditions}) == len(state.conditions)

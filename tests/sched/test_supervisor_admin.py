@@ -41,10 +41,31 @@ def test_a_job_is_suspended_and_resumed(service: Service, client: Client) -> Non
     assert client.resume("resting")["held"] is False
     assert service.num_reconsidered == before + 1
     client.cancel("resting")
-    for ask in (client.suspend, client.resume):
-        assert ask("resting")["phase"] == "Failed"  # one that has ended stays as it is
+    for ask, done in (
+        (client.cancel, "cancelled"),
+        (client.suspend, "suspended"),
+        (client.resume, "resumed"),
+    ):
+        ended = rf"job 'resting' has ended \(Failed, Cancelled\) and cannot be {done}; to let it"
+        with pytest.raises(ClientError, match=ended):
+            ask("resting")
         with pytest.raises(ClientError, match="no job is named 'restign'"):
             ask("restign")
+
+
+def test_a_job_that_ends_while_it_is_being_suspended_is_not_resumed(
+    service: Service, client: Client
+) -> None:
+    service.submit("nearly-done", ["node-a"])
+    client.suspend("nearly-done")
+    service.store.transition("nearly-done", Exited(1, Outcome.COMPLETE, step=3))
+    job = client.job("nearly-done")
+    assert (job["phase"], job["held"], job["allocation"]) == ("Complete", False, [])
+    with pytest.raises(
+        ClientError, match=r"has ended \(Complete, Finished\) and cannot be resumed$"
+    ):
+        client.resume("nearly-done")
+    assert client.job("nearly-done")["phase"] == "Complete"
 
 
 def test_a_node_drains_dies_and_is_back(service: Service, client: Client) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .checked_command import CheckedCommand
 from .console import FAILED, USAGE, CommandError, complain
 
 
@@ -71,7 +72,7 @@ def load_command(name: str) -> Any:
     """Import the module of a command, and return the command."""
     module = import_module(f"pipollux_sched.cli.{COMMANDS[name].module}")
     command = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    command.command(name)(getattr(module, name.replace("-", "_")))
+    command.command(name, cls=CheckedCommand)(getattr(module, name.replace("-", "_")))
     return typer.main.get_command(command)
 
 

@@ -20,6 +20,8 @@ DONE = 0
 FAILED = 1
 USAGE = 2
 
+MOST_SAID = 2000
+"""Characters of a complaint; what a user gave may stand in it."""
 _PIPE_WIDTH = 160
 """Columns of a table that is written to a file or a pipe, which have no width of their own."""
 
@@ -85,9 +87,22 @@ def print_result(result: RenderableType, *, fold: bool = True) -> None:
 
 
 def complain(*sentences: str) -> None:
-    """Say what is wrong, one line each, on standard error."""
+    """Say what is wrong, one line each, on standard error; a very long one without its middle."""
     for sentence in sentences:
-        typer.echo(f"Error: {sentence}", err=True)
+        typer.echo(f"Error: {shortened(sentence, MOST_SAID)}", err=True)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, without its middle where it is longer than `most` characters.
+
+    Example:
+        >>> shortened("abcdefghijklmnopqrstuvwxyz", 11)
+        'abcd...wxyz'
+    """
+    if len(text) <= most:
+        return text
+    part = (most - 3) // 2
+    return f"{text[:part]}...{text[-part:]}"
 
 
 def print_json_line(data: Any) -> None:

@@ -47,7 +47,8 @@ def resume(
 ) -> None:
     """Let jobs that were suspended go on as soon as there is room for them.
 
-    A job that was not suspended by its user stays as it is.
+    A job that was not suspended by its user stays as it is; one that has ended is
+    refused.
     """
     _ask_each(StateDir.choose(state_dir), names, lambda client, name: client.resume(name), output)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from pipollux_sched.amounts import MOST_SECONDS
 from pipollux_sched.event_line import TELLING_TYPES, event_line
 from pipollux_sched.expander import CommandExpander
 from pipollux_sched.hardware import this_machine
@@ -24,27 +26,36 @@ from .failure import one_sentence
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
 from .wording import count
 
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
+
 
 def serve(
     cluster: ClusterFile = None,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two decisions on all jobs.")
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
     ] = 60.0,
     hints_interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two hints of a job.")
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
     ] = 30.0,
     checkpoint_interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two checkpoints of a job.")
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
     ] = 60.0,
     grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that a job has to save when it is stopped.")
+        float,
+        typer.Option(
+            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
+        ),
     ] = STOP_GRACE,
     heartbeat_timeout: Annotated[
         float,
         typer.Option(
-            min=1.0, help="Seconds without a sign of life after which a replica is taken for lost."
+            min=1.0,
+            max=MOST_SECONDS,
+            help="Seconds without a sign of life after which a replica is taken for lost.",
         ),
     ] = SILENCE_LIMIT,
     open_metrics: Annotated[
@@ -67,6 +78,14 @@ def serve(
         ),
     ] = None,
     pass_environment: PassEnvironment = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Answer to this name, too, say that of a proxy; may be repeated.",
+            show_default="names of the loopback interface",
+        ),
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +131,7 @@ def serve(
             expander=expander,
             on_event=_print_event,
             event_types=TELLING_TYPES,
+            allowed_hosts=_host_names(allow_host or []),
             store=store,
         )
         with Interruption() as interruption:
@@ -127,6 +147,17 @@ def serve(
             serve_until(scheduler, interruption)
             typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
             scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
+def _host_names(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if not _HOST_NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"{name[:60]!r} is no name of a host; give it without port, as in "
+                "pipollux.example.com or *.example.com",
+                param_hint="'--allow-host'",
+            )
+    return names
 
 
 def _autoscaling(

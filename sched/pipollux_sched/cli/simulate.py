@@ -72,10 +72,10 @@ def simulate(
         ),
     ] = None,
     nodes: Annotated[
-        int, typer.Option(min=1, help="Number of nodes.", rich_help_panel=_CLUSTER)
+        int, typer.Option(min=1, max=100_000, help="Number of nodes.", rich_help_panel=_CLUSTER)
     ] = 16,
     gpus: Annotated[
-        int, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=_CLUSTER)
+        int, typer.Option(min=1, max=1024, help="GPUs of each node.", rich_help_panel=_CLUSTER)
     ] = 4,
     node_type: Annotated[
         list[str] | None,
@@ -89,12 +89,15 @@ def simulate(
         int, typer.Option(min=0, help="Of policies that draw, --generate, --failures and --spot.")
     ] = 0,
     interval: Annotated[
-        float, typer.Option(help="Seconds between two decisions.", rich_help_panel=_CLUSTER)
+        float,
+        typer.Option(max=1e6, help="Seconds between two decisions.", rich_help_panel=_CLUSTER),
     ] = 60.0,
     restart_seconds: Annotated[
         float,
         typer.Option(
-            help="Seconds without training after every start of a job.", rich_help_panel=_CLUSTER
+            max=1e6,
+            help="Seconds without training after every start of a job.",
+            rich_help_panel=_CLUSTER,
         ),
     ] = 30.0,
     interference: Annotated[
@@ -140,7 +143,9 @@ def simulate(
     load: Annotated[
         float,
         typer.Option(
-            help="How many times as many jobs come in the same time.", rich_help_panel=_JOBS
+            max=1e6,
+            help="How many times as many jobs come in the same time.",
+            rich_help_panel=_JOBS,
         ),
     ] = 1.0,
     jobs: Annotated[
@@ -152,13 +157,14 @@ def simulate(
         typer.Option(help="Draw a workload of this mix.", rich_help_panel=_JOBS),
     ] = None,
     num_jobs: Annotated[
-        int, typer.Option(min=1, help="Jobs to draw.", rich_help_panel=_JOBS)
+        int, typer.Option(min=1, max=1_000_000, help="Jobs to draw.", rich_help_panel=_JOBS)
     ] = 160,
     hours: Annotated[
-        float, typer.Option(help="Hours in which drawn jobs arrive.", rich_help_panel=_JOBS)
+        float,
+        typer.Option(max=1e6, help="Hours in which drawn jobs arrive.", rich_help_panel=_JOBS),
     ] = 8.0,
     processes: Annotated[
-        int, typer.Option(min=1, help="How many simulations run side by side.")
+        int, typer.Option(min=1, max=1024, help="How many simulations run side by side.")
     ] = 1,
     output: Annotated[
         OutputFormat,

@@ -29,7 +29,8 @@ HINT = "q quits"
 
 def top(
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks at the cluster.")
+        float,
+        typer.Option(min=0.1, max=3600.0, help="Seconds between two looks at the cluster."),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
     output: TableOutput = OutputFormat.table,

@@ -28,8 +28,9 @@ from .events import (
     Submit,
     Suspend,
 )
+from .invariant import broken_rules
 from .state import Condition, Intent, JobState, Outcome, Phase
-from .steps import Transition, with_condition
+from .steps import Transition, at_rest, with_condition
 from .transitions import BACKOFF_LIMIT, advance, backoff
 
 __all__ = [
@@ -65,6 +66,8 @@ __all__ = [
     "Suspend",
     "Transition",
     "advance",
+    "at_rest",
     "backoff",
+    "broken_rules",
     "with_condition",
 ]

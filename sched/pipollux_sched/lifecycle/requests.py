@@ -54,7 +54,7 @@ def suspend(state: JobState, now: float) -> Transition:
 
 def resume(state: JobState, now: float) -> Transition:
     """Let a job that its user suspended be given room again."""
-    if not state.held:
+    if state.phase.ended or not state.held:
         return state, ()
     free = replace(state, held=False)
     record = Record("resumed", state.generation or None)

@@ -33,9 +33,31 @@ def with_condition(
 def enter(
     state: JobState, phase: Phase, reason: str, message: str, now: float, **changes: Any
 ) -> JobState:
-    """Return the job in another phase, or in the same one for another reason."""
+    """Return the job in another phase, or in the same one for another reason.
+
+    A job that ends keeps nothing that belongs to a living one, whatever it held when it ended.
+    """
     conditions = with_condition(state.conditions, phase, reason, message, now)
-    return replace(state, phase=phase, conditions=conditions, **changes)
+    return at_rest(replace(state, phase=phase, conditions=conditions, **changes))
+
+
+def at_rest(state: JobState) -> JobState:
+    """Return the job without what only a living one has, if it has ended; else as it is.
+
+    Stores written by earlier versions hold ended jobs that are still marked as suspended by their
+    user, so what is read from a store passes through this as well.
+    """
+    if not state.phase.ended:
+        return state
+    return replace(
+        state,
+        allocation=(),
+        launched=(),
+        launched_stages=None,
+        settled=False,
+        intent=None,
+        held=False,
+    )
 
 
 def launch(state: JobState, message: str, now: float) -> Transition:
@@ -70,13 +92,8 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
     if intent is Intent.EXPIRE:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
         record = Record("failed", state.generation or None, {"why": why})
-        return enter(
-            state, Phase.FAILED, DEADLINE, why, now, allocation=(), intent=None, held=False
-        ), (record,)
-    message = "The job was cancelled."
-    ended = enter(
-        state, Phase.FAILED, "Cancelled", message, now, allocation=(), intent=None, held=False
-    )
+        return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
+    ended = enter(state, Phase.FAILED, "Cancelled", "The job was cancelled.", now)
     return ended, (Record("cancelled", state.generation or None),)
 
 

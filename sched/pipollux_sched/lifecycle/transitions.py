@@ -199,7 +199,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if event.outcome is Outcome.COMPLETE:
         message = "Every replica ended with exit status 0."
         data = {"step": event.step, "epoch": event.epoch}
-        ended = enter(gone, Phase.COMPLETE, "Finished", message, now, allocation=())
+        ended = enter(gone, Phase.COMPLETE, "Finished", message, now)
         return ended, (Record("complete", event.generation, data),)
     if state.intent is not None:
         return _exited_as_asked(gone, state.intent, event, now)
@@ -232,7 +232,7 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
-        ended = enter(counted, Phase.FAILED, "TooManyFailures", why, now, allocation=())
+        ended = enter(counted, Phase.FAILED, "TooManyFailures", why, now)
         return ended, (Record("failed", event.generation, {"why": why}),)
     seconds = backoff(failures)
     data = {"why": event.message, "restarts": failures}

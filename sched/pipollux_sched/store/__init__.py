@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .errors import (
     ConflictError,
+    JobEndedError,
     JobExistsError,
     StaleGenerationError,
+    StateDirError,
     StoreError,
     StoreTakenError,
     StoreUnavailableError,
@@ -18,7 +20,7 @@ from .overview import LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
-from .state_dir import ServerInfo, StateDir, StateDirError
+from .state_dir import ServerInfo, StateDir
 from .store import Store
 from .submissions import Submission
 
@@ -27,6 +29,7 @@ __all__ = [
     "ConflictError",
     "Discovery",
     "GenerationRecord",
+    "JobEndedError",
     "JobExistsError",
     "JobRecord",
     "LaunchCounts",

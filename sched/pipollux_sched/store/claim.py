@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from .errors import StoreTakenError
 from .location import Location
+from .ownership import open_private
 from .tables import MetaRow
 
 _SERVING_LOCK = 0x50697079
@@ -69,7 +70,7 @@ class Claim:
 
     def _lock_file(self, file: Path) -> bool:
         beside = file.with_name(f"{file.name}.lock")
-        handle = self._resources.enter_context(beside.open("a"))
+        handle = self._resources.enter_context(open_private(beside))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pipollux_sched.errors import SchedulerError
 
 
+class StateDirError(SchedulerError):
+    """The state directory cannot be used; the text is one sentence for the user."""
+
+
 class StoreError(SchedulerError):
     """The store cannot do what was asked; the text is one sentence for the user."""
 
@@ -31,6 +35,10 @@ class ConflictError(StoreError):
 
 class JobExistsError(ConflictError):
     """A job of this name is already there."""
+
+
+class JobEndedError(ConflictError):
+    """What was asked of a job is only for one that has not ended."""
 
 
 class StaleGenerationError(ConflictError):

@@ -15,20 +15,24 @@ from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import (
     Action,
+    Cancel,
     Event,
     Exited,
     FirstStep,
     Intent,
     JobState,
     Launch,
+    Phase,
     Record,
     Recover,
+    Resume,
     Started,
     Stop,
+    Suspend,
     advance,
 )
 
-from .errors import StaleGenerationError, UnknownJobError
+from .errors import JobEndedError, StaleGenerationError, UnknownJobError
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
 
@@ -61,8 +65,13 @@ def check_present(row: JobRow, generation: int) -> None:
 
 
 def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Change:
-    """Let `event` happen to a job and write down everything that follows from it."""
+    """Let `event` happen to a job and write down everything that follows from it.
+
+    Raises:
+        JobEndedError: `event` is what a user asks of a job that has not ended, but it has.
+    """
     before = job_state(row)
+    _check_asked(row.name, before, event)
     after, actions = advance(before, event, now)
     write_job_state(row, after)
     if after.phase.ended and not before.phase.ended:
@@ -72,6 +81,17 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
         _keep_action(session, row, after, action, now)
     todo = tuple(action for action in actions if not isinstance(action, Record))
     return Change(job_record(row), todo)
+
+
+def _check_asked(name: str, state: JobState, event: Event) -> None:
+    """Refuse what a user asks of a job in vain, within the transaction that knows its state."""
+    asked = {Cancel: "cancelled", Suspend: "suspended", Resume: "resumed"}.get(type(event))
+    if asked is None or not state.phase.ended:
+        return
+    again = "" if state.phase is Phase.COMPLETE else "; to let it go on, submit it again"
+    raise JobEndedError(
+        f"job {name!r} has ended ({state.phase}, {state.reason}) and cannot be {asked}{again}"
+    )
 
 
 def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:

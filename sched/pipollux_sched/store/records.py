@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
+from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase, at_rest
 from pipollux_sched.variables import hide_values
 
 from .tables import GenerationRow, JobRow, NodeRow
@@ -134,14 +134,14 @@ class Timeline:
 
 
 def job_state(row: JobRow) -> JobState:
-    """Read a job's state from its row."""
+    """Read a job's state from its row; an ended job is read as one that holds nothing."""
     conditions = tuple(
         Condition(
             Phase(entry["type"]), entry["status"], entry["reason"], entry["message"], entry["time"]
         )
         for entry in row.conditions
     )
-    return JobState(
+    state = JobState(
         phase=Phase(row.phase),
         conditions=conditions,
         generation=row.generation,
@@ -155,6 +155,7 @@ def job_state(row: JobRow) -> JobState:
         failures=row.failures,
         max_restarts=row.max_restarts,
     )
+    return at_rest(state)
 
 
 def write_job_state(row: JobRow, state: JobState) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,10 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipollux_sched.errors import SchedulerError
 from pipollux_sched.write_aside import PRIVATE, write_aside
 
+from .errors import StateDirError
 from .location import Location
+from .ownership import make_private, open_private
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,10 +40,6 @@ ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 TOKEN_LENGTH = 32
 """Random bytes of the admin token, and the fewest characters that one has."""
 _LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log")
-
-
-class StateDirError(SchedulerError):
-    """The state directory cannot be used; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -143,21 +141,63 @@ class StateDir:
         return sorted(found)
 
     def create(self) -> None:
-        """Make the directory, for its owner alone.
+        """Make the directory, for its owner alone; one that is there is tightened where need be.
 
         Raises:
-            StateDirError: it cannot be made or written to.
+            StateDirError: it cannot be made or written to, is somebody else's, or is open to others
+                and holds something else, so that closing it might shut them out.
         """
+        advice = "choose another with --state-dir"
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StateDirError(
-                f"{self.path} cannot be made a state directory ({error.strerror}); "
-                "choose another with --state-dir"
+                f"{self.path} cannot be made a state directory ({error.strerror}); {advice}"
             ) from error
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & 0o077 and self._holds_other_things():
+            raise StateDirError(
+                f"{self.path} is open to others (mode {mode:04o}) and holds other things than a "
+                "scheduler's; choose an empty folder, or one to be made, with --state-dir"
+            )
+        make_private(self.path, advice)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise StateDirError(
                 f"{self.path} is not writable for you; choose another with --state-dir"
+            )
+
+    def _holds_other_things(self) -> bool:
+        """Say whether there is something, but nothing that a scheduler has left."""
+        names = {path.name for path in self.path.iterdir()}
+        return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
+
+    def job_names(self) -> list[str]:
+        """Return the names of the jobs that have left files here."""
+        try:
+            return sorted(path.name for path in (self.path / "jobs").iterdir() if path.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def check_known(self, store: Path | str, last_event: int) -> None:
+        """Refuse a store in which nothing has ever happened, though jobs have left files here.
+
+        Its database was lost, or is not the one that was: served, it would be filled anew, and what
+        the jobs have left be mixed with what others of their names do.
+
+        Args:
+            store: where the store is.
+            last_event: id of the last event in it.
+
+        Raises:
+            StateDirError: it is such a store.
+        """
+        jobs = [] if last_event else self.job_names()
+        if jobs:
+            names = ", ".join(jobs[:3]) + (", …" if len(jobs) > 3 else "")
+            raise StateDirError(
+                f"the store {Location.of(store)} is empty, but {self.path / 'jobs'} holds the "
+                f"files of {len(jobs)} jobs ({names}); bring its database back, or move that "
+                "folder away to begin anew"
             )
 
     @contextmanager
@@ -165,9 +205,9 @@ class StateDir:
         """Hold the directory: at most one scheduler serves it at a time.
 
         Raises:
-            StateDirError: another one does.
+            StateDirError: another one does, or the lock is somebody else's.
         """
-        with (self.path / "lock").open("a") as file:
+        with open_private(self.path / "lock") as file:
             if not _lock(file.fileno()):
                 info = self.read_server()
                 who = f" (process {info.pid}, {info.url})" if info else ""
@@ -204,6 +244,8 @@ class StateDir:
         """
         path = self.path / "admin.token"
         try:
+            if make_private(path, "remove it to have another"):
+                _LOG.warning("whoever has read %s can do everything; remove it", path)
             token = path.read_text(encoding="ascii").strip()
         except FileNotFoundError:
             token = ""

@@ -99,17 +99,17 @@ def _add_jobs(router: APIRouter, store: Store, control: Control, state_dir: Stat
 
     @router.delete("/jobs/{name}", tags=["jobs"], summary="Cancel a job")
     def cancel(name: str) -> dict[str, Any]:
-        """Its processes end; one that has ended stays as it is."""
+        """Its processes end; 409 where the job has ended already."""
         return control.cancel(name).to_json_object()
 
     @router.post("/jobs/{name}/suspend", tags=["jobs"], summary="Suspend a job")
     def suspend(name: str) -> dict[str, Any]:
-        """It saves, ends its processes, and holds nothing until it is resumed."""
+        """It saves, ends its processes, and holds nothing until resumed; 409 where it has ended."""
         return control.suspend(name).to_json_object()
 
     @router.post("/jobs/{name}/resume", tags=["jobs"], summary="Resume a suspended job")
     def resume(name: str) -> dict[str, Any]:
-        """It goes on from its checkpoint as soon as something is free."""
+        """It goes on from its checkpoint as soon as something is free; 409 where it has ended."""
         return control.resume(name).to_json_object()
 
     @router.get("/jobs/{name}/explanation", tags=["jobs"], summary="Why a job has what it has")

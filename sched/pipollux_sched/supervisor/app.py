@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Response
@@ -16,6 +17,7 @@ from .admin_side import admin_side
 from .body_limit import BodyLimit
 from .docs_page import render_docs
 from .errors import answer_errors
+from .host_check import HostCheck
 from .job_side import job_side
 from .limits import Limits
 from .metrics import RefusedCounter, SchedulerCollector, render
@@ -37,6 +39,7 @@ def create_app(
     meters: Meters | None = None,
     limits: Limits | None = None,
     open_metrics: bool = False,
+    hosts: Collection[str] = (),
 ) -> FastAPI:
     """Make the application that answers jobs and users.
 
@@ -48,6 +51,7 @@ def create_app(
         meters: what the scheduler counts; None: new ones.
         limits: how much is answered; None: the usual.
         open_metrics: whether `/metrics` needs no token.
+        hosts: names that are answered to, besides those of the loopback interface.
     """
     meters, limits = meters or Meters(), limits or Limits()
     gate = Gate(store, state_dir, admin_token, limits)
@@ -55,6 +59,7 @@ def create_app(
     app = FastAPI(title="Pipollux", openapi_url=None)
     app.state.news = news
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
+    app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, meters=meters)
     answer_errors(app)
     app.include_router(job_side(store, control, meters, gate, news, limits))

@@ -1,0 +1,54 @@
+"""A command whose values are checked before it runs: what no option or argument of any may be.
+
+Each option says what is allowed for itself; what holds for all of them is checked here, once.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from .console import shortened
+
+MOST_CHARACTERS = 4096
+"""Characters of a text; a path has no more on Linux."""
+MOST = 2**63 - 1
+"""Largest whole number, that of a database."""
+
+
+class CheckedCommand(TyperCommand):
+    """A command that refuses numbers that are none, and texts that are too long or hold NUL."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Check every value, then run."""
+        parameters: dict[str | None, Any] = {entry.name: entry for entry in self.params}
+        for name, value in ctx.params.items():
+            for one in value if isinstance(value, list | tuple) else (value,):
+                problem = _problem(one)
+                if problem is not None:
+                    raise typer.BadParameter(problem, ctx=ctx, param=parameters.get(name))
+        return super().invoke(ctx)
+
+
+def _problem(value: object) -> str | None:
+    """Say what is wrong with a value; None where nothing is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    if isinstance(value, int) and abs(value) > MOST:
+        return f"{shortened(str(value), 40)} is out of range; give at most {MOST}"
+    if isinstance(value, str | Path):
+        return _problem_of_text(str(value))
+    return None
+
+
+def _problem_of_text(text: str) -> str | None:
+    shown = repr(shortened(text, 40))
+    if len(text) > MOST_CHARACTERS:
+        return f"{shown} has {len(text)} characters; give at most {MOST_CHARACTERS}"
+    if "\0" in text:
+        return f"{shown} holds a NUL character; leave it out"
+    return None

@@ -1,0 +1,73 @@
+"""What holds for the state of every job, whatever has happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .state import Intent, JobState, Phase
+
+
+def broken_rules(state: JobState) -> list[str]:
+    """Return the rules that `state` breaks, as sentences; `advance` leaves none broken.
+
+    Example:
+        >>> broken_rules(JobState())
+        []
+        >>> broken_rules(JobState(phase=Phase.COMPLETE, held=True))
+        ['a job that has ended is not held']
+    """
+    rules = (*_ended(state), *_running(state), *_waiting(state), *_conditions(state))
+    return [sentence for sentence, holds in rules if not holds]
+
+
+def _ended(state: JobState) -> Iterator[tuple[str, bool]]:
+    lives = not state.phase.ended
+    yield "a job that has ended is not held", lives or not state.held
+    yield "a job that has ended has no allocation", lives or not state.allocation
+    yield "a job that has ended has nothing launched", lives or not state.launched
+    given_up = state.phase is Phase.FAILED
+    restarts_left = state.failures <= state.max_restarts
+    yield "a job is given up after more than max_restarts failures", given_up or restarts_left
+
+
+def _running(state: JobState) -> Iterator[tuple[str, bool]]:
+    runs = bool(state.launched)
+    moves = state.intent is Intent.MOVE
+    yield (
+        "a job is Running exactly while it has a generation that does not move",
+        ((state.phase is Phase.RUNNING) == (runs and not moves)),
+    )
+    yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
+    yield "only a running generation has an intent", runs or state.intent is None
+    yield "only a running generation has settled", runs or not state.settled
+    yield (
+        "only a running generation has a number of stages",
+        (runs or state.launched_stages is None),
+    )
+    yield "what runs is a generation of a number", not runs or state.generation > 0
+    launched = state.launched, state.launched_stages
+    yield (
+        "a generation that may run on is what was allocated",
+        (not runs or state.intent is not None or launched == (state.allocation, state.num_stages)),
+    )
+
+
+def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:
+    empty = not (state.launched or state.allocation)
+    idle = state.phase in (Phase.CREATED, Phase.QUEUED, Phase.SUSPENDED)
+    yield "a job that waits for an allocation holds none", not idle or empty
+    restarts = state.phase is Phase.RESTARTING
+    yield "a job that restarts has an allocation", not restarts or bool(state.allocation)
+    stops = state.launched and state.intent not in (None, Intent.MOVE)
+    yield (
+        "a held job is suspended, or being stopped",
+        (not state.held or state.phase is Phase.SUSPENDED or bool(stops)),
+    )
+
+
+def _conditions(state: JobState) -> Iterator[tuple[str, bool]]:
+    types = [entry.type for entry in state.conditions]
+    yield "there is one condition of a type at most", len(set(types)) == len(types)
+    true = [entry.type for entry in state.conditions if entry.status]
+    fresh = state == JobState(num_stages=state.num_stages)
+    yield "the one condition that is true is the phase", true == [state.phase] or fresh

@@ -1,0 +1,72 @@
+"""That files which open everything are their owner's alone: the state directory, lock and tokens.
+
+What is merely too open is tightened, and a warning says so. What belongs to somebody else, who
+could open it again at any time, is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from .errors import StateDirError
+
+_LOG = logging.getLogger(__name__)
+_OTHERS = 0o077
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def make_private(path: Path, advice: str) -> bool:
+    """Let a file or folder be its owner's alone.
+
+    Args:
+        path: the file or folder; a symbolic link is not followed.
+        advice: what to do where it cannot be.
+
+    Returns:
+        Whether others could have opened it until now.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StateDirError: it belongs to somebody else, is a link, or cannot be changed.
+    """
+    status = path.lstat()
+    if status.st_uid != os.geteuid():
+        raise StateDirError(f"{path} belongs to {_name(status.st_uid)}, not to you; {advice}")
+    if stat.S_ISLNK(status.st_mode):
+        raise StateDirError(f"{path} is a symbolic link; {advice}")
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & _OTHERS:
+        return False
+    try:
+        path.chmod(mode & ~_OTHERS)
+    except OSError as error:
+        raise StateDirError(
+            f"{path} is open to others (mode {mode:04o}) and cannot be tightened "
+            f"({error.strerror}); {advice}"
+        ) from error
+    _LOG.warning("%s was open to others (mode %04o); it is yours alone now", path, mode)
+    return True
+
+
+def open_private(path: Path) -> TextIO:
+    """Open a lock file for appending; it is made when missing, for its owner alone.
+
+    Raises:
+        StateDirError: see `make_private`.
+    """
+    with suppress(FileNotFoundError):
+        make_private(path, "remove it where no scheduler runs")
+    return os.fdopen(os.open(path, _FLAGS, 0o600), "a")
+
+
+def _name(user: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"user {user}"

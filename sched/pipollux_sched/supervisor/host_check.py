@@ -1,0 +1,57 @@
+"""Which names the scheduler answers to.
+
+A web page from elsewhere can let its own name point at this machine, and then ask the scheduler as
+if it were its own server ("DNS rebinding"). Such a request names that page's host, so only requests
+that name one of the scheduler's own are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import refusal
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""What a machine calls itself."""
+
+
+class HostCheck:
+    """ASGI middleware: answers 400, in a sentence, to requests for hosts that it is not.
+
+    Args:
+        app: the application.
+        hosts: names and addresses besides those of the loopback interface; ``*.example.com`` stands
+            for all names that end so.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
+        self._app = app
+        # In the header an address with colons stands in brackets.
+        self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        admitted = False
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal admitted
+            admitted = True
+            await self._app(scope, receive, send)
+
+        async def send_if_admitted(message: Message) -> None:
+            if admitted:
+                await send(message)
+
+        check = TrustedHostMiddleware(serve, self._hosts, www_redirect=False)
+        await check(scope, receive, send_if_admitted)
+        if not admitted:
+            host = Headers(scope=scope).get("host", "")[:100]
+            sentence = (
+                f"the header Host is {host!r}, which this scheduler does not answer to; use the "
+                "address that it says at its start, or allow the name with serve --allow-host"
+            )
+            await refusal(400, sentence)(scope, receive, send)

@@ -1,0 +1,52 @@
+"""Limits of what a job's processes are given: arguments, variables, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MOST_BYTES = 100_000
+"""Bytes of an argument or variable; Linux hands over 131071 at most."""
+MOST_PATH = 4096
+"""Characters of a path; Linux knows no longer one."""
+
+
+def check_args(args: Sequence[str]) -> Sequence[str]:
+    """Return the arguments of a script.
+
+    Raises:
+        ValueError: no process can be given one of them.
+    """
+    for index, text in enumerate(args):
+        check_handed_over(f"entry {index}", text)
+    return args
+
+
+def check_handed_over(what: str, text: str) -> None:
+    """Check an argument, or a variable with its value.
+
+    Raises:
+        ValueError: Linux hands it over to no process.
+    """
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{what} has {size} bytes; a process is given at most {MOST_BYTES} in one text, so put "
+            "it into a file"
+        )
+    if "\0" in text:
+        raise ValueError(f"{what} holds a NUL character; leave it out")
+
+
+def check_path(text: str) -> str:
+    """Return the path of a file or folder.
+
+    Raises:
+        ValueError: it is empty, or none.
+    """
+    if not text.strip():
+        raise ValueError("is empty; give a path")
+    if len(text) > MOST_PATH or "\0" in text:
+        raise ValueError(
+            f"{text[:20]!a}... is not a path; a path has at most {MOST_PATH} characters, none NUL"
+        )
+    return text

@@ -1,0 +1,155 @@
+"""What holds for a job's state holds after every event of every history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipollux_sched.lifecycle import (
+    Action,
+    Adopt,
+    Allocate,
+    Cancel,
+    Event,
+    Exited,
+    Expire,
+    FirstStep,
+    Hung,
+    Intent,
+    JobState,
+    Launch,
+    NodeLost,
+    Outcome,
+    Phase,
+    Recover,
+    Resume,
+    Retry,
+    Shutdown,
+    Silent,
+    Started,
+    Stop,
+    Submit,
+    Suspend,
+    advance,
+    at_rest,
+    broken_rules,
+)
+
+History: TypeAlias = tuple[Event, ...]
+
+
+DECISIONS = (Allocate((), "full"), Allocate(["a"], "one"), Allocate(["b"], "other", {}, 2))
+
+
+def events(generation: int) -> list[Event]:
+    """Every kind of event, those of a generation for the one given."""
+    return [
+        *(Exited(generation, outcome) for outcome in Outcome),
+        *(kind(generation, "why") for kind in (Silent, Hung, NodeLost)),
+        *(kind(generation) for kind in (Retry, Adopt)),
+        Started(generation, (), 0),
+        FirstStep(generation, 1),
+    ]
+
+
+REQUESTS = (Submit(1), Cancel(), Suspend(), Resume(), Expire("late"), Shutdown(), Recover())
+
+
+def check(before: JobState, event: Event, after: JobState, actions: Sequence[Action]) -> None:
+    """Fail unless `after` makes sense, and what is to be done with it."""
+    assert broken_rules(after) == []
+    launches = [action for action in actions if isinstance(action, Launch)]
+    if launches:
+        assert not before.launched or isinstance(event, Exited)
+        assert [launch.generation for launch in launches] == [before.generation + 1]
+        assert after.launched == after.allocation == launches[0].nodes != ()
+        assert after.launched_stages == after.num_stages == launches[0].num_stages
+        assert not after.held
+    if before.phase.ended and not isinstance(event, Submit):
+        assert (after, actions) == (before, ())
+    for action in actions:
+        if isinstance(action, Stop):
+            assert action.generation == after.generation
+            asked_before = before.intent is not None
+            assert not asked_before or isinstance(event, Adopt), "a stop is asked for once"
+
+
+def alike(state: JobState) -> JobState:
+    """Leave out what no transition looks at: when, how often launched, and what people are told."""
+    deadline = state.reason if state.reason == "DeadlineExceeded" else ""
+    conditions = tuple(
+        replace(entry, time=0.0, message="", reason=deadline)
+        for entry in state.conditions
+        if entry.status
+    )
+    return replace(state, conditions=conditions, generation=min(state.generation, 1))
+
+
+def test_every_state_that_a_job_can_come_to_makes_sense() -> None:
+    """All histories of every length, as those that come to like states are gone on with once."""
+    fresh = JobState()
+    seen: dict[JobState, History] = {fresh: ()}
+    todo = [fresh]
+    while todo:
+        before = todo.pop()
+        happened = seen[before]
+        present = before.generation
+        choice = [*DECISIONS, *REQUESTS, *events(present), *events(present - 1)]
+        for event in choice:
+            for now in (1.0, 1000.0):  # soon after the last event, or so late that failures lapse
+                after, actions = advance(before, event, now)
+                try:
+                    check(before, event, after, actions)
+                except AssertionError as error:
+                    pytest.fail(f"after {[*happened, event]}: {error}")
+                key = alike(after)
+                if key not in seen:
+                    seen[key] = (*happened, event)
+                    todo.append(key)
+    reached = {(state.phase, state.intent, state.held) for state in seen}
+    assert {phase for phase, _, _ in reached} == set(Phase)
+    assert {intent for _, intent, _ in reached} == {None, *Intent}
+    assert (Phase.RUNNING, Intent.SUSPEND, True) in reached, "a job that stops to be suspended"
+
+
+EVENTS = st.one_of(
+    st.builds(
+        Allocate,
+        st.lists(st.sampled_from("abc"), max_size=3),
+        st.just("why"),
+        st.just({}),
+        st.sampled_from([None, 1, 2]),
+    ),
+    st.sampled_from(REQUESTS),
+    st.sampled_from([event for generation in range(5) for event in events(generation)]),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_whatever_happens_the_state_makes_sense(history: list[Event]) -> None:
+    state = JobState()
+    for time, event in enumerate(history):
+        before = state
+        state, actions = advance(state, event, now=float(time))
+        check(before, event, state, actions)
+
+
+def test_a_job_that_ends_while_it_is_suspended_stays_ended() -> None:
+    state = JobState()
+    for event in (Submit(), Allocate(["a"], "free"), Suspend(), Exited(1, Outcome.COMPLETE)):
+        state, _ = advance(state, event, now=0.0)
+    assert (state.phase, state.held) == (Phase.COMPLETE, False)
+    assert advance(state, Resume(), now=1.0) == (state, ())
+
+
+def test_an_ended_job_that_an_earlier_version_kept_as_held_is_read_as_ended() -> None:
+    kept = JobState(phase=Phase.COMPLETE, held=True, allocation=("a",), settled=True)
+    assert advance(kept, Resume(), now=1.0) == (kept, ())
+    assert at_rest(kept) == JobState(phase=Phase.COMPLETE)
+    living = JobState(phase=Phase.SUSPENDED, held=True)
+    assert at_rest(living) is living
