@@ -64,7 +64,7 @@ def main() -> None:
             if (path := _file(results, policy, case)).exists()
         }
     published = {
-        (name, *case): _published(options.artifact, name, case)
+        (name, *case): published_jct(options.artifact, name, case)
         for name in PUBLISHED
         for case in cases
     }
@@ -86,7 +86,7 @@ def simulate(
     ]
     for begin in range(0, len(missing), processes):
         batch = missing[begin : begin + processes]
-        pairs = [(_workload(artifact, case), policy) for case, policy in batch]
+        pairs = [(workload(artifact, case), policy) for case, policy in batch]
         outcomes = run_pairs(experiment, pairs, lambda *_: None, processes)
         for (case, policy), outcome in zip(batch, outcomes, strict=True):
             target = _file(results, policy, case)
@@ -95,7 +95,7 @@ def simulate(
             beside.replace(target)
 
 
-def _workload(artifact: Path, case: Case) -> Workload:
+def workload(artifact: Path, case: Case) -> Workload:
     load, number = case
     folder = "workloads" if load == 1.0 else f"workloads-{load}"
     path = artifact / folder / f"workload-{number}.csv"
@@ -106,7 +106,7 @@ def _file(results: Path, policy: str, case: Case) -> Path:
     return results / f"{policy}-{case[0]}-{case[1]}.json"
 
 
-def _published(artifact: Path, policy: str, case: Case) -> dict[str, float]:
+def published_jct(artifact: Path, policy: str, case: Case) -> dict[str, float]:
     """Return what the artifact's own simulations came to."""
     load, number = case
     path = artifact / "results-jobload" / f"{policy}-{load}" / "summary.json"
@@ -138,7 +138,7 @@ def _compare(
     rows = [(f"artifact: {name}", [published[name, *case] for case in cases]) for name in PUBLISHED]
     rows += [(name, [found.get((name, *case)) for case in cases]) for name in policies]
     base = [published["pollux", *case]["avg_jct_s"] for case in cases]
-    lines = _head([what, *title])
+    lines = head([what, *title])
     for name, values in rows:
         ratios = [
             value["avg_jct_s"] / one for value, one in zip(values, base, strict=True) if value
@@ -158,7 +158,7 @@ def _compare(
 
 def _detail_table(policies: Sequence[str], found: Any) -> str:
     """Return what else there is to know, on average over the workloads at load 1."""
-    lines = _head(["mean of workloads 1, 2, 3, 6", *(title for _, title, _ in _DETAILS)])
+    lines = head(["mean of workloads 1, 2, 3, 6", *(title for _, title, _ in _DETAILS)])
     for name in policies:
         rows = [found[name, 1.0, n] for n in WORKLOADS if (name, 1.0, n) in found]
         if len(rows) < len(WORKLOADS):
@@ -179,7 +179,7 @@ _DETAILS = (
 )
 
 
-def _head(titles: Sequence[str]) -> list[str]:
+def head(titles: Sequence[str]) -> list[str]:
     return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
 
 

@@ -7,16 +7,21 @@ happen on every replica at the same boundary, and the exchange hides behind the 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 from . import interrupt
 from .checkpoint import save_all_states, write_stop_marker
-from .context import JobContext
+from .context import JobContext, current
 from .control import ControlMessage
 from .errors import CheckpointError
+from .exit_status import LOST_CHECKPOINT
 
-__all__ = ["StepBoundary"]
+__all__ = ["StepBoundary", "acknowledge"]
 
 
 class StepBoundary:
@@ -37,10 +42,7 @@ class StepBoundary:
                 the iteration.
             adapts: Whether the loop can change its batch size.
         """
-        ctx = self._context
-        # After a `break` the message of the iteration that was left is still under way.
-        if not ctx.control.under_way:
-            ctx.control.launch(self._message(adapts=adapts), place)
+        self._context.control.launch(self._message(adapts=adapts), place)
 
     def settle(self) -> ControlMessage | None:
         """An iteration ended: stop or save if that was agreed on.
@@ -60,6 +62,52 @@ class StepBoundary:
             self._save_periodically()
         return agreed
 
+    def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
+        """A loop over data begins: see that all replicas begin the same.
+
+        Args:
+            place: Which loop, over what; the same on all replicas.
+            message: What this replica contributes.
+
+        Returns:
+            What the replicas agreed on.
+
+        Raises:
+            SystemExit: A stop was agreed on in the iteration that was left by ``break``.
+            SynchronizationError: A replica is gone, or begins something else.
+        """
+        if self._context.control.under_way:
+            self.settle()  # after a `break`
+        return self._context.control.exchange(message, place)
+
+    def begin_epochs(self) -> None:
+        """A loop over epochs begins or goes on: stop now, if that was asked for meanwhile.
+
+        Nothing is saved: what the epoch under way has made before the last stop is not there again.
+
+        Raises:
+            SystemExit: Some replica was asked to stop.
+        """
+        ctx = self._context
+        message = ControlMessage(stop=interrupt.stop_requested())
+        if ctx.control.exchange(message, "the beginning of a loop over epochs").stop:
+            self._leave(None)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Between two epochs everything is in its place: stop or save, if that is due.
+
+        Args:
+            epoch: The epoch that begins.
+
+        Raises:
+            SystemExit: A stop was agreed on, and everything is saved.
+        """
+        control = self._context.control
+        if control.under_way:
+            self.settle()  # after a `break`
+        control.launch(self._message(adapts=False), f"the beginning of epoch {epoch}")
+        self.settle()
+
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._context.metrics
         message = metrics.loss_message()
@@ -77,15 +125,23 @@ class StepBoundary:
 
     def _stop(self) -> None:
         """Save once and leave, all replicas at this very step."""
+        self._context.metrics.flush()
+        try:
+            save_all_states()
+        except CheckpointError as error:
+            self._leave(error)
+        self._leave(None)
+
+    def _leave(self, failure: CheckpointError | None) -> NoReturn:
+        """Leave together; without the marker if nothing could be saved."""
         ctx = self._context
-        ctx.metrics.flush()
-        save_all_states()
-        write_stop_marker(ctx.metrics.step)
+        if failure is None:
+            failure = _mark(ctx)
+        ctx.finish_progress()
         ctx.control.barrier()
         if ctx.env.rank == 0:
-            hint = "" if ctx.env.checkpoint_dir else "; set PIPOLLUX_CHECKPOINT_DIR to go on later"
-            print(f"pipollux: stopped at step {ctx.metrics.step} as asked{hint}", file=sys.stderr)
-        sys.exit(interrupt.exit_code())
+            print(f"pipollux: {_farewell(ctx, failure)}", file=sys.stderr, flush=True)
+        sys.exit(interrupt.exit_code() if failure is None else LOST_CHECKPOINT)
 
     def _save_periodically(self) -> None:
         self._context.metrics.interrupt_steps()
@@ -94,3 +150,52 @@ class StepBoundary:
         except CheckpointError as error:
             # Training goes on; the next one is tried after the same interval.
             print(f"pipollux: {error}", file=sys.stderr)
+
+
+def acknowledge(number: int) -> None:
+    """Answer a signal at once where no step boundary will soon: outside of loops over loaders.
+
+    Called from the signal's handler, in the middle of whatever the script does. Where one replica
+    has trained nothing that is not saved, it ends there and then. Else it may be in the middle of
+    changing what is to be saved, or other replicas have to agree: it stops at the next boundary.
+
+    Args:
+        number: The signal.
+
+    Raises:
+        SystemExit: There is nothing to save and nobody to ask.
+    """
+    ctx = current()
+    if ctx is None or ctx.loop is not None:
+        return
+    name = signal.Signals(number).name
+    if ctx.env.num_replicas == 1 and not ctx.unsaved:
+        failure = _mark(ctx)
+        _say(f"{_farewell(ctx, failure)} ({name} outside of a loop; nothing was left to save)")
+        sys.exit(interrupt.exit_code() if failure is None else LOST_CHECKPOINT)
+    _say(
+        f"{name} outside of a loop over a loader: the job stops before the next epoch or after the "
+        "next step, whichever comes first, or runs to its end if there is none"
+    )
+
+
+def _mark(ctx: JobContext) -> CheckpointError | None:
+    """Write the stop marker; what went wrong, None if nothing did."""
+    try:
+        write_stop_marker(ctx.step)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _farewell(ctx: JobContext, failure: CheckpointError | None) -> str:
+    said = f"stopped at step {ctx.step} as asked"
+    if failure is not None:
+        return f"{said}, without a checkpoint of it: {failure}"
+    return said if ctx.env.checkpoint_dir else f"{said}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
+
+
+def _say(sentence: str) -> None:
+    """Print from a signal's handler, which may have interrupted somebody else's print."""
+    with suppress(OSError):
+        os.write(2, f"pipollux: {sentence}\n".encode())

@@ -16,19 +16,25 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from . import checkpoint_files as files
 from .context import JobContext, context
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigurationError
+from .exit_status import fail_at_exit, forget_failure
 
-__all__ = ["State", "load_state", "save_all_states"]
+__all__ = [
+    "State",
+    "checkpoint_to_restore",
+    "load_state",
+    "save_all_states",
+    "save_last_states",
+    "write_stop_marker",
+]
 
 STOP_MARKER = "stopped.json"
-NOTHING, REFUSED = -1, -2
-"""What rank 0 tells the others instead of a version."""
 
 
 class State:
@@ -42,13 +48,20 @@ class State:
         name: Unique in the job, and a plain file name.
 
     Raises:
-        ValueError: Another state has this name, or it is no file name.
+        ValueError: Another state has this name, or it is no file name; or the subclass does not say
+            how to save and load (a ConfigurationError).
     """
 
     def __init__(self, name: str) -> None:
         states = context().states
         if Path(name).name != name or name.startswith(".") or name in ("", files.MANIFEST):
             raise ValueError(f"state name {name!r} must be a plain file name")
+        for method in ("save", "load"):
+            if getattr(type(self), method) is getattr(State, method):
+                raise ConfigurationError(
+                    f"{type(self).__name__} has no {method}(fileobj): a State of your own needs "
+                    "both save and load"
+                )
         if name in states:
             raise ValueError(f"a state named {name!r} exists already; names must be unique")
         self.name = name
@@ -105,10 +118,25 @@ def save_all_states(*, background: bool = False) -> Path | None:
     ctx.background_save.wait()
     if not background:
         writers = {name: state.save for name, state in ctx.states.items()}
-        return _write(root, writers, ctx.env.generation, ctx.restored_from)
-    copies = {name: state.snapshot() for name, state in ctx.states.items()}
+        path = _write(root, writers, ctx.env.generation, ctx.restored_from)
+        ctx.note_saved()
+        forget_failure()
+        return path
+    copies = {name: _snapshot(state) for name, state in ctx.states.items()}
     ctx.background_save.start(partial(_write, root, copies, ctx.env.generation, ctx.restored_from))
     return None
+
+
+def save_last_states() -> None:
+    """Save every state at the end of the training, whatever comes of it.
+
+    A checkpoint that cannot be written is told in the log and in the process's exit status, so that
+    the script comes to its own end, where it may save the model itself.
+    """
+    try:
+        save_all_states()
+    except CheckpointError as error:
+        fail_at_exit(str(error))
 
 
 def load_state(state: State) -> bool:
@@ -122,9 +150,7 @@ def load_state(state: State) -> bool:
             checkpoints, and none that this job can go on from.
     """
     ctx = context()
-    if ctx.env.checkpoint_dir is None:
-        return False
-    directory = _directory_to_load(ctx, ctx.env.checkpoint_dir)
+    directory = checkpoint_to_restore(ctx)
     if directory is None or not (directory / state.name).is_file():
         return False
     with (directory / state.name).open("rb") as fileobj:
@@ -138,16 +164,23 @@ def load_state(state: State) -> bool:
 
 
 def write_stop_marker(step: int) -> None:
-    """Tell the scheduler that this generation stopped at ``step`` because it was asked to."""
+    """Tell the scheduler that this generation stopped at ``step`` because it was asked to.
+
+    Raises:
+        CheckpointError: The disk does not take it.
+    """
     ctx = context()
     root = ctx.env.checkpoint_dir
     if root is None or ctx.env.rank != 0:
         return
     marker = {"generation": ctx.env.generation, "step": step, "reason": "signal"}
     aside = root / f".{STOP_MARKER}"
-    files.write_file(aside, json.dumps(marker).encode())
-    aside.rename(root / STOP_MARKER)
-    files.flush_directory(root)
+    try:
+        files.write_file(aside, json.dumps(marker).encode())
+        aside.rename(root / STOP_MARKER)
+        files.flush_directory(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {root / STOP_MARKER}: {error}") from error
 
 
 def _write(
@@ -161,28 +194,60 @@ def _write(
     return path
 
 
+def _snapshot(state: State) -> Callable[[BinaryIO], None]:
+    try:
+        return state.snapshot()
+    except Exception as error:  # a state's save is the script's own code
+        failure = files.StateError.of(state.name, error)
+        raise CheckpointError(
+            f"no checkpoint is written: {failure}; earlier checkpoints are untouched"
+        ) from error
+
+
 def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
     fileobj.write(copy.getbuffer())
 
 
-def _directory_to_load(ctx: JobContext, root: Path) -> Path | None:
-    """The checkpoint all replicas restore from: the newest good one that rank 0 sees."""
-    if not ctx.looked_for_checkpoint:
+def checkpoint_to_restore(ctx: JobContext) -> Path | None:
+    """The checkpoint all replicas restore from: the newest good one that rank 0 sees.
+
+    The first call looks for it, on all replicas at the same place of the script, and tries whether
+    the next one can be written.
+
+    Raises:
+        CheckpointError: The directory cannot be written to or is not shared, or holds checkpoints
+            and none that this job can go on from; raised on every replica.
+    """
+    root = ctx.env.checkpoint_dir
+    if root is not None and not ctx.looked_for_checkpoint:
+        plan = _plan(ctx, root)
+        if plan["refusal"] is not None:
+            raise CheckpointError(plan["refusal"])
+        if plan["version"] is not None:
+            ctx.restored_from = _see(ctx, files.directory_of(root, plan["version"]))
         ctx.looked_for_checkpoint = True
-        _check_shared(ctx, root)
-        found = files.Found(None, None)
-        if ctx.env.rank == 0:
+    return ctx.restored_from
+
+
+def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
+    """What rank 0 finds in the directory, told to all."""
+    probe = f".probe-{secrets.token_hex(8)}"
+    plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
+    if ctx.env.rank == 0:
+        plan["refusal"] = files.prepare(root, probe)
+        if plan["refusal"] is None:
             files.remove_leftovers(root)
             found = files.find(root)
-        version = REFUSED if found.refusal else files.version_of(found.directory) or NOTHING
-        version = int(ctx.control.gather(torch.tensor([version]))[0].item())
-        if version == REFUSED:
-            raise CheckpointError(
-                found.refusal or "replica 0 cannot go on from the checkpoints; its log says why"
-            )
-        if version != NOTHING:
-            ctx.restored_from = _see(ctx, files.directory_of(root, version))
-    return ctx.restored_from
+            plan["refusal"], plan["version"] = found.refusal, files.version_of(found.directory)
+            # A full disk has no place for it, and then nobody looks for it.
+            plan["probe"] = probe if (root / probe).exists() else None
+    try:
+        plan = json.loads(ctx.control.gather_bytes(json.dumps(plan).encode())[0])
+        _check_shared(ctx, root, plan["probe"])
+    finally:
+        if ctx.env.rank == 0:
+            files.remove_probe(root, probe)
+    return plan
 
 
 def _see(ctx: JobContext, directory: Path) -> Path:
@@ -196,29 +261,14 @@ def _see(ctx: JobContext, directory: Path) -> Path:
     return directory
 
 
-def _check_shared(ctx: JobContext, root: Path) -> None:
+def _check_shared(ctx: JobContext, root: Path, probe: str | None) -> None:
     """Refuse a directory that is another one on another node.
 
     Nothing would go wrong in this run, but the next one might have its replica 0 on a node without
     checkpoints and begin anew without a word.
     """
-    if ctx.env.num_replicas == 1:
-        return
-    number = secrets.randbelow(1 << 62)
-    probe = root / f".probe-{number:016x}"
-    if ctx.env.rank == 0:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError as error:
-            number = 0  # whoever cannot write here says so at the first save
-            files.LOG.warning("PIPOLLUX_CHECKPOINT_DIR=%s: %s", root, error)
-    number = int(ctx.control.gather(torch.tensor([number]))[0].item())
-    probe = root / f".probe-{number:016x}"
-    seen = number == 0 or probe.exists()
+    seen = probe is None or (root / probe).exists()
     everyone = [bool(x.item()) for x in ctx.control.gather(torch.tensor([int(seen)]))]
-    if ctx.env.rank == 0:
-        probe.unlink(missing_ok=True)
     if not all(everyone):
         raise CheckpointError(
             f"PIPOLLUX_CHECKPOINT_DIR={root} on replica {everyone.index(False)} is not the "

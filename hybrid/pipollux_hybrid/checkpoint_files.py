@@ -10,6 +10,7 @@ Checksums are taken of what is written on its way to the disk, so that saving re
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -17,6 +18,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -25,12 +27,15 @@ from .errors import CheckpointError
 __all__ = [
     "MANIFEST",
     "Found",
+    "StateError",
     "directory_of",
     "fault_of",
     "find",
     "flush_directory",
+    "prepare",
     "prune",
     "remove_leftovers",
+    "remove_probe",
     "version_of",
     "write",
     "write_file",
@@ -41,8 +46,14 @@ PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of this format; a reader refuses newer ones."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that may go away by themselves."""
 KEPT = 2
 """Checkpoints kept; the one before the newest is the way back from a bad disk."""
+
+
+DISK_ERRORS = (*NO_SPACE, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Those that are the disk's fault, whoever wrote."""
 
 
 class Found(NamedTuple):
@@ -52,6 +63,17 @@ class Found(NamedTuple):
     """The newest good checkpoint; None where there is nothing to restore."""
     refusal: str | None
     """Why nothing may be restored nor begun anew, one sentence; None if all is well."""
+
+
+class StateError(Exception):
+    """What a state's own ``save`` or ``snapshot`` raised, with the state's name before it."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> StateError:
+        """Make it of what was raised."""
+        if isinstance(error, CheckpointError):
+            return cls(str(error))
+        return cls(f"saving the state {name!r} failed with {type(error).__name__}: {error}")
 
 
 class CheckedFile(io.BufferedWriter):
@@ -136,10 +158,50 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generat
             f"cannot write checkpoint {final}: {error}. Free some space or point "
             "PIPOLLUX_CHECKPOINT_DIR elsewhere; earlier checkpoints are untouched"
         ) from error
+    except StateError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched"
+        ) from error.__cause__
     except Exception:  # what is half written goes, whatever it was; then it is raised on
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return final
+
+
+def prepare(root: Path, probe: str) -> str | None:
+    """Make a directory of checkpoints, and write a file there to see that it can be done.
+
+    Args:
+        root: The directory.
+        probe: Name of the file, which stays for others to look for; see :func:`remove_probe`.
+
+    Returns:
+        Why nothing can be saved there, one sentence; None if all is well. Where only space is
+        short this is said in the log: there may be some again at the first save.
+    """
+    try:
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and a folder is needed")
+        root.mkdir(parents=True, exist_ok=True)
+        write_file(root / probe, probe.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in NO_SPACE:
+            LOG.warning("PIPOLLUX_CHECKPOINT_DIR=%s: %s; nothing can be saved there", root, reason)
+            return None
+        remove_probe(root, probe)
+        return (
+            f"PIPOLLUX_CHECKPOINT_DIR={root} cannot be written to ({reason}): point it at a folder "
+            "where this job may write, or unset it to train without checkpoints"
+        )
+    return None
+
+
+def remove_probe(root: Path, probe: str) -> None:
+    """Remove what :func:`prepare` has written."""
+    with suppress(OSError):
+        (root / probe).unlink()
 
 
 def find(root: Path) -> Found:
@@ -224,12 +286,16 @@ def flush_directory(path: Path) -> None:
 def _write_state(path: Path, writer: Callable[[BinaryIO], None]) -> tuple[str, int]:
     fileobj = CheckedFile(path)
     try:
-        writer(cast("BinaryIO", fileobj))
+        try:
+            writer(cast("BinaryIO", fileobj))
+        except Exception as error:  # a state's save is the script's own code
+            # torch hides a full disk behind errors of its own.
+            if fileobj.disk_error is not None:
+                raise fileobj.disk_error from None
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
+            raise StateError.of(path.name, error) from error
         return fileobj.finish()
-    except Exception:  # torch hides a full disk behind errors of its own
-        if fileobj.disk_error is not None:
-            raise fileobj.disk_error from None
-        raise
     finally:
         _close(fileobj)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import interrupt
+from .agreement import agree, environment_settings
 from .background import BackgroundSave
 from .control import ControlPlane
 from .env import JobEnvironment
@@ -100,6 +101,21 @@ class JobContext:
         return self._metrics
 
     @property
+    def step(self) -> int:
+        """Optimizer steps of the whole training; does not make the metrics."""
+        return self._metrics.step if self._metrics is not None else 0
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were taken since the last checkpoint, or since this run began."""
+        return self._metrics is not None and self._metrics.step != self._metrics.saved_step
+
+    def note_saved(self) -> None:
+        """All states are on the disk as they are now."""
+        if self._metrics is not None:
+            self._metrics.saved_step = self._metrics.step
+
+    @property
     def reporter(self) -> Reporter:
         """Sends hints and progress to the scheduler."""
         if self._reporter is None:
@@ -112,6 +128,16 @@ class JobContext:
 
                 TensorBoard(self.env.tensorboard_dir, self._reporter)
         return self._reporter
+
+    def pause_progress(self) -> None:
+        """A loop over a loader ended, and the script goes on behind it."""
+        if self._reporter is not None:
+            self._reporter.pause_progress()
+
+    def finish_progress(self) -> None:
+        """A loop over epochs ended."""
+        if self._reporter is not None:
+            self._reporter.finish_progress()
 
     @property
     def tracer(self) -> Tracer:
@@ -156,7 +182,9 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
                 f"this is replica {env.rank} of {env.num_replicas}, which has not met the others: "
                 "call pipollux_hybrid.init_process_group() at the beginning of the script"
             )
-        _context = JobContext(env=env, control=ControlPlane(env.num_replicas, timeout))
+        control = ControlPlane(env.num_replicas, timeout)
+        agree(control, "their environment", environment_settings(env))
+        _context = JobContext(env=env, control=control)
         _context.start_heartbeat()
     return _context
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -145,18 +146,13 @@ class ControlPlane:
         vector, self._vector, self._work = self._vector, None, None
         mark, mark_sqr = map(int, vector[-2:].tolist())
         if self._num_replicas * mark_sqr != mark * mark:
-            raise SynchronizationError(
-                f"replica {dist.get_rank()} of {self._num_replicas} is at "
-                f"{self._place or 'a point outside of loops'}, and another replica is not: every "
-                "replica must be given the same data sets (same samples, same order, not sharded "
-                "by hand) and take the same loops"
-            )
+            self._refuse_places()
         return ControlMessage.read(vector[:-2])
 
-    def exchange(self, message: ControlMessage) -> ControlMessage:
+    def exchange(self, message: ControlMessage, place: str = "") -> ControlMessage:
         """Send and read at once, for the moments when training waits anyway."""
         self.collect()
-        self.launch(message)
+        self.launch(message, place)
         agreed = self.collect()
         assert agreed is not None  # noqa: S101  # it was launched two lines above
         return agreed
@@ -170,7 +166,10 @@ class ControlPlane:
         if self._group is None:
             return [tensor]
         everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
-        dist.all_gather(everyone, tensor, group=self._group)
+        try:
+            dist.all_gather(everyone, tensor, group=self._group)
+        except RuntimeError as error:
+            raise self._lost("while comparing what all must have in common", error) from error
         return everyone
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
@@ -183,12 +182,30 @@ class ControlPlane:
         everyone = self.gather(padded)
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
+    def _refuse_places(self) -> NoReturn:
+        """All replicas have found out at the same moment, so they can tell each other."""
+        places = [place.decode() for place in self.gather_bytes(self._place.encode())]
+        outside, mine = "a point outside of loops", self._place
+        others = "; ".join(
+            f"replica {rank} is at {place or outside}"
+            for rank, place in enumerate(places)
+            if place != mine
+        )
+        raise SynchronizationError(
+            f"replica {dist.get_rank()} of {self._num_replicas} is at {mine or outside}, and "
+            f"another replica is not: every replica must be given the same data sets (same "
+            f"samples, same order, not sharded by hand) and take the same loops ({others})"
+        )
+
     def _wait(self, work: dist.Work) -> None:
         try:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise SynchronizationError(
-                f"replica {dist.get_rank()} of {self._num_replicas} lost its peers at a step "
-                f"boundary (waited up to {self._timeout:.0f} s over gloo). Another replica has "
-                f"ended or hangs; its log says why. ({error})"
-            ) from error
+            raise self._lost("at a step boundary", error) from error
+
+    def _lost(self, when: str, error: RuntimeError) -> SynchronizationError:
+        return SynchronizationError(
+            f"replica {dist.get_rank()} of {self._num_replicas} lost its peers {when} (waited up "
+            f"to {self._timeout:.0f} s over gloo). Another replica has ended or hangs; its log "
+            f"says why. ({error})"
+        )

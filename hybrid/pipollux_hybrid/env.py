@@ -61,6 +61,8 @@ class JobEnvironment:
     """Where scalars for TensorBoard are written (``PIPOLLUX_TENSORBOARD_DIR``)."""
     trace_dir: Path | None = None
     """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
+    num_threads: int | None = None
+    """Threads of a CPU replica (``OMP_NUM_THREADS``, of a list the first); None: torch's choice."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
@@ -110,6 +112,7 @@ class JobEnvironment:
             progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
             tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
             trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
+            num_threads=_threads(env),
             check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 
@@ -127,6 +130,20 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -
             f"environment variable {name}={text!r}: a whole number of at least {minimum} is needed"
         )
     return value
+
+
+def _threads(env: Mapping[str, str]) -> int | None:
+    """OpenMP's own variable: a number, or a list with one for each level of nested regions."""
+    text = env.get("OMP_NUM_THREADS", "")
+    if not text.strip():
+        return None
+    levels = [level.strip() for level in text.split(",")]
+    if not all(level.isascii() and level.isdecimal() and int(level) > 0 for level in levels):
+        raise ConfigurationError(
+            f"environment variable OMP_NUM_THREADS={text!r}: a whole number of at least 1, or "
+            "several separated by commas, of which the first is taken, is needed"
+        )
+    return int(levels[0])
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float, *, or_none: bool = False) -> float:

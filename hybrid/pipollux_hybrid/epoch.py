@@ -9,10 +9,12 @@ known by the *phase* it is made in, the script's beginning or an epoch, and its 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from .checkpoint import State, load_state, save_all_states
+from .boundary import StepBoundary
+from .checkpoint import State, load_state, save_last_states
 from .context import JobContext, context
 from .errors import ConfigurationError
 
@@ -87,7 +89,8 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
                 ...
 
     When the last epoch is complete a final checkpoint is written, so a script that is started
-    once more has nothing left to do.
+    once more has nothing left to do. If that one cannot be written, the script goes on to its end,
+    and the process then ends with status 73.
 
     Args:
         num_epochs: Epochs of the whole training, restarts included. A later call with a larger
@@ -112,8 +115,15 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
         )
     state.num_epochs = num_epochs
     trained = state.epoch < num_epochs
+    if not trained:
+        _say_finished(ctx, state, num_epochs)
+    boundary, first = StepBoundary(ctx), state.epoch
     state.began = True
     while state.epoch < num_epochs:
+        if state.epoch == first:
+            boundary.begin_epochs()
+        else:
+            boundary.begin_epoch(state.epoch)
         state.entered = True
         try:
             yield state.epoch
@@ -122,7 +132,20 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
             state.advance()
     if trained:
         ctx.metrics.flush()
-        save_all_states()
+        ctx.finish_progress()
+        save_last_states()
+
+
+def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
+    """Say why a script that is run again does nothing; epochs of this very run need no word."""
+    if ctx.env.rank == 0 and not state.began and ctx.restored_from is not None and num_epochs > 0:
+        print(
+            f"pipollux: nothing is left to train: {num_epochs} of {num_epochs} epochs were done "
+            f"before this run ({ctx.restored_from}); to train again, empty "
+            "PIPOLLUX_CHECKPOINT_DIR or point it elsewhere",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def current_epoch() -> int | None:

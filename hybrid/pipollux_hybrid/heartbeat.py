@@ -75,7 +75,7 @@ class Heartbeat:
                         self._give_up(url, response.status_code)
                         return
                     response.raise_for_status()
-                except httpx.HTTPError as error:
+                except Exception as error:  # whatever it is, the next one is sent
                     self._note_failure(url, error)
                     delay, backoff = min(backoff, delay), min(2 * backoff, delay)
                 else:
@@ -88,7 +88,7 @@ class Heartbeat:
         step = self._step()
         return body if step is None else {**body, "step": step}
 
-    def _note_failure(self, url: str, error: httpx.HTTPError) -> None:
+    def _note_failure(self, url: str, error: Exception) -> None:
         """Say once that nobody listens; hours of it would fill the log."""
         if not self._away:
             LOG.warning("a heartbeat to %s failed: %s; training goes on, others follow", url, error)

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 __all__ = ["exit_code", "install_handlers", "request_stop", "reset", "stop_requested"]
 
 _requested: int | None = None
+_on_request: Callable[[int], None] | None = None
 _previous: dict[int, object] = {}
 
 
-def install_handlers() -> None:
-    """Remember SIGTERM and SIGINT instead of dying of them; only the main thread can."""
+def install_handlers(on_request: Callable[[int], None] | None = None) -> None:
+    """Remember SIGTERM and SIGINT instead of dying of them; only the main thread can.
+
+    Args:
+        on_request: Called with the signal, after it was remembered, between two instructions of
+            whatever the main thread does.
+    """
+    global _on_request
+    _on_request = on_request
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -44,8 +53,8 @@ def exit_code() -> int:
 
 def reset() -> None:
     """Forget the wish and give the signals back to whom they belonged."""
-    global _requested
-    _requested = None
+    global _requested, _on_request
+    _requested = _on_request = None
     if threading.current_thread() is threading.main_thread():
         for number, handler in _previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
@@ -56,3 +65,5 @@ def _remember(number: int, _frame: FrameType | None) -> None:
     request_stop(number)
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)
+    if _on_request is not None:
+        _on_request(number)

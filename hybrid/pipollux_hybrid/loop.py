@@ -39,7 +39,8 @@ class LoopState(State):
 
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
-        self._identity = identity
+        self.identity = identity
+        """What positions refer to."""
         self.index = 0
         """Samples (of text: tokens) of the epoch that all replicas together have taken."""
         self.details: dict[str, Any] = {}
@@ -51,17 +52,17 @@ class LoopState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the position as JSON."""
-        content = {"index": self.index, "details": self.details, "identity": self._identity}
+        content = {"index": self.index, "details": self.details, "identity": self.identity}
         fileobj.write(json.dumps(content).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
         content = json.load(fileobj)
         index, identity = int(content["index"]), content["identity"]
-        if index > 0 and identity != self._identity:
+        if index > 0 and identity != self.identity:
             raise CheckpointError(
                 f"the last run stopped at sample {index} of an epoch over {identity}, but the "
-                f"script now has {self._identity}: give it the same data until the epoch is over, "
+                f"script now has {self.identity}: give it the same data until the epoch is over, "
                 "or start with an empty PIPOLLUX_CHECKPOINT_DIR"
             )
         self.index, self.details = index, content["details"]
@@ -173,11 +174,13 @@ class ElasticLoop(Generic[T]):
             self._state.rewind()
             self._epochs.loops_done += 1
             ctx.metrics.interrupt_steps()
+            ctx.pause_progress()
         # The loop is recorded as done before anybody may stop.
         self._boundary.settle()
 
     def _iterations(self) -> Iterator[T]:
         ctx, metrics = self._context, self._context.metrics
+        self._begin()
         while True:
             self._choose_configuration()
             metrics.begin_segment(self._epoch_size, self._sample_length)
@@ -209,12 +212,35 @@ class ElasticLoop(Generic[T]):
             f"{self._epochs.loops_done} in epoch {self._epochs.epoch}"
         )
 
-    def _choose_configuration(self) -> None:
-        """At the start of a segment: the shape if this run has none yet, and what follows it."""
-        ctx = self._context
-        if self._limits is not None and not ctx.metrics.shape_chosen:
+    def _begin(self) -> None:
+        """See that all replicas loop over the same; the first loop of a run chooses its shape."""
+        ctx, epochs = self._context, self._epochs
+        chooses = self._limits is not None and not ctx.metrics.shape_chosen
+        # What the goodput model knows, else the initial batch size.
+        best = (ctx.metrics.best_shape() if chooses and ctx.env.rank == 0 else None) or (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = best
+        agreed = self._boundary.begin_loop(
+            f"the beginning of loop {epochs.loops_done} in epoch {epochs.epoch}, over "
+            f"{self._description()}",
+            ControlMessage(
+                atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
+            ),
+        )
+        if chooses:
             ctx.metrics.shape_chosen = True
-            self._choose_initial_shape()
+            self._state.atomic_bsz = agreed.atomic_bsz
+            self._state.accum_steps = agreed.accum_steps
+            ctx.proposed_microbatches = agreed.num_microbatches
+
+    def _description(self) -> str:
+        """What all replicas must loop over alike."""
+        data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
+        limits = "" if self._limits is None else f", autoscaled by {self._limits}"
+        return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
+
+    def _choose_configuration(self) -> None:
+        """At the start of a segment: what follows from the shape."""
+        ctx = self._context
         ctx.scale = self._shape().batch_size / self._init_batch_size
         if ctx.microbatches_follow:
             wanted = ctx.proposed_microbatches
@@ -224,18 +250,6 @@ class ElasticLoop(Generic[T]):
                 if wanted
                 else initial_microbatches(ctx.metrics.num_stages, atomic_bsz, ctx.fewest_samples)
             )
-
-    def _choose_initial_shape(self) -> None:
-        """What the goodput model knows, else the initial batch size."""
-        ctx = self._context
-        atomic_bsz, accum_steps, num_microbatches = ctx.metrics.best_shape() or (0, 0, 0)
-        message = ControlMessage(
-            atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
-        )
-        agreed = ctx.control.exchange(message if ctx.env.rank == 0 else ControlMessage())
-        self._state.atomic_bsz = agreed.atomic_bsz
-        self._state.accum_steps = agreed.accum_steps
-        ctx.proposed_microbatches = agreed.num_microbatches
 
     def _adopt(self, agreed: ControlMessage | None) -> bool:
         """Take over what was agreed on.

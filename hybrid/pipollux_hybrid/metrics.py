@@ -99,6 +99,8 @@ class Metrics(JobModel):
         self._launched: Point | None = None
         self._last_save = time.monotonic()
         load_state(MetricsState(self))
+        self.saved_step = self.step
+        """The step of the checkpoint written last, or of the one that this run began with."""
 
     # --- the training thread -----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import State
+from .context import context
 from .errors import CheckpointError
 from .hostcopy import HostCopy
 from .parameter_groups import ParameterGroups, plain_name
@@ -44,7 +45,9 @@ class ModelState(State):
         self._groups = ParameterGroups(module, optimizer)
         self._lr_scheduler = lr_scheduler
         self._host_copy = HostCopy()
-        self._checked = False
+        if context().env.checkpoint_dir is not None:  # better now than at the first save
+            check_loadable("lr_scheduler", lr_scheduler.state_dict() if lr_scheduler else None)
+            check_loadable("optimizer", optimizer.state_dict())
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write everything with ``torch.save``."""
@@ -76,9 +79,6 @@ class ModelState(State):
 
     def _content(self) -> dict[str, Any]:
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
-        if not self._checked:
-            check_loadable("lr_scheduler", schedule)
-            self._checked = True
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
             "frozen": [

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import torch
 
 from .checkpoint import State, load_state
+from .errors import CheckpointError, ConfigurationError
 from .safeload import check_loadable
 
 __all__ = ["Stateful", "keep"]
@@ -41,7 +42,7 @@ class ObjectState(State):
     def save(self, fileobj: BinaryIO) -> None:
         """Write the object's state with ``torch.save``."""
         content = self._object.state_dict()
-        if not self._checked:
+        if not self._checked:  # it may have grown since it was registered
             check_loadable(self.name, content)
             self._checked = True
         torch.save(content, fileobj)
@@ -71,8 +72,30 @@ def keep(name: str, obj: S) -> S:
         The object.
 
     Raises:
-        ValueError: Another state has this name, or it is no file name.
-        CheckpointError: The checkpoint holds a state that the object does not take.
+        ValueError: Another state has this name, or it is no file name; or the object lacks one of
+            the two methods (a ConfigurationError).
+        CheckpointError: Its state cannot be kept, or the checkpoint holds a state that it does not
+            take.
     """
+    _check(name, obj)
     load_state(ObjectState(name, obj))
     return obj
+
+
+def _check(name: str, obj: Stateful) -> None:
+    """Refuse now what the first save could not write."""
+    missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(obj, m, None))]
+    if missing or isinstance(obj, type):
+        raise ConfigurationError(
+            f"keep({name!r}, …) was given a {type(obj).__name__} that cannot be kept: an object "
+            "with the methods state_dict() and load_state_dict() is needed, or a State of your own "
+            "that is restored with load_state()"
+        )
+    try:
+        content = obj.state_dict()
+    except Exception as error:  # it is the user's own code
+        raise CheckpointError(
+            f"the state of {name} cannot be kept in a checkpoint: state_dict() of "
+            f"{type(obj).__name__} fails with {type(error).__name__}: {error}"
+        ) from error
+    check_loadable(name, content)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.params import Checkpoint
 
+from .agreement import agree, model_settings
 from .arguments import batch_of, batch_size_of, check_arguments, check_single
 from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
 from .batchnorm import commit_statistics, defer_statistics, uncounted
@@ -28,6 +29,7 @@ from .modelstate import ModelState
 from .nest import Nest, map_tensors, tensors_of
 from .noise_meter import NoiseMeter
 from .optim import AdaptiveOptimizer
+from .parameter_watch import ParameterWatch
 from .plain import PlainFace
 from .plan import BackwardPlan
 from .replica_check import ReplicaCheck, check_interval
@@ -126,8 +128,6 @@ class HybridParallel(PlainFace):
         self._context = ctx
         self._deferred = defer_statistics(module)
         ctx.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
-        if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
-            broadcast_tensors([*module.parameters(), *module.buffers()])
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
         ctx.metrics.num_stages, ctx.devices = wanted, tuple(chosen)
@@ -141,6 +141,14 @@ class HybridParallel(PlainFace):
             checkpoint=ctx.checkpoint_mode,
             memory_limit=memory_limit,
         )
+        interval = check_interval(check_replicas, ctx.env.check_replicas)
+        agreed = {**vars(request), "sample": sample is not None, "check_replicas": interval}
+        agreed |= {"gradient_dtype": gradient_dtype, "bucket_bytes": bucket_bytes}
+        agreed |= {"scaling_rule": scaling_rule, "lr_scheduler": lr_scheduler}
+        agreed |= {"broadcast_buffers": broadcast_buffers}
+        agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
+        if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         cut = choose_balance(ctx, module, optimizer, chosen[0], request)
         ctx.metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
@@ -165,7 +173,6 @@ class HybridParallel(PlainFace):
             gradient_dtype=gradient_dtype,
             bucket_bytes=bucket_bytes,
         )
-        interval = check_interval(check_replicas, ctx.env.check_replicas)
         self._check = ReplicaCheck(module, ctx.control, interval)
         self._same_samples = SameSamples(ctx)
         self._norm = torch.tensor(math.nan)
@@ -179,6 +186,7 @@ class HybridParallel(PlainFace):
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         load_state(ModelState(module, optimizer, lr_scheduler))
+        self._watch = ParameterWatch(module, optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, but for those that accumulation steps have gathered so far."""
@@ -241,6 +249,7 @@ class HybridParallel(PlainFace):
         Returns:
             What the module returns, on :attr:`output_device`.
         """
+        self._watch.check()
         batch = batch_of(inputs, keywords)
         sizes = self._sizes(batch_size_of(batch))
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .errors import CheckpointError
+from .parameter_watch import foreign_parameter
 
 __all__ = ["COMPILED", "ParameterGroups", "plain_name"]
 
@@ -72,6 +73,10 @@ class ParameterGroups:
     def _names(self) -> list[list[str]]:
         """Names of the parameters of each group."""
         names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:  # came since the last step, which would have refused it
+                    raise foreign_parameter(parameter)
         return [[names[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _check_class(self, content: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,9 +56,12 @@ class Point:
         return self.batch_size / self.step_time if self.step_time > 0.0 else 0.0
 
     def wire(self) -> dict[str, Any]:
-        """The fields that the scheduler takes, named as its REST interface has them."""
+        """The fields that the scheduler takes, named as its REST interface has them.
+
+        What is no finite number is a gap: JSON has no word for it.
+        """
         sent = (name for name in self.__dataclass_fields__ if name not in NOT_SENT)
-        return {_camel(name): getattr(self, name) for name in sent}
+        return {_camel(name): _finite(getattr(self, name)) for name in sent}
 
 
 class PointListener(Protocol):
@@ -68,6 +72,10 @@ class PointListener(Protocol):
 
     def close(self) -> None:
         """No more points come."""
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _camel(name: str) -> str:

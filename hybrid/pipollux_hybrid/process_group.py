@@ -7,7 +7,6 @@ processes and tells each its rank. Without torchrun a script is a job of one rep
 from __future__ import annotations
 
 import atexit
-import os
 from datetime import timedelta
 
 import torch
@@ -15,6 +14,8 @@ import torch.distributed as dist
 
 from . import context as contexts
 from . import interrupt
+from .boundary import acknowledge
+from .checkpoint import checkpoint_to_restore
 from .env import JobEnvironment
 from .errors import ConfigurationError
 
@@ -27,7 +28,8 @@ def init_process_group(
     """Join the replicas of this job; the first call of a script that uses Pipollux.
 
     Under torchrun it blocks until all replicas have come. Run by hand it makes a job of one
-    replica. From here on SIGTERM and Ctrl-C ask for a stop at the next step boundary.
+    replica. What all replicas must have in common is compared, the folder of checkpoints is tried,
+    and from here on SIGTERM and Ctrl-C ask for a stop at the next step boundary.
 
     Args:
         backend: What carries gradients: ``"nccl"`` or ``"gloo"``; by default NCCL where there are
@@ -35,7 +37,10 @@ def init_process_group(
         timeout: Seconds to wait for peers, here and in every collective.
 
     Raises:
-        ConfigurationError: The environment is not what torchrun sets, or the backend is unknown.
+        ConfigurationError: The environment is not what torchrun sets, or another one on another
+            replica, or the backend is unknown.
+        CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
+            are checkpoints and none that this job can go on from.
     """
     env = JobEnvironment.read()
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -46,13 +51,16 @@ def init_process_group(
             f"WORLD_SIZE={env.num_replicas} but MASTER_ADDR or RANK is not set: start the script "
             "with torchrun, which sets them"
         )
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(max(int(os.environ["OMP_NUM_THREADS"]), 1))
-    interrupt.install_handlers()
+    if env.num_threads is not None:
+        torch.set_num_threads(env.num_threads)
+    # Until handlers are there a signal ends the process: there is nothing to lose yet.
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
-    contexts.context(timeout)
+    ctx = contexts.context(timeout)
+    checkpoint_to_restore(ctx)
+    ctx.metrics  # noqa: B018  # made here, so that a stop before there is a model knows the step
+    interrupt.install_handlers(acknowledge)
 
 
 def destroy_process_group() -> None:

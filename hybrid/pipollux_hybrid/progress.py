@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -32,32 +33,58 @@ class ProgressDisplay:
         self._console = console or Console(stderr=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._lock = threading.Lock()
         self._next_line = 0.0
-        self._unsaid: Point | None = None
+        self._latest: Point | None = None
+        self._shown: Point | None = None
+        self._paused = 0.0
 
     def take(self, point: Point) -> None:
-        """Show a point; called by the reporting thread."""
-        if self._console.is_terminal:
-            self._move_bar(point)
-            return
-        self._unsaid = point
-        if time.monotonic() >= self._next_line:
-            self._say(point)
+        """Show a point, unless it is older than the last pause; the reporting thread calls it."""
+        with self._lock:
+            self._latest = point
+            if point.time <= self._paused:
+                return
+            if self._console.is_terminal:
+                self._move_bar(point)
+            elif time.monotonic() >= self._next_line:
+                self._say(point)
+
+    def pause(self) -> None:
+        """From here on the script speaks; what it has done before is not shown any more."""
+        with self._lock:
+            self._paused = time.time()
+
+    def finish(self, last: Point | None) -> None:
+        """Show where training ended; the bar stays as it is, above what the script prints next.
+
+        Args:
+            last: The last point that was not handed to :meth:`take` yet; None if there is none.
+        """
+        with self._lock:
+            self._paused = time.time()
+            last = last or self._latest
+            if last is not None and last is not self._shown:
+                (self._move_bar if self._console.is_terminal else self._say)(last)
+            self._stop_bar()
 
     def close(self) -> None:
-        """Leave the bar as it is, or say the last point if it was held back."""
+        """Leave the bar as it is."""
+        with self._lock:
+            self._stop_bar()
+
+    def _stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._unsaid is not None:
-            self._say(self._unsaid)
 
     def _say(self, point: Point) -> None:
         self._next_line = time.monotonic() + SAY_INTERVAL
-        self._unsaid = None
+        self._shown = point
         print(f"pipollux: {describe(point)}", file=self._console.file, flush=True)
 
     def _move_bar(self, point: Point) -> None:
+        self._shown = point
         if self._bar is None or self._task is None:
             self._bar = Progress(
                 TextColumn("{task.fields[epoch]}"),

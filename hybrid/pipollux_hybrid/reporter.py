@@ -12,14 +12,17 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 
 from pipollux_perfmodel import StageEvent
 
+from . import unsent_report
 from .context import JobContext
 from .epoch import epoch_state
+from .loss_watch import LossWatch
 from .points import Point, PointListener
 from .progress import ProgressDisplay
 
@@ -64,9 +67,10 @@ class Reporter:
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
         self._url = f"{env.supervisor_url}/jobs/{env.job_id}" if env.supervisor_url else None
         # A scheduler shows progress itself.
-        self._listeners: list[PointListener] = (
-            [ProgressDisplay()] if env.progress and self._url is None else []
-        )
+        self._display = ProgressDisplay() if env.progress and self._url is None else None
+        self._listeners: list[PointListener] = [self._display] if self._display else []
+        self._losses = LossWatch()
+        self._fault = ""
 
     def listen(self, listener: PointListener) -> None:
         """Hand points to one more listener."""
@@ -75,6 +79,7 @@ class Reporter:
 
     def add_point(self, point: Point) -> None:
         """Report an optimizer step; of steps in quick succession the latest is kept."""
+        self._losses.note(point.step, point.loss)
         with self._lock:
             if point.time - self._last_point < 1.0 / POINTS_PER_SECOND:
                 self._held = point
@@ -93,6 +98,21 @@ class Reporter:
                 "numMicrobatches": num_microbatches,
                 "events": [list(event) for event in events],
             }
+
+    def pause_progress(self) -> None:
+        """The script goes on behind a loop: no line about it may come after the script's own."""
+        if self._display is not None and not self._call(self._display, self._display.pause):
+            self._display = None
+
+    def finish_progress(self) -> None:
+        """The epochs are over: show the last step now, before the script's later output."""
+        with self._lock:
+            if self._held is not None:
+                self._queue(self._held)
+            last = self._unshown[-1] if self._unshown else None
+        display = self._display
+        if display is not None and not self._call(display, display.finish, last):
+            self._display = None
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -122,18 +142,31 @@ class Reporter:
         with httpx.Client(timeout=REQUEST_TIMEOUT, headers=headers, trust_env=False) as client:
             # The first point goes out at once: the scheduler waits to see the job train.
             while not self._stop.is_set():
-                self._turn(client)
+                self._safely(self._turn, client)
                 self._stop.wait(REPORT_INTERVAL)
-            with self._lock:
-                if self._held is not None:
-                    self._queue(self._held)
-            self._show()
-            for listener in self._listeners:
-                self._call(listener, listener.close)
-            self._retry_at = 0.0
-            self._fit()
-            self._send_hints(client)
-            self._send_report(client)
+            self._safely(self._last_turn, client)
+
+    def _safely(self, turn: Callable[[httpx.Client], None], client: httpx.Client) -> None:
+        """Have whatever goes wrong said, and the thread live on; the same fault is said once."""
+        try:
+            turn(client)
+        except Exception as error:  # a thread that ends silently takes all reports with it
+            if repr(error) != self._fault:
+                LOG.exception("reporting failed; it is tried again, and training goes on")
+            self._fault = repr(error)
+
+    def _last_turn(self, client: httpx.Client) -> None:
+        with self._lock:
+            if self._held is not None:
+                self._queue(self._held)
+        self._show()
+        for listener in self._listeners:
+            self._call(listener, listener.close)
+        self._retry_at = 0.0
+        self._fit()
+        self._send_hints(client)
+        self._send_report(client)
+        self._keep_unsent()
 
     def _turn(self, client: httpx.Client) -> None:
         self._show()
@@ -187,19 +220,28 @@ class Reporter:
             points, timeline = list(self._points), self._timeline
         if not points or time.monotonic() < self._retry_at:
             return
-        body = {
-            "generation": self._context.env.generation,
-            "numEpochs": epoch_state(self._context).num_epochs,
-            "points": [point.wire() for point in points],
-            "timeline": timeline,
-        }
-        if self._send(client, "POST", "reports", body):
+        if self._send(client, "POST", "reports", self._body(points, timeline)):
             with self._lock:
                 # Meanwhile the oldest may have made room for new ones.
                 while self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
                 if self._timeline is timeline:
                     self._timeline = None
+
+    def _body(self, points: list[Point], timeline: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "generation": self._context.env.generation,
+            "numEpochs": epoch_state(self._context).num_epochs,
+            "points": [point.wire() for point in points],
+            "timeline": timeline,
+        }
+
+    def _keep_unsent(self) -> None:
+        """Leave on the disk what nobody has taken: the end of a job must not be lost."""
+        with self._lock:
+            points, timeline = list(self._points), self._timeline
+        if points:
+            unsent_report.keep(self._context.env.checkpoint_dir, self._body(points, timeline))
 
     def _send(
         self, client: httpx.Client, method: str, what: str, body: dict[str, Any], **query: int
@@ -219,6 +261,10 @@ class Reporter:
         except httpx.HTTPError as error:
             self._back_off(what, error)
             return False
+        except (ValueError, TypeError) as error:
+            # What JSON cannot say would stand in the way of all that comes after it.
+            LOG.warning("%s cannot be sent (%s) and are left out; training goes on", what, error)
+            return True
         self._backoff = REPORT_INTERVAL
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from .allocator import Allocator
@@ -46,12 +47,15 @@ class AllocationLoop:
         """Decide until the scheduler ends; what fails is logged, and tried again when it is due."""
         while not self._ending.is_set():
             self._reconsider.clear()
+            began = time.monotonic()
             try:
                 self._decide()
             except Exception:  # a thread that dies would leave all jobs where they are for ever
                 if self._ending.is_set():
                     return
                 _LOG.exception("the allocator failed; it goes on at the next occasion")
+            # What changes all the time is decided on together, at half of the time at most.
+            self._ending.wait(min(time.monotonic() - began, self._interval))
             self._reconsider.wait(self._interval)
 
     def _decide(self) -> None:

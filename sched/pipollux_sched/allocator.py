@@ -29,8 +29,8 @@ from pipollux_sched.inventory import hints_worth, job_info
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
 from pipollux_sched.meters import Meters
 from pipollux_sched.policy import Allocation, violations
-from pipollux_sched.spec import parse_job
-from pipollux_sched.store import JobRecord, Store, UnknownJobError
+from pipollux_sched.spec import JobSpec, parse_job
+from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.strategy import (
     Candidate,
     FixedStrategy,
@@ -75,14 +75,25 @@ class Decision:
 def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
     """Start jobs that hold nothing on what is free, those that came first before the others.
 
+    Where one that came before waits, those after it do too: were they put where something is free
+    for a moment, there would never be room enough for one that needs more. Who goes first then is
+    for the strategy to weigh (`reallocate`). What was decided beforehand waits for nobody.
+
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
     """
     placed = {job.name: job for job in candidates}
+    free = _with_resources(nodes, free_of(nodes, candidates))
+    queues = not isinstance(strategy, FixedStrategy)
     for job in candidates:
-        if not (job.allocation or job.pinned or job.suspended):
+        if job.allocation or job.pinned:
+            continue
+        given = job if job.suspended else job.given(strategy.place(job, free), nodes)
+        if given.allocation:
+            placed[job.name] = given
             free = _with_resources(nodes, free_of(nodes, list(placed.values())))
-            placed[job.name] = job.given(strategy.place(job, free), nodes)
+        elif queues:
+            break
     return _decisions(candidates, list(placed.values()), nodes, strategy)
 
 
@@ -187,6 +198,29 @@ def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
         return None
 
 
+class _Read:
+    """Specs and hints, read once as long as they stay the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, Any, JobSpec, SchedHints | None]] = {}
+
+    def of(
+        self, job: str, spec: Mapping[str, Any], hints: Mapping[str, Any] | None
+    ) -> tuple[JobSpec, SchedHints | None]:
+        """Return what a job's spec and hints say, given as JSON."""
+        known = self._known.get(job)
+        if known is None or known[0] != spec or known[1] != hints:
+            same = known is not None and known[0] == spec
+            parsed = known[2] if known is not None and same else parse_job(spec)
+            known = self._known[job] = (spec, hints, parsed, _believed(job, hints))
+        return known[2], known[3]
+
+    def forget_all_but(self, jobs: Collection[str]) -> None:
+        """Forget jobs that have ended."""
+        for gone in self._known.keys() - set(jobs):
+            del self._known[gone]
+
+
 class Allocator:
     """Reads what is known from the store, decides, and lets it happen.
 
@@ -194,7 +228,7 @@ class Allocator:
         store: knows the jobs.
         nodes: the nodes and what jobs may use of them.
         strategy: how decisions are come by.
-        carry_out: lets a job be allocated.
+        carry_out: lets jobs be allocated, all at once.
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         clock: tells the time, in seconds since the epoch.
         meters: where decisions are counted and timed; None: nowhere that anybody sees.
@@ -206,7 +240,7 @@ class Allocator:
         nodes: Nodes,
         strategy: Strategy,
         *,
-        carry_out: Callable[[str, Allocate], object],
+        carry_out: Callable[[Sequence[tuple[str, Allocate]]], object],
         restart_seconds: float,
         clock: Callable[[], float] = time.time,
         meters: Meters | None = None,
@@ -221,6 +255,7 @@ class Allocator:
         self._clock = clock
         self._meters = meters or Meters()
         self._doubted: dict[str, str] = {}
+        self._read = _Read()
 
     def run_once(self) -> list[Decision]:
         """Start what can be started, then weigh all jobs against each other.
@@ -230,25 +265,32 @@ class Allocator:
         Returns:
             The decisions that were carried out.
         """
-        decisions = [*self._attempt(place_new), *self._attempt(reallocate)]
-        self._queue_the_rest()
+        candidates = self.candidates()
+        decisions: list[Decision] = []
+        for decide in (place_new, reallocate):
+            made = self._attempt(decide, candidates)
+            candidates = self.candidates() if made else candidates
+            decisions += made
+        self._queue_the_rest(candidates)
         return decisions
 
     def candidates(self) -> list[Candidate]:
         """Return the jobs that can be decided on, as they stand now, in the order they came."""
         store = self._store
         hints, launches = store.hints(live=True), store.num_launches(live=True)
-        service = store.attained_service(live=True)
+        service, costs = store.attained_service(live=True), store.restart_costs()
         found = [
             self._candidate(
                 job,
                 hints.get(job.name),
                 launches=launches.get(job.name, 0),
                 service=service.get(job.name, 0.0),
+                restart=costs.get(job.name, self._restart_seconds),
             )
             for job in store.jobs(live=True)
             if not job.state.held
         ]
+        self._read.forget_all_but([job.name for job in found])
         # Pinned to nothing: it is being stopped, and can be weighed again when it has.
         return [job for job in found if job.allocation or not job.pinned]
 
@@ -275,10 +317,16 @@ class Allocator:
         return self._nodes != before
 
     def _candidate(
-        self, job: JobRecord, hints: Mapping[str, Any] | None, *, launches: int, service: float
+        self,
+        job: JobRecord,
+        hints: Mapping[str, Any] | None,
+        *,
+        launches: int,
+        service: float,
+        restart: float,
     ) -> Candidate:
-        spec = parse_job(job.spec)
-        told = _believed(job.name, hints) or spec.hints
+        spec, believed = self._read.of(job.name, job.spec, hints)
+        told = believed or spec.hints
         self._note_doubt(job.name, hints_worth(spec, told).doubt)
         info = job_info(
             spec,
@@ -286,7 +334,7 @@ class Allocator:
             age=max(self._clock() - job.submitted_at, 0.0),
             created=job.submitted_at,
             num_restarts=max(launches - 1, 0),
-            restart_seconds=self._store.restart_seconds(job.name, self._restart_seconds),
+            restart_seconds=restart,
             attained_service=service,
             num_stages=job.state.num_stages if job.state.allocation else None,
         )
@@ -297,6 +345,7 @@ class Allocator:
             pinned=is_pinned(job.state),
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
+            is_new=job.phase is Phase.CREATED,
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
@@ -313,9 +362,10 @@ class Allocator:
             )
 
     def _attempt(
-        self, decide: Callable[[Sequence[Candidate], Nodes, Strategy], list[Decision]]
+        self,
+        decide: Callable[[Sequence[Candidate], Nodes, Strategy], list[Decision]],
+        candidates: Sequence[Candidate],
     ) -> list[Decision]:
-        candidates = self.candidates()
         try:
             with self._meters.deciding():
                 decisions = decide(candidates, self._nodes, self._strategy)
@@ -324,21 +374,26 @@ class Allocator:
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
         self._meters.decisions.inc(len(decisions))
-        for decision in decisions:
-            event = Allocate(decision.nodes, decision.why, decision.details, decision.num_stages)
-            self._let(decision.job, event)
+        self._let(
+            [
+                (each.job, Allocate(each.nodes, each.why, each.details, each.num_stages))
+                for each in decisions
+            ]
+        )
         return decisions
 
-    def _queue_the_rest(self) -> None:
+    def _queue_the_rest(self, candidates: Sequence[Candidate]) -> None:
         """Say of the jobs that have just come and got nothing why they wait."""
-        candidates = self.candidates()
-        new = {job.name for job in self._store.jobs(live=True) if job.phase is Phase.CREATED}
-        for job in candidates:
-            if job.name in new and not job.allocation:
-                self._let(job.name, Allocate((), why_waiting(job, candidates, self._nodes)))
+        waiting = [job for job in candidates if job.is_new and not job.allocation]
+        if waiting:
+            free = free_of(self._nodes, candidates)
+            self._let(
+                [
+                    (job.name, Allocate((), explain(job.info, (), (), self._nodes, free)))
+                    for job in waiting
+                ]
+            )
 
-    def _let(self, name: str, event: Allocate) -> None:
-        try:
-            self._carry_out(name, event)
-        except UnknownJobError:
-            _LOG.warning("job %s was decided on, but is gone", name)
+    def _let(self, events: Sequence[tuple[str, Allocate]]) -> None:
+        if events:
+            self._carry_out(events)

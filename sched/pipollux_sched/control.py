@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
 from .spec import JobSpec, SpecError
-from .store import JobRecord, NodeCondition, NodeRecord, Store
+from .store import JobRecord, NodeCondition, NodeRecord, Store, Submission
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,15 +73,35 @@ class Control:
                 where the backend starts no containers.
             JobExistsError: a job of this name is under way, or complete.
         """
+        return self.submit_all([spec])[0]
+
+    def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
+        """Take many jobs in: all of them or, where one is refused, none.
+
+        Raises:
+            SpecError: one cannot run here, as `submit` says; the text names it.
+            JobExistsError: a job of one of the names is under way, or complete.
+        """
         self._check_running()
-        self._backend.check(spec)
-        fitting = admitted(spec, self._nodes)
+        fitting = []
+        for spec in specs:
+            self._backend.check(spec)
+            fitting.append(admitted(spec, self._nodes))
         self._check_checkpoints(fitting)
-        token = secrets.token_urlsafe(32)
-        data = fitting.model_dump(mode="json")
-        change = self._store.submit(spec.name, data, token, spec.max_restarts, spec.deadline)
+        changes = self._store.submit_all(
+            [
+                Submission(
+                    spec.name,
+                    spec.model_dump(mode="json"),
+                    secrets.token_urlsafe(32),
+                    spec.max_restarts,
+                    spec.deadline,
+                )
+                for spec in fitting
+            ]
+        )
         self._reconsider()
-        return change.job
+        return [change.job for change in changes]
 
     def cancel(self, name: str) -> JobRecord:
         """End a job, and its processes; one that has ended stays as it is.
@@ -184,15 +204,18 @@ class Control:
             if conditions[name] is not NodeCondition.DEAD
         }
 
-    def _check_checkpoints(self, spec: JobSpec) -> None:
+    def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
         """Refuse a job that would save over another one's checkpoints."""
-        if spec.checkpoint_dir is None:
+        asking = [spec for spec in specs if spec.checkpoint_dir is not None]
+        if not asking:
             return
-        for job in self._store.jobs():
-            if job.name != spec.name and job.spec.get("checkpoint_dir") == spec.checkpoint_dir:
+        owners = {job.spec.get("checkpoint_dir"): job.name for job in self._store.jobs()}
+        for spec in asking:
+            owner = owners.setdefault(spec.checkpoint_dir, spec.name)
+            if owner != spec.name:
                 raise SpecError(
                     f"job '{spec.name}': checkpoint_dir: {spec.checkpoint_dir} is job "
-                    f"'{job.name}''s; give each job a folder of its own"
+                    f"'{owner}''s; give each job a folder of its own"
                 )
 
     def _check_running(self) -> None:

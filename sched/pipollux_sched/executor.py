@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipollux_sched.backend import Backend, BackendError, Report, Workload
@@ -33,7 +33,8 @@ from pipollux_sched.lifecycle import (
     Stop,
 )
 from pipollux_sched.spec import SpecError
-from pipollux_sched.store import JobRecord, Store
+from pipollux_sched.store import GenerationRecord, JobRecord, Store
+from pipollux_sched.unsent_report import take_unsent_report
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,9 +89,26 @@ class Executor:
             self._todo.extend((name, action) for action in change.actions)
         if change.actions:
             self.woken.set()
-        if change.job.phase.ended or change.job.phase is Phase.SUSPENDED:
+        phase = change.job.phase
+        waits = phase is Phase.QUEUED and isinstance(event, Exited)
+        if phase.ended or phase is Phase.SUSPENDED or waits:
             self._on_ended()
         return change.job
+
+    def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
+        """Let events happen to jobs in one transaction; jobs that are gone are left aside."""
+        with self._lock:
+            changes = self._store.transition_all(events)
+            for (name, _), change in zip(events, changes, strict=True):
+                if change is None:
+                    _LOG.warning("job %s was decided on, but is gone", name)
+                else:
+                    self._todo.extend((name, action) for action in change.actions)
+        if self._todo:
+            self.woken.set()
+        done = (change.job.phase for change in changes if change is not None)
+        if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
+            self._on_ended()
 
     def wait(self, timeout: float) -> None:
         """Wait until there is something to do, or `timeout` seconds have passed."""
@@ -170,10 +188,20 @@ class Executor:
             self.handle(name, gone)
 
     def _completed(self, name: str, event: Exited) -> Exited:
-        """Add where the training stood, which the backend does not know."""
+        """Add where the training stood, which the backend does not know.
+
+        A script that has trained before can start: what hinders it now may be gone the next time.
+        """
+        take_unsent_report(self._store, self._backend, name, event.generation)
+        if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
+            event = replace(event, cannot_start=False)
         point = self._store.last_points().get(name)
         if point is None:
             return event
         step = event.step if event.step is not None else point.step
         # Points count epochs from 0; who has completed the last one has done one more.
         return replace(event, step=step, epoch=point.epoch + 1)
+
+
+def _has_trained(launch: GenerationRecord) -> bool:
+    return launch.first_step_at is not None or launch.outcome == Outcome.STOPPED.value

@@ -92,5 +92,5 @@ def _started(job: Candidate, decision: Decision | None) -> Candidate:
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)
 
 
-def _refuse(name: str, _event: Allocate) -> NoReturn:
-    raise AssertionError(f"job {name} was to be moved by somebody who only looks")
+def _refuse(events: Sequence[tuple[str, Allocate]]) -> NoReturn:
+    raise AssertionError(f"jobs were to be moved by somebody who only looks: {events}")

@@ -33,12 +33,13 @@ from pipollux_sched.expander import Expander
 from pipollux_sched.hardware import check_gpus
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.inventory import node_info
-from pipollux_sched.lifecycle import Adopt, Allocate, Event, Recover
+from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.meters import Meters
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
 from pipollux_sched.spec import ClusterSpec, JobSpec
 from pipollux_sched.store import JobRecord, ServerInfo, StateDir, Store
 from pipollux_sched.supervisor import create_app, end_waiting
+from pipollux_sched.takeover import take_over
 from pipollux_sched.watchdog import SILENCE_LIMIT, Watchdog
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Scheduler:
         grace: seconds that a job has to save when it is asked to stop.
         silence_limit: seconds without a heartbeat after which a replica is taken for lost.
         open_metrics: whether `/metrics` is answered without a token.
+        pass_environment: variables of this process that jobs get, besides the usual ones.
         host: address for jobs and users to ask at.
         port: port for the same; 0 for any that is free.
         on_event: called with every event, in order, by a thread of its own.
@@ -95,6 +97,7 @@ class Scheduler:
         grace: float = STOP_GRACE,
         silence_limit: float = SILENCE_LIMIT,
         open_metrics: bool = False,
+        pass_environment: Collection[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         on_event: Listener | None = None,
@@ -122,7 +125,7 @@ class Scheduler:
         self._interval, self._restart_seconds = interval, restart_seconds
         self._grace = grace
         self._silence_limit, self._open_metrics = silence_limit, open_metrics
-        self._address = (host, port)
+        self._address, self._pass_on = (host, port), pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
@@ -163,7 +166,8 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
-            self._take_over()
+            take_over(self._store, self._backend, self._executor, self._server.url, self._grace)
+            self._control.expect_replicas()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
                 self._autoscaler.start()
@@ -277,7 +281,9 @@ class Scheduler:
         """Open the backend, and all that acts through it."""
         nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
         check_gpus(nodes)
-        self._backend: Backend = LocalBackend(nodes, self.state_dir, grace=self._grace)
+        self._backend: Backend = LocalBackend(
+            nodes, self.state_dir, grace=self._grace, pass_environment=self._pass_on
+        )
         self._executor = Executor(
             self._store,
             self._backend,
@@ -307,19 +313,6 @@ class Scheduler:
         if self._serving and not self._abandoned:
             self._backend.shutdown()
             self._executor.step()  # takes up what that has brought about
-
-    def _take_over(self) -> None:
-        """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on."""
-        events: dict[str, Event] = {}
-        for job in self._store.jobs(live=True):
-            launch = job.name, job.state.generation
-            found = job.state.launched and self._backend.adopt(*launch, self._server.url)
-            events[job.name] = Adopt(job.state.generation) if found else Recover()
-        for process in self._backend.recover(self._grace):
-            _LOG.warning("ended what an earlier scheduler had left: %s", process)
-        for name, event in events.items():
-            self._executor.handle(name, event)
-        self._control.expect_replicas()
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
@@ -393,8 +386,8 @@ class Scheduler:
             autoscaler=self._autoscaler,
         )
 
-    def _carry_out(self, name: str, event: Allocate) -> None:
+    def _carry_out(self, events: Sequence[tuple[str, Allocate]]) -> None:
         # Under the lock that `stop` takes, or a decision could start a job behind its back.
         with self._deciding:
             if not self._stopping:
-                self._executor.handle(name, event)
+                self._executor.handle_all(events)

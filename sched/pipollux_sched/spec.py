@@ -29,9 +29,11 @@ from .document import Document, SpecError, read_document
 from .hint_limits import read_hints
 from .image_reference import check_image
 from .validation import problem_at, problems
+from .variables import check_variables
 
 __all__ = [
     "ClusterSpec",
+    "JobBatch",
     "JobSpec",
     "NodeSpec",
     "ResourceSpec",
@@ -39,6 +41,7 @@ __all__ = [
     "load_cluster",
     "load_jobs",
     "parse_job",
+    "parse_jobs",
 ]
 
 DEFAULT_MAX_REPLICAS = 64
@@ -46,9 +49,6 @@ DEFAULT_MAX_RESTARTS = 3
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME_LENGTH = 63
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-_RESERVED_PREFIX = "PIPOLLUX_"
 
 
 def _check_name(name: str) -> str:
@@ -79,14 +79,7 @@ def _check_gpu_type(text: str) -> str:
 
 
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
-    for name in environment:
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(
-                f"'{name}' is not a variable's name; use letters, digits and '_', "
-                "and no digit at the beginning"
-            )
-        if name in _RESERVED_VARIABLES or name.startswith(_RESERVED_PREFIX):
-            raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+    check_variables(environment)
     return environment
 
 
@@ -313,7 +306,9 @@ class JobSpec(_Spec):
                 )
 
 
-class _JobsFile(_Spec):
+class JobBatch(_Spec):
+    """What a job file says: jobs that are submitted together."""
+
     jobs: List[JobSpec] = Field(description="a list of jobs")
 
     @model_validator(mode="after")
@@ -350,7 +345,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
     """
-    return list(_load(read_document(path, "jobs:"), _JobsFile).jobs)
+    return list(_load(read_document(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
@@ -368,6 +363,18 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
     except ValidationError as error:
         found = problems(error, JobSpec)
         raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+
+
+def parse_jobs(data: Any) -> list[JobSpec]:
+    """Take the jobs of a batch from decoded JSON, an object with `jobs` as a job file has it.
+
+    Raises:
+        SpecError: something is said that is not allowed; the sentences name the job.
+    """
+    try:
+        return list(JobBatch.model_validate(data).jobs)
+    except ValidationError as error:
+        raise SpecError(*(found.sentence() for found in problems(error, JobBatch))) from None
 
 
 M = TypeVar("M", bound=BaseModel)

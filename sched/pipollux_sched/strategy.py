@@ -36,6 +36,8 @@ class Candidate:
     """Whether the policy took everything from it, and so alone may give it something again."""
     num_stages: int | None = None
     """K of these replicas, or of the last that it held; None: the job's own."""
+    is_new: bool = False
+    """Whether it has just come, and nobody has said yet why it waits."""
 
     @property
     def held(self) -> Allocation:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 
 import pytest
+import yaml
 
 from pipollux_sched.cli import main
 from pipollux_sched.hardware import count_cpus, node_name
@@ -49,7 +50,11 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     cancelled = cli("cancel", "long")
     assert cancelled.stdout == "long: The job was cancelled and is being stopped.\n"
     wait_until(lambda: cli.jobs()["long"]["phase"] == "Failed")
-    assert cli("submit", "jobs.yaml").returncode == 1  # short is complete; long goes on again
+    assert cli("submit", "jobs.yaml").returncode == 1  # short is complete: neither is taken
+    assert cli.jobs()["long"]["phase"] == "Failed"
+    alone = {"jobs": [yaml.safe_load((cli.folder / "jobs.yaml").read_text())["jobs"][1]]}
+    (cli.folder / "alone.yaml").write_text(yaml.safe_dump(alone))
+    assert cli("submit", "alone.yaml").returncode == 0  # it goes on again
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
     assert "no job is named 'nobody'; there are short, long" in one_sentence(
         cli("cancel", "nobody"), 1

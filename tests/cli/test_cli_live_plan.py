@@ -12,7 +12,6 @@ import pytest
 
 from pipollux_sched.allocator import Allocator
 from pipollux_sched.cli import main
-from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.live_plan import plan_live
 from pipollux_sched.live_state import LiveState, policy_named
 from pipollux_sched.policy import POLICIES, ExactPolicy, make_policy
@@ -52,14 +51,11 @@ def test_the_plan_is_what_the_allocator_then_does(store: Store) -> None:
     assert contents(store) == before
     assert set(planned) >= {"new"}
 
-    def carry_out(name: str, event: Allocate) -> None:
-        store.transition(name, event)
-
     allocator = Allocator(
         store,
         state.nodes,
         PolicyStrategy(ExactPolicy()),
-        carry_out=carry_out,
+        carry_out=store.transition_all,
         restart_seconds=30.0,
     )
     done = {one.job: (one.nodes, one.num_stages, one.why) for one in allocator.run_once()}

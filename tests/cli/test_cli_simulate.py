@@ -196,3 +196,23 @@ def test_help_teaches() -> None:
     for words in ("cifar10-0,124,cifar10,2,1024", "--generate", "--save-jobs", "Exit code"):
         assert words in done.stdout
     assert "simulate" in pipollux("--help").stdout
+
+
+def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> None:
+    args = ("simulate", "pipelines.csv", "--jobs", "1", *SMALL, "--known-length")
+    table = pipollux(*args, "none", cwd=folder)
+    assert "policies were told how long jobs still train: not at all" in table.stdout
+    (row,) = json.loads(pipollux(*args, "2", "-o", "json", cwd=folder).stdout)
+    assert row["known_length"] == "2"
+    failed = pipollux(*args, "0.5", cwd=folder)
+    assert "known_length: 0.5 must be a finite factor of at least 1" in complaint(failed, 2)
+
+
+def test_jobs_may_fit_their_model_as_adaptdl_does(folder: Path) -> None:
+    nodes = ("--nodes", "2", "--gpus", "2")
+    args = ("simulate", "traced.csv", "--traces", "traces", "-o", "json", *nodes, "--fit")
+    (ours,), (theirs,) = (
+        json.loads(pipollux(*args, fit, cwd=folder).stdout) for fit in ("pipollux", "adaptdl")
+    )
+    # These traces are what both models describe, so that both tell the same of them.
+    assert theirs["avg_jct_s"] == pytest.approx(ours["avg_jct_s"], rel=0.05)

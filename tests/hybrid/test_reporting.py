@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from pipollux_hybrid import context as contexts
 from pipollux_hybrid.context import context
 from pipollux_hybrid.points import Point
 from pipollux_hybrid.reporter import MAX_POINTS, Reporter
-from pipollux_perfmodel import SchedHints
+from pipollux_perfmodel import SchedHints, StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import free_port, run_replicas
 
@@ -208,11 +209,11 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Rep
     supervisor.stop()
 
 
-def tell(reporter: Reporter, step: int) -> None:
+def tell(reporter: Reporter, step: int, **known: Any) -> None:
     fields: dict[str, Any] = dict.fromkeys(("epoch", "samples", "accum_steps"), 0)
     fields |= dict.fromkeys(("predicted_step_time", "goodput", "efficiency", "loss"), None)
     fields |= dict.fromkeys(("batch_size", "atomic_bsz", "num_replicas"), 1)
-    reporter.add_point(Point(time=float(step), step=step, step_time=0.1, **fields))
+    reporter.add_point(Point(time=float(step), step=step, step_time=0.1, **(fields | known)))
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -278,6 +279,63 @@ def test_a_token_refused_is_said_once(
     assert len(said) == 1
     assert f"status {status}" in said[0]
     assert "PIPOLLUX_TOKEN" in said[0]
+
+
+def test_a_loss_that_is_no_number_is_a_gap(
+    reporting: tuple[Supervisor, Reporter], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, and neither points nor hints end with it."""
+    supervisor, reporter = reporting
+    supervisor.start()
+    losses = [1.0, math.nan, math.nan, 0.5, math.inf, -math.inf, 0.25]
+    for step, loss in enumerate(losses, 1):
+        tell(reporter, step, loss=loss, goodput=math.nan)
+    until(lambda: 7 in supervisor.steps())
+    until(lambda: any(method == "PUT" for method, _ in supervisor.heard))
+    points = [p for method, body in supervisor.heard if method == "POST" for p in body["points"]]
+    sent = {point["step"]: point["loss"] for point in points}
+    assert sent == dict(enumerate([1.0, None, None, 0.5, None, None, 0.25], 1))
+    assert all(point["goodput"] is None for point in points)
+    assert capsys.readouterr().err.splitlines() == [
+        "pipollux: loss is NaN since step 2; it is reported as a gap, training goes on",
+        "pipollux: loss is finite again at step 4; it was not since step 2",
+        "pipollux: loss is infinite since step 5; it is reported as a gap, training goes on",
+        "pipollux: loss is finite again at step 7; it was not since step 5",
+    ]
+
+
+def test_a_fault_in_the_reporting_thread_is_said_and_does_not_end_it(
+    reporting: tuple[Supervisor, Reporter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    supervisor, reporter = reporting
+    supervisor.start()
+
+    def broken() -> None:
+        raise RuntimeError("nobody has thought of this")
+
+    monkeypatch.setattr(context().metrics, "fit", broken)
+    monkeypatch.setattr(reporter, "_next_hints", 0.0)
+    tell(reporter, 1)
+    until(lambda: "nobody has thought of this" in caplog.text)
+    tell(reporter, 2)
+    until(lambda: supervisor.steps() == [1, 2])
+    said = [record for record in caplog.records if "reporting failed" in record.getMessage()]
+    assert len(said) == 1, "once, however often it is tried"
+
+
+def test_what_cannot_be_sent_does_not_stand_in_the_way(
+    reporting: tuple[Supervisor, Reporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, reporter = reporting
+    supervisor.start()
+    reporter.add_timeline(1, 1, 1, [StageEvent(0, 0, "forward", 0.0, math.nan)])
+    tell(reporter, 1)
+    until(lambda: "reports cannot be sent" in caplog.text)
+    reporter.add_timeline(2, 1, 1, [StageEvent(0, 0, "forward", 0.0, 1.0)])
+    tell(reporter, 2)
+    until(lambda: supervisor.steps() == [2])
 
 
 def batch_sizes(seconds: float) -> list[int]:

@@ -57,7 +57,7 @@ def wait_for_training(state_dir: StateDir) -> None:
 def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> None:
     launch(state_dir)
     wait_for_training(state_dir)
-    assert backend.adopt("toy", 1, URL)
+    assert backend.adopt("toy", 1, URL) is None
     assert backend.free() == {"node-a": 0, "node-b": 0}
     assert backend.running()["toy"] == (1, ("node-b", "node-a"))
     assert backend.recover(5.0) == []
@@ -85,13 +85,15 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     for replica in range(2 if outcome is Outcome.COMPLETE else 1):
         wait_for_text(state_dir.launch("toy", 1) / f"replica-{replica}.json", "code")
     wait_for_text(state_dir.launch("toy", 1) / "replica-1.json", "pid")
-    assert backend.adopt("toy", 1, URL)
+    assert backend.adopt("toy", 1, URL) is None
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
     assert says in exited.message
     again = LocalBackend(TWO_NODES, state_dir)
-    assert again.adopt("toy", 1, "http://127.0.0.1:10"), "who reports nowhere may have ended"
+    assert again.adopt("toy", 1, "http://127.0.0.1:10") is None, (
+        "who reports nowhere may have ended"
+    )
     exited = wait_for(again, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
@@ -100,12 +102,12 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
 def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
     launch(state_dir)
     wait_for_training(state_dir)
-    assert not backend.adopt("toy", 2, URL), "another generation"
-    assert not backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
+    assert backend.adopt("toy", 2, URL), "another generation"
+    assert backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
     smaller = LocalBackend({"node-a": Node(1, "cpu"), "node-b": Node(2, "cpu")}, state_dir)
-    assert not smaller.adopt("toy", 1, URL), "its slots are gone"
+    assert smaller.adopt("toy", 1, URL), "its slots are gone"
     others = LocalBackend({"node-a": Node(2, "cpu"), "node-c": Node(2, "cpu")}, state_dir)
-    assert not others.adopt("toy", 1, URL), "its node is gone"
+    assert others.adopt("toy", 1, URL), "its node is gone"
     assert others.free() == {"node-a": 2, "node-c": 2}
     assert backend.recover(30.0)
     assert processes_of(state_dir.path) == []
@@ -117,7 +119,7 @@ def test_what_was_only_half_started_is_ended(backend: LocalBackend, state_dir: S
     launch(state_dir)
     wait_for_training(state_dir)
     (state_dir.launch("toy", 1) / "replica-1.json").unlink()
-    assert not backend.adopt("toy", 1, URL)
+    assert backend.adopt("toy", 1, URL)
     assert backend.recover(30.0)
 
 
@@ -135,10 +137,10 @@ def test_a_launch_that_was_only_written_down(backend: LocalBackend, state_dir: S
     folder = state_dir.launch("toy", 3)
     record.write(folder)
     assert LaunchRecord.read(folder) == record
-    assert not backend.adopt("toy", 3, URL)
+    assert backend.adopt("toy", 3, URL)
     (folder / "launch.json").write_text('{"job": "toy"}')
     assert LaunchRecord.read(folder) is None
-    assert not backend.adopt("toy", 3, URL)
+    assert backend.adopt("toy", 3, URL)
 
 
 def test_folders_of_earlier_launches_are_dropped(

@@ -175,7 +175,7 @@ class World:
             self.store,
             NODES,
             PolicyStrategy(policy),
-            carry_out=self.store.transition,
+            carry_out=self.store.transition_all,
             restart_seconds=30.0,
             clock=lambda: self.now,
         )

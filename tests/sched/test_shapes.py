@@ -212,7 +212,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def allocator(store: Store, strategy: Strategy) -> Allocator:
     return Allocator(
-        store, NODES, strategy, carry_out=store.transition, restart_seconds=30.0, clock=lambda: 2e5
+        store,
+        NODES,
+        strategy,
+        carry_out=store.transition_all,
+        restart_seconds=30.0,
+        clock=lambda: 2e5,
     )
 
 

@@ -103,6 +103,7 @@ class Supervisor:
         self.url = os.environ.get("PIPOLLUX_SUPERVISOR_URL")
         self.job = os.environ["PIPOLLUX_JOB_ID"]
         self.hinted = False
+        self.unsent: list[dict[str, Any]] = []
         if self.url:
             import httpx
 
@@ -130,7 +131,12 @@ class Supervisor:
             "efficiency": None,
         }
         body = {"generation": self.generation, "numEpochs": 1, "points": [point], "timeline": None}
-        self.send("POST", f"/jobs/{self.job}/reports", json=body)
+        if self.send("POST", f"/jobs/{self.job}/reports", json=body):
+            self.unsent.clear()
+        else:
+            self.unsent.append(point)
+            body["points"] = self.unsent
+            write(Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"]) / "unsent_report.json", body)
 
     def beat(self, reached: list[int]) -> None:
         while True:
@@ -144,14 +150,16 @@ class Supervisor:
             self.send("PUT", url, content=hints)
             self.hinted = True
 
-    def send(self, method: str, url: str, **content: Any) -> None:
-        """A refusal ends the job, and the test; that nobody is there does not."""
+    def send(self, method: str, url: str, **content: Any) -> bool:
+        """Whether somebody took it; a refusal ends the job, and the test."""
         import httpx
 
         try:
             self.client.request(method, url, **content).raise_for_status()
         except httpx.TransportError:
             print(f"nobody answers {method} {url}")
+            return False
+        return True
 
 
 if __name__ == "__main__":

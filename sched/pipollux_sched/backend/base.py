@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Exited, Started
@@ -156,7 +156,14 @@ class Backend(ABC):
         """Return the replicas of which `note_heard` was told."""
 
     @abstractmethod
-    def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
+    def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
+        """Return what a generation that has ended could not tell any scheduler of its training.
+
+        It is the body of ``POST /jobs/{name}/reports``, unchecked; None where nothing is left.
+        """
+
+    @abstractmethod
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
         """Look after a generation that an earlier scheduler of the same state directory launched.
 
         Whether it still runs or has ended meanwhile, `poll` reports its `Exited` as of any other.
@@ -167,7 +174,7 @@ class Backend(ABC):
             supervisor_url: where this scheduler is told things.
 
         Returns:
-            False where it was not launched, or not wholly, or cannot be looked after.
+            None where it is looked after now; else why it cannot be, in one sentence.
         """
 
     @abstractmethod

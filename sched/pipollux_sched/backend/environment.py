@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
 
 from .base import Node, Workload
+from .inherited import inherited
 from .launch import LaunchRecord
-
-_INHERITED_NOT = ("PIPOLLUX_", "TORCHELASTIC_", "PET_")
-_INHERITED_NEITHER = frozenset(
-    (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-)
 
 
 class Devices:
@@ -62,26 +54,54 @@ def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
 
 
 def replica_environment(
-    workload: Workload, launch: LaunchRecord, replica: int, state_dir: str
+    workload: Workload,
+    launch: LaunchRecord,
+    replica: int,
+    *,
+    state_dir: str,
+    error_file: Path,
+    pass_on: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the whole environment of one replica."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_INHERITED_NOT) and name not in _INHERITED_NEITHER
-    }
+    """Return the whole environment of one replica.
+
+    Args:
+        workload: what it runs.
+        launch: which launch.
+        replica: which of its replicas.
+        state_dir: where the scheduler keeps everything.
+        error_file: where what ended the script is written.
+        pass_on: variables of the scheduler that pass besides those of `inherited`.
+    """
     return {
-        **inherited,
+        **inherited(os.environ, pass_on),
         "PYTHONUNBUFFERED": "1",
-        # How long a replica may take to save is decided by the scheduler, not by torchrun.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
+        **_meet_on(loopback_interface()),
         **launch.devices[replica],
         **workload.environment,
+        # How long a replica may take to save is decided by the scheduler, not by torchrun.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
         **marks(state_dir, launch.job, launch.generation),
         "PIPOLLUX_CHECKPOINT_DIR": str(launch.checkpoints),
         "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
         "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
     }
+
+
+def _meet_on(interface: str | None) -> dict[str, str]:
+    """Let the replicas' collectives use one network interface; None: whichever they find."""
+    if interface is None:
+        return {}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+
+
+@functools.cache
+def loopback_interface() -> str | None:
+    """Return the name of the interface that only processes of this machine reach."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == "127.0.0.1" for entry in addresses):
+            return name
+    return None
 
 
 def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:

@@ -69,6 +69,11 @@ def status_files(folder: Path, num_replicas: int) -> list[Path]:
     return [folder / f"replica-{replica}.json" for replica in range(num_replicas)]
 
 
+def error_files(folder: Path, num_replicas: int) -> list[Path]:
+    """Return where torchrun's agent of each replica says what ended the script."""
+    return [folder / f"replica-{replica}.error.json" for replica in range(num_replicas)]
+
+
 def drop_earlier(folder: Path, others: Sequence[Path]) -> None:
     """Remove the folders of launches that are over and done with."""
     for other in others:

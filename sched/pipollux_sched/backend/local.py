@@ -10,12 +10,13 @@ the next scheduler of the state directory adopts them.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -27,12 +28,14 @@ from pipollux_sched.write_aside import PRIVATE
 from . import processes
 from .base import Backend, BackendError, Node, Report, Running, Workload
 from .environment import Devices, marks, replica_environment
-from .launch import LaunchRecord, drop_earlier, status_files
+from .launch import LaunchRecord, drop_earlier, error_files, status_files
 from .replica_group import ReplicaGroup
 from .replica_process import ReplicaProcess
 from .slots import SlotLedger
 from .starting import free_port, start
 
+_REPORT_LIMIT = 8 * 2**20
+"""Characters that are read of a report; a thousand points and a time line have far fewer."""
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
 
@@ -66,6 +69,7 @@ class LocalBackend(Backend):
         nodes: the virtual nodes.
         state_dir: where the jobs' logs and checkpoints go.
         grace: seconds that a generation has to save when a newer one takes its place.
+        pass_environment: variables of this process that jobs get besides those of `.inherited`.
     """
 
     name = "local"
@@ -76,10 +80,12 @@ class LocalBackend(Backend):
         state_dir: StateDir,
         *,
         grace: float = STOP_GRACE,
+        pass_environment: Collection[str] = (),
     ) -> None:
         self._nodes = dict(nodes)
         self._state_dir = state_dir
         self._grace = grace
+        self._pass_on = frozenset(pass_environment)
         self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
         self._devices = Devices(nodes)
         self._groups: dict[str, ReplicaGroup] = {}
@@ -184,23 +190,41 @@ class LocalBackend(Backend):
         files = self._state_dir.launch(job, generation).glob("heard-*")
         return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
-    def adopt(self, job: str, generation: int, supervisor_url: str) -> bool:
+    def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
+        """Read what the replica of rank 0 has left beside its checkpoints: see `Backend`."""
+        launch = LaunchRecord.read(self._state_dir.launch(job, generation))
+        if launch is None:
+            return None
+        try:
+            with (launch.checkpoints / "unsent_report.json").open(encoding="utf-8") as file:
+                report = json.loads(file.read(_REPORT_LIMIT))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return report if isinstance(report, dict) else None
+
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
         """Look after a generation that an earlier scheduler launched: see `Backend`."""
         folder = self._state_dir.launch(job, generation)
         launch = LaunchRecord.read(folder)
         if launch is None or (launch.job, launch.generation) != (job, generation):
-            return False
+            return "The scheduler before this one died before it had started the job."
         replicas = [ReplicaProcess(path) for path in status_files(folder, len(launch.nodes))]
         if not all(replica.pid for replica in replicas):
-            return False  # the scheduler died while it started them
+            return "The scheduler before this one died while it started the job."
         reports_here = launch.supervisor_url == supervisor_url
         if not reports_here and any(replica.poll() is None for replica in replicas):
-            return False  # nothing would ever be heard of them
+            return (
+                f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
+                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+            )
         with self._lock:
             if not self._has_same_slots(launch):
-                return False
+                return (
+                    "The cluster no longer has the slots that the job runs on: it is stopped, and "
+                    "goes on from its checkpoint."
+                )
             self._groups[job] = self._group(launch, replicas)
-        return True
+        return None
 
     def recover(self, grace: float) -> list[str]:
         """End what an earlier scheduler left running, but for what was adopted."""
@@ -244,7 +268,7 @@ class LocalBackend(Backend):
         del self._pending[job]
         try:
             group = self._launch(pending, slots)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: NUL in an argument
             self._ledger.release(job)
             message = f"The processes could not be started: {error}"
             exited = Exited(pending.generation, Outcome.FAILED, message=message)
@@ -273,15 +297,22 @@ class LocalBackend(Backend):
             needed.mkdir(mode=0o700, parents=True, exist_ok=True)
         drop_earlier(folder, list(folder.parent.iterdir()))
         launch.write(folder)
-        place = str(self._state_dir.path)
+        errors = error_files(folder, len(nodes))
         replicas = start(
             workload,
             launch,
             folder=folder,
             logs=logs,
             environments=[
-                replica_environment(workload, launch, replica, place)
-                for replica in range(len(nodes))
+                replica_environment(
+                    workload,
+                    launch,
+                    replica,
+                    state_dir=str(self._state_dir.path),
+                    error_file=error_file,
+                    pass_on=self._pass_on,
+                )
+                for replica, error_file in enumerate(errors)
             ],
         )
         return self._group(launch, replicas)
@@ -292,7 +323,14 @@ class LocalBackend(Backend):
         def find_marked() -> set[psutil.Process]:
             return processes.marked(lambda environment: wanted <= environment.items())
 
-        return ReplicaGroup(launch, replicas, logs=self._logs(launch), find_marked=find_marked)
+        folder = self._state_dir.launch(launch.job, launch.generation)
+        return ReplicaGroup(
+            launch,
+            replicas,
+            logs=self._logs(launch),
+            errors=error_files(folder, len(launch.nodes)),
+            find_marked=find_marked,
+        )
 
     def _logs(self, launch: LaunchRecord) -> list[Path]:
         replicas = range(len(launch.nodes))

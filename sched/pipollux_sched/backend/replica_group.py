@@ -24,6 +24,7 @@ from .launch import LaunchRecord
 from .processes import descendants, kill
 from .replica_log import last_words
 from .replica_process import ReplicaProcess
+from .script_error import read_error
 
 FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end when one has failed; they cannot save any more."""
@@ -40,6 +41,7 @@ class ReplicaGroup:
         launch: what it was launched as.
         replicas: its processes, in the order of replicas.
         logs: file that takes what each replica prints.
+        errors: file that says what ended each replica's script, if an exception did.
         find_marked: finds the living processes of this generation by their environment.
     """
 
@@ -49,12 +51,14 @@ class ReplicaGroup:
         replicas: Sequence[ReplicaProcess],
         *,
         logs: Sequence[Path],
+        errors: Sequence[Path],
         find_marked: Callable[[], set[psutil.Process]],
     ) -> None:
         self.generation = launch.generation
         self.nodes = launch.nodes
         self.port = launch.port
         self._logs = list(logs)
+        self._errors = list(errors)
         self._checkpoints = launch.checkpoints
         self._find_marked = find_marked
         self._replicas = list(replicas)
@@ -141,7 +145,8 @@ class ReplicaGroup:
             return Exited(self.generation, Outcome.STOPPED, step)
         if not any(codes):
             return Exited(self.generation, Outcome.COMPLETE)
-        return Exited(self.generation, Outcome.FAILED, message=self._why())
+        message, cannot_start = self._why()
+        return Exited(self.generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
 
     def _broke(self) -> bool:
         """Say whether a replica failed by itself, so that what the others then saved means nothing.
@@ -152,18 +157,21 @@ class ReplicaGroup:
             return False
         return not last_words(self._logs[self._failed]).asked_to_stop
 
-    def _why(self) -> str:
+    def _why(self) -> tuple[str, bool]:
+        """Say why the generation failed, and whether its script cannot start."""
         if self._killed:
-            return self._killed
+            return self._killed, False
         if self._asked:
-            return f"The replicas left no agreed checkpoint within {self._grace:g} s."
+            return f"The replicas left no agreed checkpoint within {self._grace:g} s.", False
         replica = self._failed or 0
+        error = read_error(self._errors[replica])
         words = last_words(self._logs[replica])
         head = f"Replica {replica} on {self.nodes[replica]} {words.describe()}"
         log = self._logs[replica].name
-        if not words.lines:
-            return f"{head} and printed nothing ({log})."
-        return "\n".join([f"{head}: {words.lines[-1].strip()}", f"The end of {log}:", *words.lines])
+        said = error.text if error else words.lines[-1].strip() if words.lines else ""
+        head += f": {said}" if said else f" and printed nothing ({log})."
+        end = [f"The end of {log}:", *words.lines] if words.lines else []
+        return "\n".join([head, *end]), error is not None and error.cannot_start
 
     def _marked_step(self) -> int | None:
         """Step at which the replicas of this generation agreed to stop, None if they did not."""

@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from . import script_main
 from .base import Workload
 from .launch import LaunchRecord, status_files
 from .processes import descendants, kill
 from .replica_process import ReplicaProcess
 
 _PORTS = range(20_000, 32_000)
+_LOOPBACK = "127.0.0.1"
+_AGENT = Path(__file__).with_name("agent.py")
+"""Not imported, as it imports torch."""
 
 
 def start(
@@ -58,13 +62,16 @@ def start(
 
 def _command(workload: Workload, launch: LaunchRecord, replica: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-P", str(_AGENT)),
         f"--nnodes={len(launch.nodes)}",
-        f"--node-rank={replica}",
         "--nproc-per-node=1",
-        "--master-addr=127.0.0.1",
-        f"--master-port={launch.port}",
+        "--rdzv-backend=pipollux",
+        f"--rdzv-endpoint={_LOOPBACK}:{launch.port}",
+        f"--rdzv-conf=rank={replica}",
         "--max-restarts=0",
+        # From here on nothing is the agent's, however much it looks like an option of its.
+        "--",
+        script_main.__file__,
         str(workload.script),
         *workload.args,
     ]
@@ -79,6 +86,6 @@ def free_port() -> int:
     for _ in range(100):
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((_LOOPBACK, port))
             return port
     raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} seems to be free")

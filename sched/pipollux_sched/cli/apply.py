@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,7 +22,14 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 from .console import USAGE, CommandError, OutputFormat, print_data
 from .failure import one_sentence
 from .jobs import located
-from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory, TableOutput
+from .options import (
+    PassEnvironment,
+    PolicyName,
+    SomeClusterFile,
+    SomeJobsFile,
+    StateDirectory,
+    TableOutput,
+)
 from .plan import print_table
 
 TICK = 0.2
@@ -35,6 +42,7 @@ def apply(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     state_dir: StateDirectory = None,
     policy: PolicyName = None,
+    pass_environment: PassEnvironment = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
     """Carry a plan out: of files on this machine, or of the running scheduler.
@@ -82,7 +90,9 @@ def apply(
             print_table(plan)
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was started")
-        found, interrupted = _carry_out(directory, nodes, left, plan, to_stderr=not told)
+        found, interrupted = _carry_out(
+            directory, nodes, left, plan, pass_on=pass_environment or (), to_stderr=not told
+        )
     _print_jobs(directory, specs, output)
     _judge(left, found, interrupted=interrupted)
 
@@ -126,12 +136,20 @@ def _complete(directory: StateDir) -> set[str]:
 
 
 def _carry_out(
-    directory: StateDir, nodes: ClusterSpec, specs: list[JobSpec], plan: Plan, *, to_stderr: bool
+    directory: StateDir,
+    nodes: ClusterSpec,
+    specs: list[JobSpec],
+    plan: Plan,
+    *,
+    pass_on: Collection[str],
+    to_stderr: bool,
 ) -> tuple[Mapping[str, JobRecord], bool]:
     """Run jobs where a plan says, to their end; return them, and whether a signal ended that."""
     allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
     on_event = partial(_print_event, to_stderr=to_stderr)
-    scheduler = Scheduler(directory, nodes, allocations=allocations, on_event=on_event)
+    scheduler = Scheduler(
+        directory, nodes, allocations=allocations, on_event=on_event, pass_environment=pass_on
+    )
     with Interruption() as interruption:
         scheduler.start()
         try:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from pipollux_sched.errors import SchedulerError
 from pipollux_sched.event_line import event_line
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, Point, StateDir, Store
@@ -36,7 +35,6 @@ from .wording import one_line
 
 if TYPE_CHECKING:
     # What they import in turn takes longer than printing a list of jobs.
-    from pipollux_sched.client import Client
     from pipollux_sched.spec import JobSpec
 
 POLL_INTERVAL = 0.3
@@ -55,10 +53,11 @@ def submit(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Submit the jobs of a file to the running scheduler.
+    """Submit the jobs of a file to the running scheduler: all of them, or none.
 
-    A job that has failed or was cancelled can be submitted again under its
-    name: it goes on from its last checkpoint.
+    Where one is refused, the others are not submitted either. A job that has
+    failed or was cancelled can be submitted again under its name: it goes on
+    from its last checkpoint.
 
         pipollux submit examples/jobs.yaml --wait
 
@@ -74,13 +73,10 @@ def submit(
     with one_sentence():
         last = _last_event(directory) if wait else 0
         with Client(directory) as client:
-            taken, refused = _submit(client, specs)
-        waits = wait and not refused
-        if output is OutputFormat.table or not waits:
+            taken = client.submit_all(specs)
+        if output is OutputFormat.table or not wait:
             print_answers(taken, output)
-        if refused:
-            raise CommandError("\n".join(refused))
-        if waits:
+        if wait:
             names = {spec.name for spec in specs}
             ended = _wait_for(directory, names, last, to_stderr=output is not OutputFormat.table)
             if output is not OutputFormat.table:
@@ -195,19 +191,6 @@ def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> No
         return
     for job in jobs:
         typer.echo(f"{job['name']}: {one_line(job['message'])}")
-
-
-def _submit(client: Client, specs: Sequence[JobSpec]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Submit what is taken; return it, and why the rest is not, a sentence each."""
-    taken: list[Mapping[str, Any]] = []
-    refused: list[str] = []
-    for spec in specs:
-        try:
-            taken.append(client.submit(spec))
-        except SchedulerError as error:
-            if str(error) not in refused:
-                refused.append(str(error))
-    return taken, refused
 
 
 _Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]

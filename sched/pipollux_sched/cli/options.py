@@ -57,6 +57,28 @@ def _known_policy(name: str | None) -> str | None:
     return name
 
 
+def _passable(names: list[str] | None) -> list[str] | None:
+    from pipollux_sched.variables import check_name
+
+    for name in names or ():
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return names
+
+
+PassEnvironment: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pass-environment",
+        metavar="NAME",
+        help="Variable of this environment that all jobs get, too; may be given again.",
+        show_default=False,
+        callback=_passable,
+    ),
+]
+
 PolicyName: TypeAlias = Annotated[
     str | None,
     typer.Option(

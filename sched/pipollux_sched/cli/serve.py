@@ -21,7 +21,7 @@ from pipollux_sched.store import StateDir
 from pipollux_sched.watchdog import SILENCE_LIMIT
 
 from .failure import one_sentence
-from .options import ClusterFile, PolicyName, StateDirectory
+from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
 from .wording import count
 
 
@@ -66,6 +66,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    pass_environment: PassEnvironment = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -105,6 +106,7 @@ def serve(
             grace=grace,
             silence_limit=heartbeat_timeout,
             open_metrics=open_metrics,
+            pass_environment=pass_environment or (),
             port=port,
             autoscaling=rules,
             expander=expander,

@@ -26,6 +26,7 @@ from .simulation_input import (
 
 if TYPE_CHECKING:
     from pipollux_sched.simulator import Metrics, Outcome
+    from pipollux_sched.simulator.trace_model import Fit
 
 _CLUSTER, _JOBS, _RESULT = "The cluster", "The jobs", "The result"
 
@@ -36,6 +37,13 @@ class MixName(StrEnum):
     pollux = "pollux"
     pipelines = "pipelines"
     mixed = "mixed"
+
+
+class FitName(StrEnum):
+    """How simulated jobs fit their model to their step times."""
+
+    pipollux = "pipollux"
+    adaptdl = "adaptdl"
 
 
 def simulate(
@@ -112,6 +120,23 @@ def simulate(
             rich_help_panel=_CLUSTER,
         ),
     ] = False,
+    known_length: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|none|FACTOR",
+            help="What the policy is told of how long jobs still train: exactly, nothing, or wrong "
+            "by a factor of up to FACTOR either way.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = "exact",
+    fit: Annotated[
+        FitName,
+        typer.Option(
+            help="How jobs of the traces fit their model: as Pipollux's, or as AdaptDL's, whose "
+            "model has fewer terms.",
+            rich_help_panel=_JOBS,
+        ),
+    ] = FitName.pipollux,
     load: Annotated[
         float,
         typer.Option(
@@ -172,7 +197,14 @@ def simulate(
 
     Exit code: 0 done; 1 a simulation failed; 2 a file or an option is wrong.
     """
-    from pipollux_sched.simulator import Experiment, Options, measure, node_events, run_pairs
+    from pipollux_sched.simulator import (
+        Experiment,
+        KnownLength,
+        Options,
+        measure,
+        node_events,
+        run_pairs,
+    )
 
     from .simulation_progress import progress_bars
 
@@ -180,9 +212,16 @@ def simulate(
         _one_source(workloads, generate)
         policies = policy_names(policy)
         there = cluster_nodes(nodes, gpus, node_type or (), preemptible=spot)
-        options = Options(interval, restart_seconds, interference)
+        options = Options(
+            interval,
+            restart_seconds,
+            interference,
+            known_length=KnownLength.parse(known_length, seed),
+        )
         events = node_events([*there], options.most_days, seed, failures=failures, spot=spot)
-        experiment = Experiment(there, replace(options, node_events=events), traces, seed)
+        experiment = Experiment(
+            there, replace(options, node_events=events), traces, seed, _fit(fit)
+        )
         if generate is None:
             chosen = read_workloads(workloads or (), load, jobs)
         else:
@@ -200,6 +239,12 @@ def simulate(
         write_file(plot, "--plot", render_plots(outcomes).encode())
     if save_jobs is not None:
         write_file(save_jobs, "--save-jobs", _job_table(outcomes).encode())
+
+
+def _fit(name: FitName) -> Fit:
+    from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
+
+    return fit_like_adaptdl if name is FitName.adaptdl else fit_perf_params
 
 
 def _one_source(workloads: Sequence[Path] | None, mix: MixName | None) -> None:

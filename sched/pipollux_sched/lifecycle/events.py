@@ -55,6 +55,8 @@ class Exited:
     step: int | None = None
     epoch: int | None = None
     message: str = ""
+    cannot_start: bool = False
+    """Whether its script failed so that no other try would end otherwise."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,14 @@ class Adopt:
 
 
 @dataclass(frozen=True)
+class NotAdopted:
+    """A new scheduler has found a generation that it cannot look after, and is about to end it."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Recover:
     """A new scheduler has found the job in the store, and no process of it runs any more."""
 
@@ -143,6 +153,7 @@ Event: TypeAlias = (
     | NodeLost
     | Shutdown
     | Adopt
+    | NotAdopted
     | Recover
 )
 

@@ -1,7 +1,7 @@
 """What becomes of a job when people, the clock or the scheduler itself ask something of it.
 
 `cancel`, `suspend` and `resume` are asked by people, `expire` by the job's deadline, and the others
-by the scheduler: `shutdown` when it ends, `adopt` and `recover` when it begins.
+by the scheduler: `shutdown` when it ends, `adopt`, `not_adopted` and `recover` when it begins.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from .events import Action, Record, Stop
 from .state import Intent, JobState, Phase
-from .steps import DEADLINE, Transition, ended_early, enter, set_aside, stop
+from .steps import DEADLINE, NOT_ADOPTED, Transition, ended_early, enter, set_aside, stop
 
 _FINAL = (Intent.CANCEL, Intent.EXPIRE)
 """What a generation is stopped for when the job ends with it."""
@@ -89,6 +89,20 @@ def adopt(state: JobState, generation: int) -> Transition:
     if state.intent is not None:
         actions += (Stop(generation, state.message, graceful=state.settled),)
     return state, actions
+
+
+def not_adopted(state: JobState, generation: int, why: str, now: float) -> Transition:
+    """Let a generation be ended that its new scheduler cannot look after; it is not to blame.
+
+    One that was being stopped already still is, for the reason that it was stopped for.
+    """
+    if state.phase.ended or not state.launched or generation != state.generation:
+        return state, ()
+    actions = (Record("stopping", generation, {"why": why}),)
+    if state.intent is not None:
+        return state, actions
+    changes: dict[str, Any] = {"allocation": (), "intent": Intent.REPLACE}
+    return enter(state, Phase.RUNNING, NOT_ADOPTED, why, now, **changes), actions
 
 
 def recover(state: JobState, now: float) -> Transition:

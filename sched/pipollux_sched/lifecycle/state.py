@@ -35,6 +35,8 @@ class Intent(StrEnum):
     CANCEL = "cancel"
     SHUTDOWN = "shutdown"
     EXPIRE = "expire"
+    REPLACE = "replace"
+    """The scheduler that has taken over cannot look after it."""
 
 
 class Outcome(StrEnum):

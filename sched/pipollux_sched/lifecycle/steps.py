@@ -11,6 +11,7 @@ from .state import Condition, Intent, JobState, Phase
 
 HELD = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
+NOT_ADOPTED = "NotAdopted"
 
 Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 

@@ -31,6 +31,7 @@ from .events import (
     Hung,
     Kill,
     NodeLost,
+    NotAdopted,
     Record,
     Recover,
     Resume,
@@ -43,7 +44,7 @@ from .events import (
     Suspend,
 )
 from .state import Intent, JobState, Outcome, Phase
-from .steps import Transition, ended_early, enter, launch, set_aside, stop
+from .steps import NOT_ADOPTED, Transition, ended_early, enter, launch, set_aside, stop
 
 FORGIVEN_AFTER = 600.0
 """Seconds after which failures of earlier generations do not count any more: a job that fails once
@@ -99,6 +100,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return requests.shutdown(state, now)
         case Adopt():
             return requests.adopt(state, event.generation)
+        case NotAdopted():
+            return requests.not_adopted(state, event.generation, event.why, now)
         case Recover():
             return requests.recover(state, now)
 
@@ -222,6 +225,10 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     """
     failures = 1 if _trained_for_long(state, now) else state.failures + 1
     counted = replace(gone, failures=failures)
+    if event.cannot_start:
+        why = f"The script cannot start, and is not tried again. {event.message}"
+        ended = enter(counted, Phase.FAILED, "CannotStart", why, now, allocation=())
+        return ended, (Record("failed", event.generation, {"why": why}),)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
         why = f"Failed {times}, max_restarts is {state.max_restarts}: {event.message}"
@@ -302,6 +309,11 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
             return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), (
                 stopped,
             )
+        case Intent.REPLACE:
+            if state.held:
+                return set_aside(state, now), (stopped,)
+            queued = enter(state, Phase.QUEUED, NOT_ADOPTED, state.message, now, allocation=())
+            return queued, (stopped,)
         case Intent.CANCEL | Intent.EXPIRE:
             ended, actions = ended_early(state, intent, now)
             return ended, (stopped, *actions)

@@ -10,7 +10,7 @@ At last every job is offered what is left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from .floor import Floor
 from .objective import Worth
 from .options import NOTHING, Floats, Instance, Ints, JobOptions, Row
+from .promise import Place
 
 _TOLERANCE = 1e-9
 
@@ -63,16 +64,34 @@ class Assignment:
             Whether every job got what was chosen for it.
         """
         stays = [options.stay == pick for options, pick in zip(self._jobs, chosen, strict=True)]
+        empty = [job for job in range(len(self._jobs)) if not self.placed[job].row]
         if keep:
-            for job in np.flatnonzero(stays).tolist():
-                self.give(job, chosen[job])
-        rest = [j for j, stay in enumerate(stays) if not (keep and stay)]
+            for job in empty:
+                if stays[job]:
+                    self.give(job, chosen[job])
+        rest = [job for job in empty if not (keep and stays[job])]
         complete = True
         for job in sorted(rest, key=lambda j: self._width(j, chosen[j])):
             if chosen[job] != NOTHING and not self.give(job, chosen[job]):
                 complete = False
                 self.upgrade(job)
         return complete
+
+    def fill_promised(self, places: Mapping[int, Place], chosen: Sequence[int]) -> None:
+        """Give jobs what they are promised, then fill up as `fill` does.
+
+        Args:
+            places: where each of them has room, all of them beside each other.
+            chosen: an option of every job.
+        """
+        for job, place in places.items():
+            self._put(job, Placed(place.shape, place.row, self._gain_at(job, place)))
+        for job in places:
+            least = self.placed[job]
+            self._clear(job)
+            if chosen[job] == NOTHING or not self.give(job, chosen[job]):
+                self._put(job, least)
+        self.fill(chosen, keep=True)
 
     def stay(self) -> bool:
         """Leave every job where it is; tells whether that is possible at all."""
@@ -168,8 +187,18 @@ class Assignment:
             return float(self._gains[job][option])
         if option == NOTHING:
             return float(self._gains[job][NOTHING])
-        shape = options.shapes[options.shape[option]]
-        speedup = float(shape.speedup_fn(len(row), int(options.replicas[option])))
+        return self._gain_moved(job, int(options.shape[option]), row)
+
+    def _gain_at(self, job: int, place: Place) -> float:
+        options = self._jobs[job]
+        stay = options.stay
+        if stay is not None and (place.row, place.shape) == (options.base, options.shape[stay]):
+            return float(self._gains[job][stay])
+        return self._gain_moved(job, place.shape, place.row)
+
+    def _gain_moved(self, job: int, shape: int, row: Row) -> float:
+        replicas = sum(count for _, count in row)
+        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(row), replicas))
         return self._worth.moved(job, speedup)
 
     def _put(self, job: int, placed: Placed) -> None:

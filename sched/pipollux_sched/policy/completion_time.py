@@ -32,9 +32,17 @@ Nobody starves: a job that has held less than its part of the slots it needs at 
 
     attained service < part · slots · (age − patience)
 
-gets something before anybody gets more, and is then left at least that for `quantum` seconds. So as
-long as what such jobs need at least fits the cluster at once, every job holds slots for `part` of
-its life after the first `patience` seconds, up to one interval between decisions.
+is behind. It gets something before anybody gets more, and is then left at least that until it is
+`quantum` seconds ahead. So as long as what such jobs need at least fits the cluster at once, every
+job holds slots for `part` of its life after the first `patience` seconds, up to one interval
+between decisions. Where it does not fit, they take turns, whoever is the most seconds behind first,
+however wide it is (`promise`): one that came when the least of x clusters was behind waits
+
+    patience + quantum / part · ((1 − part)^−x − 1)
+
+seconds at most, x rounded up, as every turn lasts (quantum + part · (age − patience)) / (1 − part)
+at most: 1 turn takes 670 s, 5 turns 4200 s. A cluster is what holds replicas however badly they
+are packed: of a node with C slots C − w + 1 for replicas of at most w.
 """
 
 from __future__ import annotations
@@ -46,6 +54,7 @@ import numpy as np
 
 from .objective import Worth
 from .options import NOTHING, Floats, Instance, JobOptions
+from .promise import Behind, Promises, keep, least_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,12 @@ class CompletionTime:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
 
-    def judge(self, instance: Instance) -> Worth:
+    def promise(self, instance: Instance) -> Promises:
+        """Say which jobs are behind, and where there is room for the least that they need."""
+        found = (self._behind(instance, job) for job in range(len(instance.jobs)))
+        return keep(instance, [entry for entry in found if entry is not None], self.part)
+
+    def judge(self, instance: Instance, promises: Promises) -> Worth:
         """Weigh all jobs against each other."""
         unit = np.array([_unit_cost(instance, options) for options in instance.jobs])
         known = [options.job.remaining_work for options in instance.jobs]
@@ -85,24 +99,32 @@ class CompletionTime:
         rank = np.empty(len(order))
         rank[order] = np.arange(1, len(order) + 1)
         weights = unit * rank**self.rank_power
-        return _Worth(self, instance.jobs, weights)
+        return _Worth(self, instance.jobs, weights, frozenset(promises.places))
 
-    def is_starving(self, options: JobOptions, slots: float) -> bool:
-        """Tell whether a job is to be given something, or left something, before others get more.
-
-        Args:
-            options: the job's.
-            slots: the least that it can run on.
-        """
-        job = options.job
-        due = self.part * slots * (job.age - self.patience)
-        quantum = self.quantum * slots if options.runs else 0.0
-        return due > 0 and job.attained_service < due + quantum
+    def _behind(self, instance: Instance, number: int) -> Behind | None:
+        """Return a job that is to be given something, or left something, before others get more."""
+        options = instance.jobs[number]
+        due = self.part * (options.job.age - self.patience)
+        if due <= 0:
+            return None
+        leasts = least_options(instance, number)
+        if not leasts:
+            return None
+        held = options.job.attained_service / leasts[0].slots
+        quantum = self.quantum if options.runs else 0.0
+        return Behind(number, due - held) if held < due + quantum else None
 
 
 class _Worth:
-    def __init__(self, knobs: CompletionTime, jobs: Sequence[JobOptions], weights: Floats) -> None:
+    def __init__(
+        self,
+        knobs: CompletionTime,
+        jobs: Sequence[JobOptions],
+        weights: Floats,
+        promised: frozenset[int],
+    ) -> None:
         self._knobs, self._jobs, self._weights = knobs, jobs, weights
+        self._promised = promised
         best = [options.speedup.max(initial=0.0) for options in jobs]
         self._everything = 1.0 + float(weights @ np.array(best))
 
@@ -113,7 +135,7 @@ class _Worth:
         if options.stay is not None:
             kept[options.stay] = 1.0
         gains = gains * kept
-        if self._starves(options):
+        if job in self._promised:
             gains[NOTHING] = -self._everything
         return gains
 
@@ -130,16 +152,6 @@ class _Worth:
         lasts = max(self._knobs.horizon, info.age / (info.num_restarts + 1))
         used = np.minimum(left, lasts)
         return np.divide(used, used + info.restart_seconds, out=np.ones_like(used), where=used > 0)
-
-    def _starves(self, options: JobOptions) -> bool:
-        runnable = np.flatnonzero(options.replicas > 0)
-        if not runnable.size:
-            return False
-        slots = min(
-            options.replicas[i] * options.shapes[options.shape[i]].resources.get("slots", 1)
-            for i in runnable.tolist()
-        )
-        return self._knobs.is_starving(options, float(slots))
 
 
 def _unit_cost(instance: Instance, options: JobOptions) -> float:

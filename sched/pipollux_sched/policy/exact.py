@@ -24,6 +24,7 @@ from .objective import Objective, Worth
 from .options import Floats, Instance, JobOptions, build_instance
 from .placement import place_arrival
 from .program import solve_whole
+from .promise import Promises
 from .relaxation import relax
 
 _TOLERANCE = 1e-9
@@ -105,13 +106,16 @@ class ExactPolicy:
     ) -> tuple[dict[Any, Allocation], Certificate]:
         """Allocate as `optimize` does, and say how good the answer is."""
         instance = build_instance(jobs, nodes, base_allocations, node_template)
+        promises = self._objective.promise(instance)
+        if promises.closed:
+            instance = build_instance(jobs, nodes, base_allocations, node_template, promises.closed)
         result = {
             name: Allocation(held, shape_of(jobs[name], held, nodes))
             for name, held in instance.pinned.items()
         }
-        worth = self._objective.judge(instance)
+        worth = self._objective.judge(instance, promises)
         gains = [worth.gains(job) for job in range(len(instance.jobs))]
-        placed, certificate = _solve(instance, worth, gains)
+        placed, certificate = _solve(instance, worth, gains, promises)
         for options, found in zip(instance.jobs, placed, strict=True):
             held = base_allocations.get(options.name, ())
             result[options.name] = _allocation(instance, options, found, held)
@@ -119,7 +123,7 @@ class ExactPolicy:
 
 
 def _solve(
-    instance: Instance, worth: Worth, gains: Sequence[Floats]
+    instance: Instance, worth: Worth, gains: Sequence[Floats], promises: Promises
 ) -> tuple[list[Placed], Certificate]:
     if not instance.jobs or not instance.nodes.names:
         nothing = [Placed(0, (), float(gain[0])) for gain in gains]
@@ -127,6 +131,11 @@ def _solve(
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
     best = _arrange(instance, worth, gains, chosen)
+    if not all(best.placed[job].row for job in promises.places):
+        kept = Assignment(instance, worth, gains)
+        kept.fill_promised(promises.places, chosen)
+        kept.improve()
+        best = max(best, kept, key=lambda arrangement: arrangement.total)
     certificate = Certificate(best.total, bound)
     placed = best.placed
     if certificate.gap > _TOLERANCE and _is_small(instance):

@@ -16,6 +16,7 @@ import numpy as np
 
 from .options import Floats, Instance, JobOptions
 from .problem import FLOOR, TOLERANCE, restart_factor
+from .promise import Promises
 
 
 class Worth(Protocol):
@@ -31,8 +32,16 @@ class Worth(Protocol):
 class Objective(Protocol):
     """What is to be as great as possible."""
 
-    def judge(self, instance: Instance) -> Worth:
-        """Look at all jobs once, and return what their options are worth."""
+    def promise(self, instance: Instance) -> Promises:
+        """Say which jobs are to get something before any gain counts, and where there is room."""
+
+    def judge(self, instance: Instance, promises: Promises) -> Worth:
+        """Look at all jobs once, and return what their options are worth.
+
+        Args:
+            instance: jobs and nodes, without room on nodes that promises have closed.
+            promises: what `promise` said; that one of these gets nothing is to outweigh all else.
+        """
 
 
 class FairSpeedup:
@@ -50,7 +59,11 @@ class FairSpeedup:
             raise ValueError(f"power: {power} must be a finite number other than 0")
         self._power = power
 
-    def judge(self, instance: Instance) -> Worth:
+    def promise(self, instance: Instance) -> Promises:  # noqa: ARG002  # the protocol's
+        """Promise nothing: the mean itself gives most to whoever has least."""
+        return Promises()
+
+    def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002
         """Return every option's term of the power mean."""
         fair = [fair_speedup(instance, options) for options in instance.jobs]
         return _FairWorth(instance.jobs, fair, self._power)

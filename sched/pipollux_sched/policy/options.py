@@ -73,6 +73,8 @@ class Nodes:
     """(N, T): what pinned jobs leave of it."""
     template: NodeInfo
     """A node as could be rented; it counts where only what a node can hold is asked."""
+    closed: Bools
+    """(N,): nodes that nobody new is put on; jobs that are there may stay."""
     _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
     """What was asked for before, by what was asked and the kind of replica."""
 
@@ -82,9 +84,14 @@ class Nodes:
         return need
 
     def allowed(self, shape: ReplicaShape) -> Bools:
-        """Tell which nodes have GPUs that a shape is for: (N,)."""
+        """Tell on which nodes a replica of a shape may be put: (N,)."""
         allowed: Bools = self._keep("allowed", shape, self._allowed)
         return allowed
+
+    def of_type(self, shape: ReplicaShape) -> Bools:
+        """Tell which nodes have GPUs that a shape is for: (N,)."""
+        of_type: Bools = self._keep("of_type", shape, self._of_type)
+        return of_type
 
     def reach(self, shape: ReplicaShape) -> Ints:
         """Return how many replicas of a shape the roomiest 1, 2, … nodes hold: (N,)."""
@@ -111,23 +118,26 @@ class Nodes:
         return np.array([shape.resources.get(kind, 0) for kind in self.kinds], dtype=np.int64)
 
     def _allowed(self, shape: ReplicaShape) -> Bools:
+        return self.of_type(shape) & ~self.closed
+
+    def _of_type(self, shape: ReplicaShape) -> Bools:
         if shape.gpu_type is None:
             return np.ones(len(self.names), dtype=bool)
-        allowed: Bools = self.gpu_types == shape.gpu_type
-        return allowed
+        of_type: Bools = self.gpu_types == shape.gpu_type
+        return of_type
 
     def _reach(self, shape: ReplicaShape) -> Ints:
         fits = np.where(self.allowed(shape), room(self.need(shape), self.free), 0)
         return np.cumsum(np.sort(fits)[::-1])
 
     def _per_node(self, shape: ReplicaShape) -> int:
-        fits = np.where(self.allowed(shape), room(self.need(shape), self.capacity), 0)
+        fits = np.where(self.of_type(shape), room(self.need(shape), self.capacity), 0)
         amounts = np.array([self.template.resources.get(kind, 0) for kind in self.kinds])
         rented = int(room(self.need(shape), amounts)) if shape.runs_on(self.template) else 0
         return max(int(fits.max(initial=0)), rented)
 
     def _share(self, shape: ReplicaShape) -> float:
-        need, total = self.need(shape), self.capacity[self.allowed(shape)].sum(axis=0)
+        need, total = self.need(shape), self.capacity[self.of_type(shape)].sum(axis=0)
         # Of what no node has, a replica takes all there is.
         shares = np.where(total > 0, need / np.maximum(total, 1), 1.0)
         return float(shares[need > 0].max(initial=0.0))
@@ -151,8 +161,17 @@ def build_instance(
     nodes: Mapping[Any, NodeInfo],
     base_allocations: Mapping[Any, Sequence[Any]],
     node_template: NodeInfo,
+    closed: Sequence[int] = (),
 ) -> Instance:
-    """Bring jobs and nodes into numbers, whatever the order of the mappings."""
+    """Bring jobs and nodes into numbers, whatever the order of the mappings.
+
+    Args:
+        jobs: all jobs, by name.
+        nodes: all nodes, by name.
+        base_allocations: what runs now.
+        node_template: a node as could be rented.
+        closed: usable nodes that nobody new is put on, in the order of `Nodes.names`.
+    """
     pinned = {
         name: base_allocations[name]
         for name, job in jobs.items()
@@ -161,6 +180,9 @@ def build_instance(
     places = _build_nodes(jobs, nodes, pinned, node_template)
     index = {name: number for number, name in enumerate(places.names)}
     order = sorted(jobs.keys() - pinned.keys(), key=lambda name: (jobs[name].created, str(name)))
+    if closed:
+        held = {name: base_allocations.get(name, ()) for name in order}
+        _close(places, list(closed), held, jobs, nodes)
     options = [
         _job_options(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
         for name in order
@@ -179,15 +201,41 @@ def _build_nodes(
     amounts = [[nodes[name].resources.get(kind, 0) for kind in kinds] for name in names]
     capacity = np.array(amounts, dtype=np.int64).reshape(len(names), len(kinds))
     types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
-    places = Nodes(names, types, kinds, capacity, capacity.copy(), template)
-    index = {name: number for number, name in enumerate(names)}
-    for name, allocation in pinned.items():
-        need = places.need(shape_of(jobs[name], allocation, nodes))
-        for node in allocation:
-            if node in index:
-                places.free[index[node]] -= need
+    closed = np.zeros(len(names), dtype=bool)
+    places = Nodes(names, types, kinds, capacity, capacity.copy(), template, closed)
+    places.free[:] -= _held(places, pinned, jobs, nodes)
     np.maximum(places.free, 0, out=places.free)
     return places
+
+
+def _close(
+    places: Nodes,
+    closed: Sequence[int],
+    allocations: Mapping[Any, Sequence[Any]],
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+) -> None:
+    """Leave of some nodes only what jobs that may stay hold there."""
+    held = _held(places, allocations, jobs, nodes)[closed]
+    places.free[closed] = np.minimum(places.free[closed], held)
+    places.closed[closed] = True
+
+
+def _held(
+    places: Nodes,
+    allocations: Mapping[Any, Sequence[Any]],
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+) -> Ints:
+    """Return what allocations hold of every node: (N, T)."""
+    index = {name: number for number, name in enumerate(places.names)}
+    held = np.zeros_like(places.capacity)
+    for name, allocation in allocations.items():
+        need = places.need(shape_of(jobs[name], allocation, nodes)) if allocation else 0
+        for node in allocation:
+            if node in index:
+                held[index[node]] += need
+    return held
 
 
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:

@@ -12,6 +12,7 @@ from .generate import generate
 from .gpt import GPT_MODELS, GptModel
 from .isolated import IsolatedTimes
 from .job import Interval, SimulatedJob
+from .known_length import KnownLength
 from .load import scale_load
 from .metrics import JOB_COLUMNS, Metrics, job_rows, measure
 from .outcome import JobOutcome, Outcome, outcome
@@ -45,6 +46,7 @@ __all__ = [
     "JobArrival",
     "JobModel",
     "JobOutcome",
+    "KnownLength",
     "Metrics",
     "NodeEvent",
     "Options",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipollux_perfmodel import fit_perf_params
 from pipollux_sched.policy import NodeInfo, ReplicaShape
 
 from .application import Application
@@ -14,6 +15,7 @@ from .devices import A100_40G, DEVICES, Device
 from .generate import CATEGORIES, Mix, Request
 from .gpt import GPT_MODELS
 from .pipeline_application import PipelineApplication
+from .trace_model import Fit
 from .traces import CONSTANTS, SLOTS_PER_NODE, TraceApplication, TraceError
 
 KNOWN = (*CONSTANTS, *GPT_MODELS)
@@ -25,6 +27,7 @@ def load_applications(
     *,
     traces: Path | None = None,
     devices: Sequence[Device] = (A100_40G,),
+    fit: Fit = fit_perf_params,
 ) -> dict[str, Application]:
     """Return applications by name.
 
@@ -33,6 +36,7 @@ def load_applications(
         traces: holds a folder for each application of the public traces; only those that are asked
             for are read.
         devices: types of GPU that pipelines may run on.
+        fit: how jobs of the traces fit their model.
 
     Raises:
         ValueError: a name is not known, traces are missing or wrong, or a pipeline fits on none of
@@ -47,7 +51,7 @@ def load_applications(
         if name in GPT_MODELS:
             found[name] = PipelineApplication(name, devices)
         elif name in CONSTANTS:
-            found[name] = TraceApplication(_folder(name, traces))
+            found[name] = TraceApplication(_folder(name, traces), fit=fit)
         else:
             raise ValueError(f"application {name!r} is not known; known are {', '.join(KNOWN)}")
     return found

@@ -27,6 +27,7 @@ from pipollux_sched.policy import (
 from .application import Application
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
+from .known_length import TOLD_EXACTLY, KnownLength
 from .workload import JobArrival
 
 Watch: TypeAlias = Callable[[float, int], None]
@@ -52,6 +53,8 @@ class Options:
     """Training time after which jobs save; matters where nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
     """Nodes that drain, are lost and come back."""
+    known_length: KnownLength = TOLD_EXACTLY
+    """What the policy is told of how long jobs still train."""
     most_days: float = 60.0
     """A simulation that takes longer is given up: some job is never going to run."""
 
@@ -210,7 +213,8 @@ class Cluster:
         if not self._active or not self.nodes:
             return
         infos = {
-            name: job_info(job, self._now, fixed=self._fixed) for name, job in self._active.items()
+            name: job_info(job, self._now, self.options.known_length, fixed=self._fixed)
+            for name, job in self._active.items()
         }
         base = {
             name: Allocation(job.nodes, job.shape)

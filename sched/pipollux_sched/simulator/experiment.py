@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipollux_perfmodel import fit_perf_params
 from pipollux_sched.policy import NodeInfo, make_policy
 
 from .application import Application
@@ -16,6 +17,7 @@ from .failures import FAILURES, SPOT, NodeEvent, merge_events, outages
 from .gpt import GPT_MODELS
 from .isolated import IsolatedTimes
 from .outcome import Outcome, outcome
+from .trace_model import Fit
 from .workload import JobArrival
 
 
@@ -45,6 +47,8 @@ class Experiment:
     """Folder of the public traces, for applications of theirs."""
     seed: int = 0
     """Of the policy."""
+    fit: Fit = fit_perf_params
+    """How jobs of the traces fit their model to the step times they saw."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -59,7 +63,7 @@ class Experiment:
         gpu_types = {node.gpu_type for node in self.nodes.values()}
         devices = devices_of(gpu_types) if names & GPT_MODELS.keys() else (A100_40G,)
         missing = names - self._applications.keys()
-        loaded = load_applications(missing, traces=self.traces, devices=devices)
+        loaded = load_applications(missing, traces=self.traces, devices=devices, fit=self.fit)
         for application in loaded.values():
             check_room(application, self.nodes)
         self._applications.update(loaded)
@@ -90,6 +94,7 @@ class Experiment:
             workload=workload.name,
             policy=policy,
             seed=self.seed,
+            known_length=self.options.known_length,
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from pipollux_sched.policy import JobInfo, ReplicaShape
 
 from .application import Application, JobModel, Running
+from .known_length import KnownLength
 from .workload import JobArrival
 
 _SLACK = 1e-9
@@ -186,12 +187,13 @@ class SimulatedJob:
         self._since = now
 
 
-def job_info(job: SimulatedJob, now: float, *, fixed: bool) -> JobInfo:
+def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed: bool) -> JobInfo:
     """Return what a policy may know of a simulated job.
 
     Args:
         job: the job.
         now: seconds since the workload's begin.
+        known_length: what is told of how long it still trains.
         fixed: whether the policy leaves the user's batch size alone.
     """
     own, *others = job.model.shapes()
@@ -212,7 +214,7 @@ def job_info(job: SimulatedJob, now: float, *, fixed: bool) -> JobInfo:
         gpu_type=own.gpu_type,
         shapes=tuple(others),
         attained_service=job.attained_service,
-        remaining_work=_remaining_work(job),
+        remaining_work=known_length.told(job.name, _remaining_work(job)),
         requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
     )
 

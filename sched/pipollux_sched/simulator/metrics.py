@@ -47,6 +47,8 @@ class Metrics:
     jobs: int
     gpus: int
     seed: int
+    known_length: str
+    """What the policy was told of how long jobs still train: exact, none, or a factor."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, in their order."""
@@ -83,6 +85,7 @@ def measure(outcome: Outcome) -> Metrics:
         jobs=len(outcome.jobs),
         gpus=gpus,
         seed=outcome.seed,
+        known_length=str(outcome.known_length),
     )
 
 

@@ -9,6 +9,7 @@ from .application import Application
 from .engine import Result
 from .isolated import Contention, IsolatedTimes
 from .job import Interval, SimulatedJob
+from .known_length import TOLD_EXACTLY, KnownLength
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Outcome:
     """By node."""
     policy_seconds: tuple[float, ...]
     """Wall-clock seconds of every call of the policy."""
+    known_length: KnownLength = TOLD_EXACTLY
+    """What the policy was told of how long jobs still train."""
 
     @property
     def begin(self) -> float:
@@ -76,6 +79,7 @@ def outcome(
     workload: str,
     policy: str,
     seed: int,
+    known_length: KnownLength = TOLD_EXACTLY,
 ) -> Outcome:
     """Return what a result comes to, with how long each job would have taken alone.
 
@@ -86,6 +90,7 @@ def outcome(
         workload: name.
         policy: name.
         seed: of the simulation.
+        known_length: what the policy was told of how long jobs still train.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 
@@ -100,6 +105,7 @@ def outcome(
         jobs=tuple(_job_outcome(job, alone(job)) for job in result.jobs),
         slots={name: node.resources.get("slots", 0) for name, node in result.nodes.items()},
         policy_seconds=result.policy_seconds,
+        known_length=known_length,
     )
 
 

@@ -30,6 +30,8 @@ _COLUMNS = (
 )
 
 
+_TOLD = {"exact": "exactly", "none": "not at all"}
+
 HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
 """Of `cells`."""
 
@@ -46,7 +48,16 @@ def metrics_table(rows: Sequence[Metrics]) -> Table:
         >>> metrics_table([]).columns[2].header
         'Average JCT'
     """
-    table = Table(title="Simulations", title_justify="left", header_style="bold")
+    told = ", ".join(
+        sorted(
+            {
+                _TOLD.get(row.known_length, f"wrong by a factor of up to {row.known_length}")
+                for row in rows
+            }
+        )
+    )
+    title = f"Simulations; policies were told how long jobs still train: {told}" if rows else None
+    table = Table(title=title, title_justify="left", header_style="bold")
     for index, header in enumerate(HEADERS):
         table.add_column(header, justify="left" if index < 2 else "right")
     for row in rows:

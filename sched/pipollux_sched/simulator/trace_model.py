@@ -9,8 +9,8 @@ oracle does that Optimus was given in Pollux's comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,13 +20,17 @@ from pipollux_perfmodel import (
     GradParams,
     PerfParams,
     SpeedupFunction,
-    fit_perf_params,
 )
 from pipollux_sched.policy import ReplicaShape
 
 from .application import Running, StepTimes
 
 _SLOT = {"slots": 1}
+
+
+Fit: TypeAlias = Callable[..., PerfParams]
+"""How a job fits its model to its step times: `fit_perf_params`, or one with its first five
+arguments, as `fit_like_adaptdl`."""
 
 
 class Bounds(Protocol):
@@ -38,6 +42,8 @@ class Bounds(Protocol):
     max_local_bsz: int
     fits: dict[frozenset[tuple[int, int, int]], PerfParams]
     """Fits by the configurations seen: their times are the same for every job."""
+    fit: Fit
+    """How they are made."""
 
     def step_times(self, running: Running) -> StepTimes:
         """Return the true step times."""
@@ -168,7 +174,7 @@ class TraceJobModel:
         key = frozenset(self._profile)
         params = self._app.fits.get(key)
         if params is None:
-            params = self._app.fits[key] = fit_perf_params(nodes, replicas, sizes, accum, optim)
+            params = self._app.fits[key] = self._app.fit(nodes, replicas, sizes, accum, optim)
         return GoodputFunction(params, gradients, self._app.init_batch_size)
 
 

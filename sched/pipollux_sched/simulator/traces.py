@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
 
-from pipollux_perfmodel import GradParams, PerfParams
+from pipollux_perfmodel import GradParams, PerfParams, fit_perf_params
 
 from .application import JobModel, Running, StepTimes
-from .trace_model import FixedBatchModel, TraceJobModel, split_batch
+from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
 
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
@@ -83,12 +83,15 @@ class TraceApplication:
     Args:
         folder: holds the three kinds of CSV files; its name is the application's.
         constants: None: those of `CONSTANTS`.
+        fit: how its jobs fit their model to the step times they saw.
 
     Raises:
         TraceError: a file is missing or wrong.
     """
 
-    def __init__(self, folder: Path, constants: Constants | None = None) -> None:
+    def __init__(
+        self, folder: Path, constants: Constants | None = None, fit: Fit = fit_perf_params
+    ) -> None:
         self.name = folder.name
         if constants is None and self.name not in CONSTANTS:
             raise TraceError(
@@ -112,6 +115,7 @@ class TraceApplication:
         self.max_batch_size = int(self._batch_sizes[-1])
         self.min_local_bsz = int(sizes.min())
         self.max_local_bsz = self.constants.max_local_bsz or int(sizes.max())
+        self.fit = fit
         self.fits: dict[frozenset[tuple[int, int, int]], PerfParams] = {}
 
     def step_times(self, running: Running) -> StepTimes:

@@ -20,6 +20,7 @@ from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
 from .state_dir import ServerInfo, StateDir, StateDirError
 from .store import Store
+from .submissions import Submission
 
 __all__ = [
     "Change",
@@ -43,6 +44,7 @@ __all__ = [
     "StoreError",
     "StoreTakenError",
     "StoreUnavailableError",
+    "Submission",
     "Timeline",
     "ToldHints",
     "UnknownJobError",

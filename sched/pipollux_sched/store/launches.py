@@ -43,6 +43,25 @@ def count(session: Session, *, live: bool) -> dict[str, int]:
     return {row.job: row.launches for row in session.execute(counts)}
 
 
+def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
+    """Return what each measured restart has cost, by job, the oldest first.
+
+    Args:
+        session: of the store.
+        name: only of this job; None: of all that have not ended.
+    """
+    whose = among_live(GenerationRow.job, live=True) if name is None else GenerationRow.job == name
+    query = (
+        select(GenerationRow.job, GenerationRow.restart_seconds)
+        .where(whose, GenerationRow.restart_seconds.is_not(None))
+        .order_by(GenerationRow.id)
+    )
+    found: dict[str, list[float]] = {}
+    for row in session.execute(query):
+        found.setdefault(row.job, []).append(row.restart_seconds)
+    return found
+
+
 def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
     """Return the slot-seconds that each job has held: every launch from its start to its end."""
     held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
+from pipollux_sched.variables import hide_values
 
 from .tables import GenerationRow, JobRow, NodeRow
 
@@ -46,7 +47,7 @@ class JobRecord:
             "reason": self.state.reason,
             "message": self.state.message,
             "conditions": conditions,
-            "spec": dict(self.spec),
+            "spec": hide_values(self.spec),
         }
 
 

@@ -18,13 +18,13 @@ from typing import Any, Self
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import aliased
 
-from pipollux_sched.lifecycle import Event, FirstStep, Intent, JobState, Submit
+from pipollux_sched.lifecycle import Event, FirstStep, Intent
 
 from . import hints as hint_rows
 from . import journal, launches, retention
 from . import nodes as node_rows
 from .database import Database
-from .errors import JobExistsError, StoreError
+from .errors import StoreError
 from .hints import ToldHints
 from .journal import Change
 from .overview import Overview
@@ -36,10 +36,10 @@ from .records import (
     Point,
     Timeline,
     job_record,
-    write_job_state,
 )
 from .replicas import ReplicaAddresses
 from .restart_cost import moving_average
+from .submissions import Submission, take_in
 from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
@@ -135,25 +135,18 @@ class Store:
         Raises:
             JobExistsError: a job of this name is under way, or complete.
         """
-        now = self._clock()
+        return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
+
+    def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
+        """Take many jobs in, as `submit` does each: all of them or, where one is refused, none.
+
+        Raises:
+            JobExistsError: a job of one of the names is under way, or complete.
+        """
         with self._database.write() as session:
-            row = session.scalar(select(JobRow).where(JobRow.name == name))
-            if row is None:
-                row = JobRow(name=name, submitted_at=now)
-                write_job_state(row, JobState())
-                session.add(row)
-            elif row.phase != "Failed":
-                raise JobExistsError(
-                    f"a job named {name!r} is already there ({row.phase}); "
-                    "give the new one another name"
-                )
-            row.spec, row.token, row.ended_at = dict(spec), token, None
-            row.deadline_at = None if deadline is None else now + deadline
-            session.flush()
-            journal.log(session, now, "submitted", name, None, {"spec": dict(spec)})
-            change = journal.advance_job(session, row, Submit(max_restarts), now)
-        self.num_submissions += 1
-        return change
+            changes = take_in(session, submissions, self._clock())
+        self.num_submissions += len(submissions)
+        return changes
 
     def job(self, name: str) -> JobRecord:
         """Return a job.
@@ -186,6 +179,18 @@ class Store:
             return journal.advance_job(
                 session, journal.find_job(session, name), event, self._clock()
             )
+
+    def transition_all(self, events: Sequence[tuple[str, Event]]) -> list[Change | None]:
+        """Let events happen to jobs, in one transaction; None for a job that is not there."""
+        names = {name for name, _ in events}
+        with self._database.write() as session:
+            found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
+            rows = {row.name: row for row in found}
+            now = self._clock()
+            return [
+                journal.advance_job(session, rows[name], event, now) if name in rows else None
+                for name, event in events
+            ]
 
     def overdue(self) -> list[JobRecord]:
         """Return the jobs whose deadline has passed and that have neither ended nor been told."""
@@ -290,8 +295,14 @@ class Store:
 
     def restart_seconds(self, name: str, default: float) -> float:
         """Return what a restart costs a job: a moving average of its own, `default` before any."""
-        measured = [entry.restart_seconds for entry in self.generations(name)]
-        return moving_average([seconds for seconds in measured if seconds is not None], default)
+        with self._database.read() as session:
+            return moving_average(launches.restart_seconds(session, name).get(name, ()), default)
+
+    def restart_costs(self) -> dict[str, float]:
+        """Return the same for all jobs that have not ended and have restarted."""
+        with self._database.read() as session:
+            measured = launches.restart_seconds(session)
+        return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     # Events
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.backend.replica_log import last_lines
 from pipollux_sched.control import Control
-from pipollux_sched.spec import parse_job
+from pipollux_sched.spec import parse_job, parse_jobs
 from pipollux_sched.store import NodeCondition, StateDir, Store
 
 from .bodies import JsonObject, reader
@@ -79,6 +80,12 @@ def _add_jobs(router: APIRouter, store: Store, control: Control, state_dir: Stat
     def submit(body: JsonObject) -> dict[str, Any]:
         """What was answered with 201 is on the disk, and starts as soon as something is free."""
         return control.submit(parse_job(body)).to_json_object()
+
+    @router.post("/jobs/batch", status_code=201, tags=["jobs"], summary="Submit many jobs at once")
+    def submit_all(body: JsonObject) -> JSONResponse:
+        """All of them or none: where one is refused, the sentence names it, and nothing changes."""
+        taken = control.submit_all(parse_jobs(body))
+        return JSONResponse([job.to_json_object() for job in taken], 201)
 
     @router.get("/jobs", tags=["jobs"], summary="All jobs")
     def jobs() -> list[dict[str, Any]]:

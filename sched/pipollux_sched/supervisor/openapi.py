@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec import JobBatch, JobSpec
 from pipollux_sched.training_report import TrainingReport
 
 from . import replies
@@ -27,12 +27,14 @@ BODIES: dict[tuple[str, str], Any] = {
     ("post", "/jobs/{name}/heartbeats"): Heartbeat,
     ("post", "/jobs/{name}/replicas"): Registration,
     ("post", "/jobs"): JobSpec,
+    ("post", "/jobs/batch"): JobBatch,
     ("put", "/nodes/{name}"): NodeChange,
 }
 """What is sent."""
 REPLIES: dict[tuple[str, str], Any] = {
     ("get", "/jobs/{name}/replicas"): replies.DiscoveryReply,
     ("post", "/jobs"): replies.JobReply,
+    ("post", "/jobs/batch"): list[replies.JobReply],
     ("get", "/jobs"): list[replies.JobReply],
     ("get", "/jobs/{name}"): replies.JobPageReply,
     ("delete", "/jobs/{name}"): replies.JobReply,

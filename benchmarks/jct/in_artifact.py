@@ -1,0 +1,168 @@
+"""`ExactPolicy` in Pollux's place in the simulator of Pollux's own artifact.
+
+    python benchmarks/jct/in_artifact.py ARTIFACT --workload 6 --known-length none
+
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Nothing in it is
+changed: jobs, their models, their speedup functions and the passing of time are its own. What this
+adds is an adapter from its interface to ours, and names that newer releases of its libraries no
+longer have. Needs pandas, which Pipollux does not. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+
+from pipollux_sched.policy import JobInfo, NodeInfo, make_policy
+from pipollux_sched.simulator import KnownLength
+
+RESTART_SECONDS = 30.0
+
+
+class Adapter:
+    """Answers the artifact's simulator with the decisions of a policy of ours.
+
+    Args:
+        policy: name of one of `POLICIES`.
+        known_length: what the policy is told of how long jobs will still train.
+    """
+
+    cluster: Any
+    """The artifact's `Cluster`, which alone knows how far its jobs have come."""
+
+    def __init__(self, policy: str, known_length: KnownLength) -> None:
+        self._policy = make_policy(policy, seed=0)
+        self._known_length = known_length
+        self.seconds: list[float] = []
+
+    def optimize(self, jobs: Any, nodes: Any, base_allocations: Any, _template: Any) -> Any:
+        """Decide one round, in the artifact's terms."""
+        trained = {job.name: job for job in self.cluster.jobs}
+        infos = {name: self._job_info(info, trained[name]) for name, info in jobs.items()}
+        ours = {
+            name: NodeInfo({"slots": info.resources["nvidia.com/gpu"]})
+            for name, info in nodes.items()
+        }
+        base = {name: sorted(given) for name, given in base_allocations.items() if given}
+        begin = time.perf_counter()
+        answer, _ = self._policy.optimize(infos, ours, base, ours[0])
+        self.seconds.append(time.perf_counter() - begin)
+        # The artifact compares lists: replicas that stay must stay in their order.
+        return {name: sorted(given) for name, given in answer.items()}, len(nodes)
+
+    def _job_info(self, info: Any, job: Any) -> JobInfo:
+        return JobInfo(
+            resources={"slots": info.resources["nvidia.com/gpu"]},
+            speedup_fn=info.speedup_fn,
+            creation_timestamp=float(info.creation_timestamp),
+            min_replicas=info.min_replicas,
+            max_replicas=int(info.max_replicas),
+            age=float(info.age),
+            num_restarts=info.num_restarts,
+            restart_seconds=RESTART_SECONDS,
+            attained_service=float(info.attained_service),
+            remaining_work=self._known_length.told(job.name, _remaining_work(job)),
+        )
+
+
+def _remaining_work(job: Any) -> float | None:
+    """Return the seconds that one replica would still train; None before anything is known."""
+    if job.perf_params is None:
+        return None
+    left = job.application.get_progress(job.application.max_epochs) - job.progress
+    goodput, _, _ = job.get_goodput_fn().optimize(
+        1,
+        1,
+        job.application.max_batch_size,
+        (job.application.min_local_bsz, job.application.max_local_bsz),
+        accumulation=True,
+    )
+    return float(max(left, 0.0) * job.application.init_batch_size / goodput)
+
+
+def load_simulator(artifact: Path) -> Any:
+    """Import the artifact's simulator as it is, beside releases of libraries that came later."""
+    np.int = int  # type: ignore[attr-defined]  # gone since NumPy 1.24
+    pandas.DataFrame.append = _append  # type: ignore[attr-defined]  # gone since pandas 2
+    for name in (
+        "model.crossover",
+        "model.mutation",
+        "model.problem",
+        "model.repair",
+        "optimize",
+        "algorithms.nsga2",
+        "operators.crossover.util",
+        "util.nds.non_dominated_sorting",
+    ):
+        _stand_in(f"pymoo.{name}")
+    sys.path.insert(0, str(artifact))
+    simulator = importlib.import_module("simulator")
+    simulator.fit_perf_params = _remembered(simulator.fit_perf_params)
+    return simulator
+
+
+def _remembered(fit: Any) -> Any:
+    """Fit the same measurements once only: fits are nearly all of the time a simulation takes."""
+    if hasattr(fit, "known"):
+        return fit
+    known: dict[tuple[bytes, ...], Any] = {}
+
+    def fit_once(*columns: Any) -> Any:
+        key = tuple(np.asarray(column, dtype=float).tobytes() for column in columns)
+        if key not in known:
+            known[key] = fit(*columns)
+        return known[key]
+
+    fit_once.known = known  # type: ignore[attr-defined]  # the mark that it is wrapped
+    return fit_once
+
+
+def _append(frame: Any, other: Any, ignore_index: bool = False) -> Any:
+    return pandas.concat([frame, other], ignore_index=ignore_index)
+
+
+def _stand_in(name: str) -> None:
+    """Let the artifact's genetic algorithm be imported, which is not run here."""
+    parts = name.split(".")
+    for number in range(1, len(parts) + 1):
+        path = ".".join(parts[:number])
+        module = sys.modules.setdefault(path, _Anything(path))
+        module.__path__ = []
+        if number > 1:
+            setattr(sys.modules[".".join(parts[: number - 1])], parts[number - 1], module)
+
+
+class _Anything(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def run(artifact: Path, workload: Path, policy: str, known_length: KnownLength) -> dict[str, Any]:
+    """Simulate a workload on 16 nodes of 4 GPUs, in rounds of 60 s."""
+    simulator = load_simulator(artifact)
+    adapter = Adapter(policy, known_length)
+    simulator.PolluxPolicy = Adapter  # by its class the simulator knows what jobs tell
+    cluster = simulator.Cluster(pandas.read_csv(workload), adapter, 16)
+    adapter.cluster = cluster
+    while not cluster.all_complete():
+        cluster.step(60)
+        done = sum(job.completion_time is not None for job in cluster.jobs)
+        if cluster.current_time % 3600 == 0:
+            print(f"{cluster.current_time / 3600:.0f} h: {done} done", file=sys.stderr)
+    jcts = np.array(list(cluster.get_jcts().values()), dtype=float)
+    return {
+        "avg_jct_s": float(jcts.mean()),
+        "p99_jct_s": float(np.percentile(jcts, 99)),
+        "restarts_per_job": float(np.mean([job.num_restarts or 0 for job in cluster.jobs])),
+        "policy_seconds_median": float(np.median(adapter.seconds)),
+        "jcts": cluster.get_jcts(),
+    }

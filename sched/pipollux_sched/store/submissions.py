@@ -1,0 +1,80 @@
+"""Taking jobs in: all of a batch, or none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from pipollux_sched.lifecycle import JobState, Submit
+from pipollux_sched.variables import hide_values
+
+from . import journal
+from .errors import JobExistsError
+from .journal import Change
+from .records import write_job_state
+from .tables import JobRow
+
+_MOST_NAMED = 5
+"""Jobs that a refusal names at most."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One job to be taken in."""
+
+    name: str
+    spec: Mapping[str, Any]
+    """The `JobSpec` as JSON."""
+    token: str
+    """What its processes show to the supervisor."""
+    max_restarts: int
+    """How many failures are made good by a restart."""
+    deadline: float | None = None
+    """Seconds from now on after which the job is ended; None: never."""
+
+
+def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
+    """Write new jobs down, and take up again those that failed or were cancelled.
+
+    Raises:
+        JobExistsError: a job of one of the names is under way, or complete.
+    """
+    names = [entry.name for entry in submissions]
+    found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
+    rows = {row.name: row for row in found}
+    _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
+    for entry in submissions:
+        row = rows.get(entry.name)
+        if row is None:
+            row = rows[entry.name] = JobRow(name=entry.name, submitted_at=now)
+            write_job_state(row, JobState())
+            session.add(row)
+        row.spec, row.token, row.ended_at = dict(entry.spec), entry.token, None
+        row.deadline_at = None if entry.deadline is None else now + entry.deadline
+    session.flush()
+    changes = []
+    for entry in submissions:
+        journal.log(session, now, "submitted", entry.name, None, {"spec": hide_values(entry.spec)})
+        submit = Submit(entry.max_restarts)
+        changes.append(journal.advance_job(session, rows[entry.name], submit, now))
+    return changes
+
+
+def _check_free(taken: Sequence[JobRow]) -> None:
+    if not taken:
+        return
+    if len(taken) == 1:
+        raise JobExistsError(
+            f"a job named {taken[0].name!r} is already there ({taken[0].phase}); "
+            "give the new one another name"
+        )
+    named = ", ".join(f"{row.name!r} ({row.phase})" for row in taken[:_MOST_NAMED])
+    more = f" and {len(taken) - _MOST_NAMED} more" if len(taken) > _MOST_NAMED else ""
+    raise JobExistsError(
+        f"{len(taken)} of the jobs are already there: {named}{more}; nothing was "
+        "submitted, so leave these out or give them other names"
+    )

@@ -1,0 +1,87 @@
+"""Environment variables that a job's processes are given: names and values that are allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["check_name", "check_variables", "hide_values", "is_reserved"]
+
+VALUE_LIMIT = 32 * 1024
+"""Characters of a value."""
+TOTAL_LIMIT = 256 * 1024
+"""Characters of all names and values; Linux starts no program with more than some megabytes."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = re.compile(
+    r"(PIPOLLUX|TORCHELASTIC|PET)_.*|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
+    r"|ROLE_NAME|PYTHON_EXEC|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|CUDA_VISIBLE_DEVICES"
+)
+
+
+def is_reserved(name: str) -> bool:
+    """Say whether a variable tells a replica its place in its job, so that nobody else sets it.
+
+    Example:
+        >>> [name for name in ("RANK", "SEED", "PIPOLLUX_TOKEN") if is_reserved(name)]
+        ['RANK', 'PIPOLLUX_TOKEN']
+    """
+    return _RESERVED.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no variable's name, and what the scheduler sets itself.
+
+    Raises:
+        ValueError: one sentence that names it.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name:.80}' is not a variable's name; use letters, digits and '_', "
+            "and no digit at the beginning"
+        )
+    if is_reserved(name):
+        raise ValueError(f"'{name}' is set by the scheduler; remove it here")
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Refuse what a process cannot be given, or would be given otherwise.
+
+    A message never holds a value, which may be secret.
+
+    Raises:
+        ValueError: one sentence that names the variable.
+    """
+    for name, value in environment.items():
+        check_name(name)
+        if len(value) > VALUE_LIMIT:
+            raise ValueError(
+                f"'{name:.80}' has a value of {len(value)} characters; at most {VALUE_LIMIT} are "
+                "allowed: put the text in a file, and its path here"
+            )
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(
+                f"'{name:.80}' has a value that no variable can have: remove U+0000 and lone "
+                "surrogates from it"
+            )
+    total = sum(len(name) + len(value) for name, value in environment.items())
+    if total > TOTAL_LIMIT:
+        raise ValueError(
+            f"names and values have {total} characters; at most {TOTAL_LIMIT} are allowed: put "
+            "long texts in files"
+        )
+
+
+def hide_values(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's spec as it is shown and logged: of its environment the names alone.
+
+    A list of names is no environment that a job could be submitted with, so that nobody takes what
+    is shown for the whole.
+
+    Example:
+        >>> hide_values({"name": "digits", "environment": {"WANDB_API_KEY": "secret"}})
+        {'name': 'digits', 'environment': ['WANDB_API_KEY']}
+    """
+    environment = spec.get("environment")
+    return {**spec, "environment": sorted(environment)} if environment else dict(spec)

@@ -1,0 +1,143 @@
+"""Many jobs at once: all of them or none, in one transaction, with one decision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.allocator import Allocator, PolicyStrategy
+from pipollux_sched.client import Client, ClientError
+from pipollux_sched.lifecycle import Allocate, Cancel, Phase
+from pipollux_sched.policy import ExactPolicy, NodeInfo
+from pipollux_sched.spec import JobSpec
+from pipollux_sched.store import ServerInfo, Store, Submission
+from tests.sched.supervised import ADMIN, SCRIPT, Service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("state")) as service:
+        service.state_dir.write_server(ServerInfo(service.server.url, os.getpid(), ADMIN))
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[Client]:
+    with Client(service.state_dir) as client:
+        yield client
+
+
+def spec(name: str, **fields: object) -> JobSpec:
+    return JobSpec.model_validate({"name": name, "script": SCRIPT, **fields})
+
+
+def test_a_batch_is_one_transaction_and_one_decision(service: Service, client: Client) -> None:
+    decisions, commits = service.num_reconsidered, service.store.version
+    taken = client.submit_all([spec(f"job-{n}", max_replicas=1 + n) for n in range(200)])
+    assert [job["name"] for job in taken] == [f"job-{n}" for n in range(200)]
+    assert [job["spec"]["max_replicas"] for job in taken] == list(range(1, 201))
+    assert service.num_reconsidered == decisions + 1
+    assert service.store.version == commits + 1
+    assert len({job.token for job in service.store.jobs()}) == len(service.store.jobs())
+    submitted = [e["job"] for e in service.store.events(types=["submitted"])]
+    assert submitted[-200:] == [f"job-{n}" for n in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        ({"num_stages": 3}, "job 'bad' fits no node"),
+        ({"script": "/nowhere.py"}, "job 'bad': script: there is no file"),
+        ({"name": "there"}, "a job named 'there' is already there (Created)"),
+        ({"name": "fine"}, "jobs[1].name: 'fine' is also the name of jobs[0]"),
+    ],
+)
+def test_a_batch_with_one_bad_job_is_refused_whole(
+    service: Service, client: Client, bad: dict[str, object], sentence: str
+) -> None:
+    if "there" not in {job.name for job in service.store.jobs()}:
+        client.submit(spec("there"))
+    before, decisions = service.store.last_event(), service.num_reconsidered
+    with pytest.raises(ClientError) as refused:
+        client.submit_all([spec("fine"), spec(**{"name": "bad", **bad})])  # type: ignore[arg-type]
+    assert sentence in str(refused.value)
+    assert "fine" not in {job.name for job in service.store.jobs()}
+    assert (service.store.last_event(), service.num_reconsidered) == (before, decisions)
+
+
+def test_a_client_that_asks_again_submits_nothing_twice(service: Service, client: Client) -> None:
+    batch = [spec(f"once-{n}") for n in range(7)]
+    client.submit_all(batch)
+    before = service.store.last_event()
+    with pytest.raises(ClientError, match=r"7 of the jobs are already there: 'once-0' \(Created\)"):
+        client.submit_all(batch)
+    assert service.store.last_event() == before
+
+
+def test_two_jobs_of_a_batch_do_not_share_checkpoints(client: Client, tmp_path: Path) -> None:
+    both = [spec(name, checkpoint_dir=str(tmp_path)) for name in ("first", "second")]
+    with pytest.raises(ClientError, match=r"job 'second': checkpoint_dir: .* is job 'first''s"):
+        client.submit_all(both)
+
+
+def test_a_batch_takes_up_again_what_was_cancelled(tmp_path: Path) -> None:
+    with Store(tmp_path / "store.db", create=True) as store:
+        first = store.submit_all([Submission(name, {}, "old", 0) for name in ("a", "b")])
+        assert [change.job.phase for change in first] == [Phase.CREATED] * 2
+        done = store.transition_all([("a", Cancel()), ("nobody", Cancel())])
+        assert [change and change.job.phase for change in done] == [Phase.FAILED, None]
+        again = store.submit_all([Submission(name, {}, "new", 0) for name in ("a", "c")])
+        assert [change.job.state.reason for change in again] == ["SubmittedAgain", "Submitted"]
+        assert {job.name: job.token for job in store.jobs()} == {"a": "new", "b": "old", "c": "new"}
+
+
+def test_a_round_is_as_many_transactions_for_a_thousand_jobs_as_for_one(tmp_path: Path) -> None:
+    """What is decided is written down at once, and a round that changes nothing writes nothing."""
+    with Store(tmp_path / "store.db", create=True) as store:
+        plain = spec("any", max_replicas=1).model_dump(mode="json")
+        store.submit_all([Submission(f"job-{n}", plain, "", 0) for n in range(60)])
+        nodes = {"a": NodeInfo({"slots": 4})}
+        allocator = Allocator(
+            store,
+            nodes,
+            PolicyStrategy(ExactPolicy()),
+            carry_out=store.transition_all,
+            restart_seconds=30.0,
+        )
+        before = store.version
+        assert len(allocator.run_once()) == 4
+        assert store.version <= before + 3  # started at once, weighed, and told why they wait
+        phases = [job.phase for job in store.jobs()]
+        assert (phases.count(Phase.RUNNING), phases.count(Phase.QUEUED)) == (4, 56)
+        before = store.version
+        assert allocator.run_once() == []
+        assert store.version == before
+
+
+def test_a_narrow_job_does_not_start_before_a_wide_one_that_waits(tmp_path: Path) -> None:
+    """Started at once it would be left alone until its first step, and the next one after it."""
+    with Store(tmp_path / "store.db", create=True) as store:
+        names = {"running": 1, "wide": 2, "narrow": 1}
+        for name, stages in names.items():
+            plain = spec(name, num_stages=stages, max_replicas=1).model_dump(mode="json")
+            store.submit_all([Submission(name, plain, "", 0)])
+        store.transition("running", Allocate(["a"], "it is free"))
+        started: list[str] = []
+
+        class Watched(ExactPolicy):
+            def allocate_job(self, job_info, nodes):  # type: ignore[no-untyped-def]
+                started.append(str(job_info.num_stages))
+                return super().allocate_job(job_info, nodes)
+
+        allocator = Allocator(
+            store,
+            {"a": NodeInfo({"slots": 2})},
+            PolicyStrategy(Watched()),
+            carry_out=store.transition_all,
+            restart_seconds=30.0,
+        )
+        allocator.run_once()
+        assert started == ["2"]  # the narrow one is weighed with all, not put where room is
