@@ -54,5 +54,5 @@ class SameSamples:
                 "first step are equal, as a plain DataLoader gives each replica the whole data "
                 "set; use pipollux_hybrid.AdaptiveDataLoader, which shares the samples out, or "
                 "DataLoader(…, sampler=DistributedSampler(dataset))",
-                stacklevel=2,
+                stacklevel=4,
             )
