@@ -123,27 +123,53 @@ def test_the_overview(tab: Visit) -> None:
     assert " ".join(tiles["Goodput"].split()) == "580 samples/s"
     # Two replicas now, one before; the one that failed.
     expect(page.locator(".gantt .block")).to_have_count(4)
-    page.get_by_label("Phase").select_option("Failed")
-    expect(page.locator(".jobs tbody tr")).to_have_count(1)
-    page.get_by_label("Phase").select_option("")
-    page.get_by_label("Name").fill("GRO")
-    expect(page.locator(".jobs tbody th")).to_have_text(["grown"])
-    page.get_by_label("Name").fill("")
-    page.get_by_role("button", name="Loss").click()
-    assert page.locator(".jobs [aria-sort]").get_attribute("aria-sort") == "ascending"
+    expect(page).to_have_title("1 running, 0 queued · Pipollux")
+    page.get_by_role("link", name="Loss").click()
+    expect(page.locator(".jobs [aria-sort]")).to_have_attribute("aria-sort", "ascending")
     expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
-    page.get_by_role("button", name="Job", exact=True).click()
-    page.get_by_role("button", name="Job", exact=True).click()
+    page.get_by_role("link", name="Job", exact=True).click()
+    expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
+    page.get_by_role("link", name="Job", exact=True).click()
     expect(page.locator(".jobs tbody th")).to_have_text(["hostile", "grown"])
+    tab.check()
+
+
+def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
+    page, names = tab.open(ADMIN), tab.page.locator(".jobs tbody th")
+    page.get_by_role("link", name="Failed 1").click()
+    expect(names).to_have_text(["hostile"])
+    assert page.url == f"{tab.url}/#/?phase=Failed"
+    page.get_by_role("link", name="All 2").click()
+    expect(names).to_have_count(2)
+    search = page.get_by_label("Search jobs by name")
+    search.press_sequentially("GRO")
+    expect(names).to_have_text(["grown"])
+    expect(search).to_be_focused()
+    assert page.url == f"{tab.url}/#/?name=GRO"
+    page.get_by_role("link", name="grown", exact=True).first.click()
+    expect(page).to_have_title("grown · Pipollux")
+    page.go_back()
+    expect(names).to_have_text(["grown"])
+    expect(search).to_have_value("GRO")
+    page.go_back()  # one step, whatever the number of letters
+    expect(names).to_have_count(2)
+    expect(search).to_have_value("")
+    page.go_back()
+    expect(names).to_have_text(["hostile"])
+    shared = tab.page.context.new_page()
+    shared.goto(f"{tab.url}/#token={ADMIN}")
+    shared.goto(f"{tab.url}/#/?phase=Failed&phase=Queued&name=nothing&page=7")
+    expect(shared.locator(".jobs .note")).to_have_text("no job is like that")
+    expect(shared.locator(".phases [aria-current]")).to_have_text(["Queued 0", "Failed 1"])
     tab.check()
 
 
 def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".gantt .block")).to_have_count(4)
-    page.locator(".gantt").focus()
+    page.locator(".gantt").first.focus()
     page.keyboard.press("Home")
-    box = page.locator(".scroll .hover")
+    box = page.locator(".scroll .hover").first
     expect(box).to_contain_text("grown · generation 1")
     page.keyboard.press("ArrowRight")
     expect(box).to_contain_text("grown · generation 2")
@@ -199,7 +225,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, wi
 def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
     service.control.set_node("node-b", NodeCondition.DRAINING, HOSTILE)
     page = tab.open(ADMIN)
-    expect(page.locator(".side")).to_contain_text(f"node node-b is draining: {HOSTILE}")
+    expect(page.locator(".events")).to_contain_text(f"node node-b is draining: {HOSTILE}")
     expect(page.locator(".jobs")).to_contain_text(HOSTILE)
     page.get_by_role("link", name="hostile", exact=True).first.click()
     expect(page.locator(".log")).to_contain_text(f"first line\n{HOSTILE}")
@@ -301,7 +327,7 @@ def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
         ["wide", 1, null, "a", 2],
         ["gone", 1, 2, "lost", 1]].map(([job, launched_at, ended_at, node, num_stages]) =>
           ({ job, generation: 1, launched_at, ended_at, nodes: [node], num_stages }));
-      return layOut(launches, { a: { slots: 3 } }, new Map())
+      return layOut(launches, { a: { slots: 3 } })
         .map((block) => [block.launch.job, block.slot, block.slots, block.begin]);
     }""")
     assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]
