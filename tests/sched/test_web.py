@@ -14,14 +14,19 @@ from playwright.sync_api import Browser, Page, expect
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
 from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec
-from pipollux_sched.store import NodeCondition
+from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.store import NodeCondition, StateDir
 from pipollux_sched.supervisor import create_app
 from tests.cli.kept import HINTS, point
 from tests.sched.browser import Visit, chromium, find_chromium, visit
+from tests.sched.crowd import crowd
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+# Texts that are wider than their place, in which nothing says so.
+CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
+  .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+  .map((one) => one.textContent)"""
 CHROMIUM = find_chromium()
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
@@ -164,6 +169,36 @@ def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
     tab.check()
 
 
+def test_a_thousand_jobs_on_64_nodes(browser: Browser, tmp_path: Path) -> None:
+    """What there is on the page does not grow with them; the rest is a link or a key away."""
+    phases = crowd(StateDir(tmp_path).database, time.time())
+    nodes = [NodeSpec(name=f"node-{n:02}", slots=8, kind="cpu") for n in range(64)]
+    with Service(tmp_path, nodes=nodes) as service, visit(browser, service.server.url) as tab:
+        page = tab.open(ADMIN)
+        rows = page.locator(".jobs tbody tr")
+        expect(rows).to_have_count(50)
+        queued = phases["Queued"]
+        expect(page).to_have_title(re.compile(rf"^\d+ running, {queued} queued · Pipollux$"))
+        assert page.evaluate("document.querySelectorAll('*').length") < 3000
+        jobs, places = (page.locator(which).bounding_box() for which in (".jobs", ".nodes"))
+        assert jobs is not None
+        assert places is not None
+        assert jobs["y"] < 400 < places["y"]
+        page.get_by_role("link", name=f"Queued {queued}").click()
+        expect(page.locator(".pages span")).to_have_text(f"1 to 50 of {queued} jobs")
+        page.get_by_role("link", name="next").click()
+        expect(page.locator(".pages span")).to_have_text(f"51 to 100 of {queued} jobs")
+        assert page.url == f"{tab.url}/#/?phase=Queued&page=2"
+        expect(page.locator(".node")).to_have_count(64)
+        expect(page.locator(".strip path").first).to_have_attribute("d", re.compile("^M0 1V"))
+        expect(page.locator(".gantt")).to_have_count(0)
+        page.locator(".node summary").first.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".gantt .block").first).to_be_visible()
+        expect(page.locator(".holders a").first).to_be_visible()
+        tab.check()
+
+
 def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".gantt .block")).to_have_count(4)
@@ -214,6 +249,9 @@ def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, wi
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"
         assert int(page.evaluate(lightness)) < 60
+        assert page.evaluate(CUT) == []
+        shown = page.locator(".jobs tbody tr").first.locator("th, td")
+        assert [cell.is_visible() for cell in shown.all()] == [True] * 10
         page.goto(f"{tab.url}/#/jobs/grown")
         expect(page.locator(".curve .tick").first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
