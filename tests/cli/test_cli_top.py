@@ -211,6 +211,15 @@ def test_once_and_into_a_pipe(state_dir: StateDir, capsys: pytest.CaptureFixture
         assert "node node-c is draining: new fans\n" in said.out
 
 
+def test_who_does_not_watch_does_not_import_what_draws() -> None:
+    code = (
+        "import sys, pipollux_sched.cli.top, pipollux_sched.cli.top_text\n"
+        "print([name for name in ('textual', 'numpy') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
 class Terminal:
     """`pipollux top` on a terminal of its own, of which it is the controlling process."""
 
