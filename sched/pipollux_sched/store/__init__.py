@@ -15,8 +15,9 @@ from .errors import (
     UnknownNodeError,
 )
 from .hints import ToldHints
+from .job_list import Holder, JobLine, JobOrder, JobPage, JobQuery, ListedPhase
 from .journal import Change
-from .overview import LaunchCounts, NoisePoint, Overview
+from .overview import Glance, LaunchCounts, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
@@ -29,10 +30,17 @@ __all__ = [
     "ConflictError",
     "Discovery",
     "GenerationRecord",
+    "Glance",
+    "Holder",
     "JobEndedError",
     "JobExistsError",
+    "JobLine",
+    "JobOrder",
+    "JobPage",
+    "JobQuery",
     "JobRecord",
     "LaunchCounts",
+    "ListedPhase",
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
