@@ -55,11 +55,7 @@ class StepBoundary:
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
         """
         agreed = self._context.control.collect()
-        self._context.metrics.record_agreed(agreed)
-        if agreed is not None and agreed.stop:
-            self._stop()
-        if agreed is not None and agreed.save:
-            self._save_periodically()
+        self._follow(agreed)
         return agreed
 
     def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
@@ -89,6 +85,7 @@ class StepBoundary:
             SystemExit: Some replica was asked to stop.
         """
         ctx = self._context
+        ctx.metrics.record_agreed(ctx.control.collect())  # after a `break`
         message = ControlMessage(stop=interrupt.stop_requested())
         if ctx.control.exchange(message, "the beginning of a loop over epochs").stop:
             self._leave(None)
@@ -105,8 +102,8 @@ class StepBoundary:
         control = self._context.control
         if control.under_way:
             self.settle()  # after a `break`
-        control.launch(self._message(adapts=False), f"the beginning of epoch {epoch}")
-        self.settle()
+        place = f"the beginning of epoch {epoch}"
+        self._follow(control.exchange(self._message(adapts=False), place))
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._context.metrics
@@ -122,6 +119,13 @@ class StepBoundary:
                     num_microbatches=num_microbatches,
                 )
         return replace(message, stop=interrupt.stop_requested())
+
+    def _follow(self, agreed: ControlMessage | None) -> None:
+        self._context.metrics.record_agreed(agreed)
+        if agreed is not None and agreed.stop:
+            self._stop()
+        if agreed is not None and agreed.save:
+            self._save_periodically()
 
     def _stop(self) -> None:
         """Save once and leave, all replicas at this very step."""
