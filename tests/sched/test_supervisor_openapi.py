@@ -84,6 +84,7 @@ def test_what_is_answered_is_what_is_described(service: Service) -> None:
     log.write_text("one\n")
     bodies = {
         ("post", "/jobs"): {"name": "new", "script": SCRIPT},
+        ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
     }
     names = {"/nodes/{name}": "node-a"}
