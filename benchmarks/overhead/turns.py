@@ -7,6 +7,7 @@ taken, all threads included, which others on the machine disturb less.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +54,7 @@ def mlp(size: Size) -> nn.Sequential:
     widths = [FEATURES, size.width, size.width, size.width]
     hidden = [
         layer
-        for width, after in zip(widths, widths[1:], strict=False)
+        for width, after in itertools.pairwise(widths)
         for layer in (nn.Linear(width, after), nn.ReLU())
     ]
     return nn.Sequential(*hidden, nn.Linear(size.width, CLASSES))

@@ -8,7 +8,6 @@ happen on every replica at the same boundary, and the exchange hides behind the 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 from . import interrupt
 from .checkpoint import save_all_states, write_stop_marker
@@ -62,18 +61,19 @@ class StepBoundary:
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._context.metrics
-        message = metrics.loss_message()
-        if self._context.env.rank == 0:
-            message = replace(message, save=metrics.checkpoint_due())
-            if adapts:
-                atomic_bsz, accum_steps, num_microbatches = metrics.take_proposal()
-                message = replace(
-                    message,
-                    atomic_bsz=atomic_bsz,
-                    accum_steps=accum_steps,
-                    num_microbatches=num_microbatches,
-                )
-        return replace(message, stop=interrupt.stop_requested())
+        leads = self._context.env.rank == 0
+        loss_sum, loss_samples = metrics.take_loss()
+        proposal = metrics.take_proposal() if leads and adapts else (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = proposal
+        return ControlMessage(
+            stop=interrupt.stop_requested(),
+            save=leads and metrics.checkpoint_due(),
+            atomic_bsz=atomic_bsz,
+            accum_steps=accum_steps,
+            num_microbatches=num_microbatches,
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+        )
 
     def _stop(self) -> None:
         """Save once and leave, all replicas at this very step."""

@@ -97,6 +97,7 @@ class ControlPlane:
             if num_replicas > 1
             else None
         )
+        self._message: ControlMessage | None = None
         self._vector: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._place = ""
@@ -109,14 +110,14 @@ class ControlPlane:
     @property
     def under_way(self) -> bool:
         """Whether a message was launched and not collected yet."""
-        return self._vector is not None
+        return self._message is not None
 
     def close(self) -> None:
         """Let go of the group, so that it ends with the process group and not with the interpreter.
 
         A gloo thread that gives a tensor back while the interpreter shuts down aborts the process.
         """
-        self._vector = self._work = self._group = None
+        self._message = self._vector = self._work = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
         """Send this replica's message; :meth:`collect` reads the answer a step later.
@@ -125,12 +126,13 @@ class ControlPlane:
             message: What this replica contributes.
             place: Where in its training loop this replica is, which must be where all are.
         """
-        self._place = place
+        self._place, self._message = place, message
+        if self._group is None:
+            return
         mark = float(zlib.crc32(place.encode()) & _MARK)
         marks = torch.tensor([mark, mark * mark], dtype=torch.float64)
         self._vector = torch.cat((message.vector(), marks))
-        if self._group is not None:
-            self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
     def collect(self) -> ControlMessage | None:
         """What the replicas agreed on in the exchange launched last, None if none is under way.
@@ -138,10 +140,10 @@ class ControlPlane:
         Raises:
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
         """
-        if self._vector is None:
-            return None
-        if self._work is not None:
-            self._wait(self._work)
+        message, self._message = self._message, None
+        if self._work is None or self._vector is None:
+            return message
+        self._wait(self._work)
         vector, self._vector, self._work = self._vector, None, None
         mark, mark_sqr = map(int, vector[-2:].tolist())
         if self._num_replicas * mark_sqr != mark * mark:

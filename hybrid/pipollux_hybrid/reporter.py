@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -57,7 +58,7 @@ class Reporter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._last_point = 0.0
-        self._held: Point | None = None
+        self._held: Callable[[], Point] | None = None
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
         env = ctx.env
@@ -73,12 +74,19 @@ class Reporter:
         with self._lock:
             self._listeners.append(listener)
 
-    def add_point(self, point: Point) -> None:
-        """Report an optimizer step; of steps in quick succession the latest is kept."""
+    def add_point(self, when: float, make: Callable[[], Point]) -> None:
+        """Report an optimizer step; of steps in quick succession the latest is kept.
+
+        Args:
+            when: Seconds since 1970 at which it was done.
+            make: Makes its point, which is only asked for if the point is reported.
+        """
         with self._lock:
-            if point.time - self._last_point < 1.0 / POINTS_PER_SECOND:
-                self._held = point
+            if when - self._last_point < 1.0 / POINTS_PER_SECOND:
+                self._held = make
                 return
+        point = make()
+        with self._lock:
             self._queue(point)
         self._ensure_running()
 
@@ -126,7 +134,7 @@ class Reporter:
                 self._stop.wait(REPORT_INTERVAL)
             with self._lock:
                 if self._held is not None:
-                    self._queue(self._held)
+                    self._queue(self._held())
             self._show()
             for listener in self._listeners:
                 self._call(listener, listener.close)

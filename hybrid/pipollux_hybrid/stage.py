@@ -47,6 +47,8 @@ class Stage(nn.Sequential):
             self.add_module(name, layer)
         self.index = index
         self.device = device
+        self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
+        """What messages call it."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
