@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler, TensorDataset
 
 from pipollux_hybrid import ElasticSampler
-from pipollux_hybrid.sampler import BatchShape
 
 __all__ = ["OPTIMIZERS", "SIZES", "Comparison", "Shares", "Size", "dataset", "mlp", "steps"]
 
-FEATURES, CLASSES, SAMPLES = 784, 10, 16384
+FEATURES, CLASSES, SAMPLES = 784, 10, 15360  # whole batches of all sizes, at two replicas
 BLOCK_SECONDS = 0.25
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
@@ -74,14 +73,15 @@ class Shares(Sampler[list[int]]):
 
     def __init__(self, batch_size: int, num_replicas: int, rank: int) -> None:
         self._sampler = ElasticSampler(SAMPLES, shuffle=True, seed=0)
-        self._shape = BatchShape(batch_size, num_replicas, 0)
+        self._batch, self._share = batch_size, batch_size // num_replicas
         self._rank = rank
         self._epoch = -1
 
     def __iter__(self) -> Iterator[list[int]]:
         self._epoch += 1
-        parts = self._sampler.parts(epoch=self._epoch, index=0, shape=self._shape, rank=self._rank)
-        return (list(part.indices) for part in parts)
+        order = self._sampler.order(self._epoch)
+        starts = range(self._rank * self._share, SAMPLES, self._batch)
+        return (order[start : start + self._share].tolist() for start in starts)
 
 
 def steps(

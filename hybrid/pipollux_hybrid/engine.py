@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchgpipe.skip.tracker import use_skip_tracker
-from torchgpipe.stream import AbstractStream, new_stream, use_device
+from torchgpipe.stream import AbstractStream, new_stream
 
 from .errors import ConfigurationError
 from .nest import Nest, cut, flatten, join
@@ -102,10 +103,16 @@ class PipelineEngine:
     def _run_directly(self, inputs: Nest) -> Nest:
         """One micro-batch through one stage: the caller's thread does it, as in the plain model."""
         stage = self.stages[0]
-        flatten(inputs, "the input of the model")
-        with use_device(stage.device), use_skip_tracker(SkipTracker(self._layout)):
+        if not isinstance(inputs, Tensor):
+            flatten(inputs, "the input of the model")
+        with ExitStack() as stack:
+            if stage.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(stage.device))
+            if self._layout.by_ns_name:
+                stack.enter_context(use_skip_tracker(SkipTracker(self._layout)))
             output = stage(inputs)
-        flatten(output, stage.output_name)
+        if not isinstance(output, Tensor):
+            flatten(output, stage.output_name)
         return output
 
     def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
