@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from turns import OPTIMIZERS, SIZES, Comparison, Shares, Size, dataset, mlp, run_all, steps
 
 import pipollux_hybrid as pipollux
+from pipollux_hybrid import context as contexts
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -53,9 +54,8 @@ def ours(size: Size, optimizer: str) -> Iterator[Tensor]:
 
 
 def both(size: Size, optimizer: str) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
-    """Both loops, in a job of their own."""
-    pipollux.destroy_process_group()
-    pipollux.init_process_group("gloo")
+    """Both loops, in a job of their own among the same replicas."""
+    contexts.reset()
     return ddp(size, optimizer), ours(size, optimizer)
 
 
@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rank = pipollux.init_process_group("gloo") or pipollux.replica_rank()
+    pipollux.init_process_group("gloo")
+    rank = pipollux.replica_rank()
     run_all(
         args.sizes,
         both,

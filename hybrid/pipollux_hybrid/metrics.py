@@ -11,11 +11,7 @@ import time
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from pipollux_perfmodel import (
-    StageEvent,
-    perf_params_from_json,
-    perf_params_to_json,
-)
+from pipollux_perfmodel import StageEvent
 
 from .checkpoint import State, load_state
 from .context import JobContext
@@ -54,6 +50,8 @@ class MetricsState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write counters, measurements, noise and the fitted model as JSON."""
+        from pipollux_perfmodel import perf_params_to_json  # imports pydantic
+
         m = self._metrics
         content = {
             "step": m.step,
@@ -68,6 +66,8 @@ class MetricsState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
+        from pipollux_perfmodel import perf_params_from_json  # imports pydantic
+
         m, content = self._metrics, json.load(fileobj)
         m.step = int(content["step"])
         m.samples = int(content["samples"])

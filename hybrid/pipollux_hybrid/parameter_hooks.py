@@ -53,7 +53,8 @@ class ParameterHooks:
 
     def _hook_arrival(self, stage: int, name: str, parameter: nn.Parameter) -> RemovableHandle:
         hook = partial(self._on_arrival, stage, name)
-        return parameter.register_post_accumulate_grad_hook(hook)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+        return handle
 
 
 def _adjust(
