@@ -2,7 +2,7 @@
 
 At the start of an iteration every replica announces where it is and what it was asked to do; at the
 iteration's end it reads what all announced. So stopping, saving and changing the configuration
-happen on every replica at the same boundary, and the exchange hides behind the step.
+happen on every replica at the same boundary, and the exchange is part of the iteration's backward.
 """
 
 from __future__ import annotations

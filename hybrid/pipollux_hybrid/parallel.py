@@ -151,7 +151,7 @@ class HybridParallel(PlainFace):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
-            group=lambda: ctx.control.group,
+            add_up=ctx.control.ride,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
             gradient_dtype=gradient_dtype,
             bucket_bytes=bucket_bytes,

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -65,8 +64,7 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
-        group: Gives the gloo group over which counts travel. Asked for each time and not kept: a
-            gloo group that lives until the interpreter ends aborts the process now and then.
+        add_up: Adds counts and flags up over the replicas, exactly.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
@@ -84,7 +82,7 @@ class GradientSynchronizer:
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
-        group: Callable[[], dist.ProcessGroup | None],
+        add_up: Callable[[Sequence[float]], list[float]],
         buffers: BufferSynchronizer | None = None,
         gradient_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -92,7 +90,7 @@ class GradientSynchronizer:
         check_wire(gradient_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
-        self._group = group
+        self._add_up = add_up
         self._preconditioner = preconditioner
         self._on_gradient = on_gradient
         self._on_finished = on_finished
@@ -297,7 +295,7 @@ class GradientSynchronizer:
         self._exposure.start()
         with self._lock:
             arrivals.launch_rest()
-        total = self._summary().sum_over_replicas(self._group(), self._num_replicas)
+        total = self._summary().sum_over_replicas(self._add_up, self._num_replicas)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
