@@ -56,6 +56,8 @@ class Summary:
         numbers = [*head, *self.buffers, *self.late, *self.present]
         try:
             totals = add_up(numbers)
+        except SynchronizationError:
+            raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
             raise SynchronizationError(
                 f"replica {dist.get_rank()} of {num_replicas} lost its peers while averaging "
