@@ -17,6 +17,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 90.0
+PRELOADED = [
+    *("torch._dynamo", "torchgpipe", "scipy.optimize", "pipollux_hybrid"),
+    # What the package imports when it is needed.
+    *("pipollux_hybrid.reporter", "pipollux_perfmodel.fit", "pipollux_perfmodel.hints"),
+]
 
 
 def run_replicas(
@@ -32,7 +37,7 @@ def run_replicas(
         What each replica returned, in the order of ranks; an exit code for one that exited.
     """
     mp = multiprocessing.get_context("forkserver")
-    mp.set_forkserver_preload(["torch._dynamo", "torchgpipe", "pipollux_hybrid", "scipy.optimize"])
+    mp.set_forkserver_preload(PRELOADED)
     port = free_port()
     processes, pipes = [], []
     for rank in range(num_replicas):
