@@ -28,7 +28,8 @@ from pipollux_hybrid.points import Point
 from pipollux_hybrid.reporter import MAX_POINTS, Reporter
 from pipollux_perfmodel import SchedHints, StageEvent
 from tests.hybrid.models import make_data, make_model
-from tests.hybrid.replicas import free_port, run_replicas
+from tests.hybrid.replicas import run_replicas
+from tests.programs import free_port
 
 TOKEN = "a-token-of-the-job"
 

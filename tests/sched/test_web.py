@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
@@ -21,24 +20,22 @@ from tests.cli.kept import HINTS, point
 from tests.sched.browser import Visit, chromium, find_chromium, visit
 from tests.sched.crowd import crowd
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
+from tests.services import service_missing
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 # Texts that are wider than their place, in which nothing says so.
 CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
   .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
   .map((one) => one.textContent)"""
-CHROMIUM = find_chromium()
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with chromium(CHROMIUM) as browser:
+    path = find_chromium()
+    if path is None:
+        service_missing("there is no Chromium on this machine")
+    with chromium(path) as browser:
         yield browser
-    left = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not [name for name in left if "chrom" in name]
 
 
 @pytest.fixture
