@@ -16,7 +16,7 @@ from pipollux_sched.occupancy import NodeOccupancy
 from pipollux_sched.store import NodeCondition
 
 from .cluster_view import ClusterView, JobView
-from .job_table import PHASE_STYLES, spell_phase
+from .job_table import PHASE_STYLES, shown_phase
 from .quantities import seconds
 from .sparkline import sparkline, window_for
 from .wording import DASH, first_line, number, one_line, spell_nodes
@@ -216,7 +216,7 @@ def _job(job: JobView, columns: Sequence[Column]) -> Text:
     held = job.num_replicas
     values = {
         "Job": Text(one_line(job.name), style="bold"),
-        "Phase": Text(spell_phase(record), style=PHASE_STYLES.get(phase, "")),
+        "Phase": Text(shown_phase(record).value, style=PHASE_STYLES.get(phase, "")),
         "R×K": Text(f"{held}×{job.num_stages}" if held else DASH),
         "Nodes": Text(spell_nodes(record.state.launched or record.state.allocation)),
         "Epoch": Text(epochs),
