@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/pipollux demo --output demo-report
+	$(BIN)/pipollux demo --folder demo-report
 
 # A process for each core, up to eight; the tests of a file stay together, as they share fixtures.
 test: lint

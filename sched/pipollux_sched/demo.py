@@ -141,7 +141,7 @@ class Demo:
             except StateDirError as error:
                 raise DemoError(
                     f"another demonstration runs in {self._output}: end it, or choose another "
-                    "folder with --output"
+                    "folder with --folder"
                 ) from error
             shutil.rmtree(state_dir.path)
         self.report.unlink(missing_ok=True)

@@ -53,6 +53,8 @@ def offered(
         ("pipollux events --job w", ["wide", "waiting"]),
         ("pipollux events --type re", ["restarting", "resumed"]),
         ("pipollux serve --policy f", ["fifo"]),
+        ("pipollux jobs --phase C", ["Created", "Complete", "Cancelled"]),
+        ("pipollux jobs --phase c", ["Created", "Complete", "Cancelled"]),
         ("pipollux nodes --output ", ["table", "json", "yaml"]),
         ("pipollux describe --state-dir /nowhere ", []),
     ],

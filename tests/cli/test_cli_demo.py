@@ -37,7 +37,7 @@ class Run:
         (examples / "demo-jobs.yaml").write_text(yaml.safe_dump(jobs))
         self.output = folder / "report"
         self._command = [
-            *(PROGRAM, "demo", "--output", str(self.output), "--examples", str(examples)),
+            *(PROGRAM, "demo", "--folder", str(self.output), "--examples", str(examples)),
             *("--steps-alone", "15"),
         ]
         self._log = (folder / "output.txt").open("w+")
@@ -46,7 +46,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, as_json: bool = False) -> subprocess.Popen[bytes]:
-        command = [*self._command, "--format", "json"] if as_json else self._command
+        command = [*self._command, "--output", "json"] if as_json else self._command
         with ExitStack() as files:
             result = files.enter_context(self.result.open("w")) if as_json else self._log
             self.process = subprocess.Popen(

@@ -36,7 +36,7 @@ def fitted(content: dict[str, Any], num_stages: int) -> PerfParams:
 
 
 def fit_to(path: Path, *args: str) -> dict[str, Any]:
-    done = pipollux("fit", path, "--format", "json", *args)
+    done = pipollux("fit", path, "--output", "json", *args)
     assert (done.returncode, done.stderr) == (0, "")
     content: dict[str, Any] = json.loads(done.stdout)
     return content
@@ -79,8 +79,8 @@ def test_the_file_is_what_is_printed_and_twice_the_same(tmp_path: Path, reposito
     for name in ("first", "second"):
         folder = tmp_path / name
         done = pipollux(
-            *("fit", example, "-o", folder / "params.json", "--plot", folder / "fit.png"),
-            *("--init-batch-size", "32", "--grad-sqr", "0.5", "--grad-var", "8", "-f", "json"),
+            *("fit", example, "--save", folder / "params.json", "--plot", folder / "fit.png"),
+            *("--init-batch-size", "32", "--grad-sqr", "0.5", "--grad-var", "8", "-o", "json"),
         )
         assert done.returncode == 0, done.stderr
         assert sorted(os.listdir(folder)) == ["fit.png", "params.json"]
@@ -151,7 +151,7 @@ def test_duplicate_rows_are_fine(tmp_path: Path) -> None:
 
 
 def test_standard_input_will_do(tmp_path: Path) -> None:
-    done = pipollux("fit", "-", "--format", "json", stdin=lines(exact_rows(ONE_STAGE)))
+    done = pipollux("fit", "-", "--output", "json", stdin=lines(exact_rows(ONE_STAGE)))
     assert done.returncode == 0, done.stderr
     from_file = fit_to(measured(tmp_path, lines(exact_rows(ONE_STAGE))))
     content = json.loads(done.stdout)
@@ -196,7 +196,7 @@ BAD = {
 def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     measured(tmp_path, "\n".join([GOOD, *BAD, GOOD]))
     (tmp_path / "params.json").write_text("before")
-    args = ("fit", "m.jsonl", "--output", "params.json", "--plot", "fit.png")
+    args = ("fit", "m.jsonl", "--save", "params.json", "--plot", "fit.png")
     assert complaints(pipollux(*args, cwd=tmp_path)) == [
         f"m.jsonl:{number}: {text}" for number, text in enumerate(BAD.values(), start=2)
     ]
@@ -213,7 +213,7 @@ def test_bad_rows_are_skipped_when_asked_and_named_all_the_same(tmp_path: Path) 
     good = lines(exact_rows(ONE_STAGE)).splitlines()
     mixed = [*good[:3], *list(BAD)[:4], *good[3:]]
     measured(tmp_path, "\n".join(mixed))
-    done = pipollux("fit", "m.jsonl", "--skip-bad-rows", "-f", "json", cwd=tmp_path)
+    done = pipollux("fit", "m.jsonl", "--skip-bad-rows", "-o", "json", cwd=tmp_path)
     assert done.returncode == 0
     places = [line.split(": ")[:2] for line in done.stderr.splitlines()]
     assert places == [["Skipped", f"m.jsonl:{number}"] for number in (4, 5, 6, 7)]
@@ -249,8 +249,8 @@ def test_bad_rows_alone_are_an_error_even_when_skipped(tmp_path: Path) -> None:
         (["good.jsonl", "--init-batch-size", "0"], 2, "'--init-batch-size'"),
         (["good.jsonl", "--outptu", "x"], 2, "'pipollux fit --help'"),
         ([], 2, "'pipollux fit --help'"),
-        (["good.jsonl", "-o", "folder"], 1, "folder: cannot be written (it is a folder)"),
-        (["good.jsonl", "-o", "good.jsonl/x"], 1, "good.jsonl/x: cannot be written"),
+        (["good.jsonl", "--save", "folder"], 1, "folder: cannot be written (it is a folder)"),
+        (["good.jsonl", "--save", "good.jsonl/x"], 1, "good.jsonl/x: cannot be written"),
         (["good.jsonl", "--plot", "good.jsonl/x.png"], 1, "give --plot the path of a file"),
     ],
 )

@@ -46,7 +46,7 @@ def test_what_would_run_jobs_here_refuses_images_before_it_begins(
     demo_cluster = (repository / "examples" / "demo-cluster.yaml").read_text()
     (examples / "demo-cluster.yaml").write_text(demo_cluster)
     (examples / "demo-jobs.yaml").write_text(JOBS.rpartition("  - ")[0])
-    demo = cli("demo", "--examples", "examples", "--output", "out")
+    demo = cli("demo", "--examples", "examples", "--folder", "out")
     assert one_sentence(demo, 2) == f"Error: {REFUSAL}\n"
     assert not (cli.folder / "out").exists()
 

@@ -15,7 +15,8 @@ import yaml
 from rich.console import Console
 
 from pipollux_sched.cli import main
-from pipollux_sched.cli.job_table import job_table
+from pipollux_sched.cli.job_table import ShownPhase, job_table
+from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import Store
 from tests.sched import synthetic_log as synthetic
 
@@ -71,6 +72,10 @@ def test_jobs_of_a_phase(say: Say) -> None:
     assert "\x1b" not in say("jobs")
     chosen = say("jobs", "--phase", "Queued", "--phase", "Suspended").splitlines()[1:]
     assert [line.split()[0] for line in chosen] == ["waiting", "held"]
+    for phase, name in (("Cancelled", "gone"), ("cancelled", "gone"), ("FAILED", "broken")):
+        (found,) = data(say, "jobs", "--phase", phase)
+        assert (found["name"], found["phase"]) == (name, "Failed")
+    assert {*ShownPhase} == {*map(str, Phase), CANCELLED}
     assert say("jobs", "--phase", "Complete") == "No job is in that phase.\n"
     assert data(say, "jobs", "--phase", "Complete") == []
     first = data(say, "jobs")[0]
@@ -237,7 +242,7 @@ def test_what_a_report_was_written_to(tmp_path: Path) -> None:
     output = tmp_path / "report.html"
     for form, says in (("json", {"report": str(output)}), ("table", f"Wrote {output}\n")):
         done = subprocess.run(
-            [PIPOLLUX, "report", str(log), "--output", str(output), "--format", form],
+            [PIPOLLUX, "report", str(log), "--save", str(output), "--output", form],
             capture_output=True,
             text=True,
             timeout=60,

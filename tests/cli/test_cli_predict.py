@@ -136,7 +136,7 @@ def test_what_fit_writes_predict_reads(tmp_path: Path) -> None:
     measurements = [*exact_rows(ONE_STAGE), *exact_rows(TWO_STAGES)]
     (tmp_path / "m.jsonl").write_text(lines(measurements))
     options = ("--init-batch-size", str(INIT), "--grad-sqr", str(SQR), "--grad-var", str(VAR))
-    done = pipollux("fit", tmp_path / "m.jsonl", "-o", tmp_path / "fitted.json", *options)
+    done = pipollux("fit", tmp_path / "m.jsonl", "--save", tmp_path / "fitted.json", *options)
     assert done.returncode == 0, done.stderr
     asked = ("--replicas", "1:4", "--max-batch-size", "256", "--gpus-per-node", "2")
     ours = predicted(tmp_path / "fitted.json", *asked)["predictions"]
@@ -148,7 +148,7 @@ def test_what_fit_writes_predict_reads(tmp_path: Path) -> None:
 
 def test_what_rests_on_assumptions_is_said(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(lines(exact_rows(ONE_STAGE, [(1, 1), (1, 2)])))
-    pipollux("fit", tmp_path / "m.jsonl", "-o", tmp_path / "p.json", "--init-batch-size", "32")
+    pipollux("fit", tmp_path / "m.jsonl", "--save", tmp_path / "p.json", "--init-batch-size", "32")
     across = "Several replicas were never measured on several nodes: what"
     inside = "Never more than two replicas were measured on one node: what"
     for args, expected in (

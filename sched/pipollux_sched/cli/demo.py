@@ -13,13 +13,12 @@ from pipollux_sched.demo import STEPS_ALONE, Demo
 
 from .console import FAILED, OutputFormat, print_data
 from .failure import one_sentence
-from .options import PolicyName
+from .options import PolicyName, TableOutput
 
 
 def demo(
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="DIR", help="Folder for the report and the state."),
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for the report and the state.")
     ] = Path("demo-report"),
     examples: Annotated[
         Path | None,
@@ -31,9 +30,7 @@ def demo(
         int, typer.Option(min=1, help="Steps of the first job before the second one arrives.")
     ] = STEPS_ALONE,
     policy: PolicyName = None,
-    form: Annotated[
-        OutputFormat, typer.Option("--format", "-f", help="How to print the result.")
-    ] = OutputFormat.table,
+    output: TableOutput = OutputFormat.table,
 ) -> None:
     """Train two real jobs under the scheduler on this machine, and write a report.
 
@@ -46,25 +43,25 @@ def demo(
     Exit code: 0 all jobs are complete; 1 one is not, or it was interrupted;
     2 a file or an option is wrong.
     """
-    for_people = form is OutputFormat.table
+    for_people = output is OutputFormat.table
     stream = sys.stdout if for_people else sys.stderr
     console = Console(stderr=not for_people, width=None if stream.isatty() else 120)
     with one_sentence():
-        demonstration = Demo(output, console, examples, steps_alone, policy)
+        demonstration = Demo(folder, console, examples, steps_alone, policy)
         complete = demonstration.run()
     if for_people:
         console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)
         console.print(f"Events: {demonstration.events}", soft_wrap=True, highlight=False)
         console.print(
-            f"State:  pipollux jobs --state-dir {output / 'state'}", soft_wrap=True, highlight=False
+            f"State:  pipollux jobs --state-dir {folder / 'state'}", soft_wrap=True, highlight=False
         )
     else:
         places = {
             "report": demonstration.report,
             "events": demonstration.events,
-            "state_dir": output / "state",
+            "state_dir": folder / "state",
         }
         told = {name: str(place) for name, place in places.items()}
-        print_data({"complete": complete, **told}, form)
+        print_data({"complete": complete, **told}, output)
     if not complete:
         raise typer.Exit(FAILED)

@@ -10,6 +10,7 @@ import typer
 
 from .console import OutputFormat, output_console, print_data
 from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+from .options import TableOutput
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
@@ -33,10 +34,10 @@ def fit(
             show_default=False,
         ),
     ],
-    output: Annotated[
+    save: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write the fit, for pipollux predict."
+            "--save", metavar="FILE", help="Where to write the fit, for pipollux predict."
         ),
     ] = None,
     plot: Annotated[
@@ -45,9 +46,7 @@ def fit(
             metavar="FILE", help="Draw measured against predicted times: .png, .svg or .pdf."
         ),
     ] = None,
-    form: Annotated[
-        OutputFormat, typer.Option("--format", "-f", help="How to print the fit.")
-    ] = OutputFormat.table,
+    output: TableOutput = OutputFormat.table,
     init_batch_size: InitBatchSize = None,
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
@@ -75,12 +74,12 @@ def fit(
     Printed are the parameters, how far off the fit is in each regime, what it had
     to assume because nothing was measured that tells it, and rows far off the rest.
 
-        pipollux fit examples/measurements.jsonl --checkpoint except_last --output params.json
+        pipollux fit examples/measurements.jsonl --checkpoint except_last --save params.json
 
-    --init-batch-size, --grad-sqr and --grad-var are kept in the output, for what
+    --init-batch-size, --grad-sqr and --grad-var are kept in the saved fit, for what
     pipollux predict says of efficiency and goodput.
 
-    Exit code: 0 fitted; 1 the output cannot be written; 2 a row or an option is
+    Exit code: 0 fitted; 1 the fit cannot be written; 2 a row or an option is
     wrong, and nothing was written.
     """
     from pipollux_sched.modeling.pictures import picture_format
@@ -90,15 +89,15 @@ def fit(
         # Before the work, for a name that nothing can be drawn to.
         picture = picture_format(plot) if plot else ""
         summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
-    content = _write(summary, output, init_batch_size, gradients)
+    content = _write(summary, save, init_batch_size, gradients)
     if plot is not None:
         from pipollux_sched.modeling.plots import draw_fit
 
         write_file(plot, "--plot", draw_fit(summary.fits, picture))
-    if form is OutputFormat.table:
+    if output is OutputFormat.table:
         print_summary(summary)
     else:
-        print_data(content, form)
+        print_data(content, output)
 
 
 def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> FitSummary:
@@ -120,15 +119,15 @@ def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> Fit
 
 def _write(
     summary: FitSummary,
-    output: Path | None,
+    save: Path | None,
     init_batch_size: int | None,
     gradients: GradParams | None,
 ) -> dict[str, Any]:
     from pipollux_sched.modeling.params_file import to_json_object, to_text
 
     content = to_json_object(summary, init_batch_size, gradients)
-    if output is not None:
-        write_file(output, "--output", to_text(content).encode())
+    if save is not None:
+        write_file(save, "--save", to_text(content).encode())
     return content
 
 

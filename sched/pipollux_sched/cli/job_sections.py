@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.event_line import event_line
-from pipollux_sched.lifecycle import Phase
+from pipollux_sched.lifecycle import CANCELLED, Phase
 
 from .job_table import PHASE_STYLES
 from .quantities import seconds
@@ -59,10 +59,10 @@ def _pairs(rows: Iterable[tuple[str, str | Text]]) -> Table | None:
 
 def _head(job: Mapping[str, Any], now: float) -> RenderableType:
     phase = Phase(job["phase"])
-    cancelled = phase is Phase.FAILED and job["reason"] == "Cancelled"
+    cancelled = phase is Phase.FAILED and job["reason"] == CANCELLED
     style = PHASE_STYLES.get(phase, "")
     rows: list[tuple[str, str | Text]] = [
-        ("Phase", Text("Cancelled" if cancelled else phase.value, style=style)),
+        ("Phase", Text(CANCELLED if cancelled else phase.value, style=style)),
         ("Why", one_line(first_line(job["message"]))),
         ("Allocation", _where(job["allocation"], job["num_stages"])),
     ]

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
-from pipollux_sched.lifecycle import Phase
+from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.occupancy import holding
 from pipollux_sched.store import JobRecord, Point
 
 from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
+
+
+class ShownPhase(StrEnum):
+    """The phases that people are told; what was cancelled is told from what failed."""
+
+    CREATED = Phase.CREATED.value
+    QUEUED = Phase.QUEUED.value
+    RUNNING = Phase.RUNNING.value
+    SUSPENDED = Phase.SUSPENDED.value
+    RESTARTING = Phase.RESTARTING.value
+    COMPLETE = Phase.COMPLETE.value
+    FAILED = Phase.FAILED.value
+    CANCELLED = CANCELLED
+
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -25,7 +40,7 @@ PHASE_STYLES = {
 }
 """In which colour each phase is shown."""
 _STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
-    "Cancelled": PHASE_STYLES[Phase.FAILED]
+    CANCELLED: PHASE_STYLES[Phase.FAILED]
 }
 _COLUMNS = (
     *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
@@ -114,7 +129,7 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
     age = (job.ended_at or time.time()) - job.submitted_at
     return {
         "Job": job.name,
-        "Phase": spell_phase(job),
+        "Phase": shown_phase(job).value,
         "Stages": str(num_stages),
         "Replicas": str(len(held)) if held else DASH,
         "Nodes": spell_nodes(held),
@@ -127,10 +142,9 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
     }
 
 
-def spell_phase(job: JobRecord) -> str:
-    """Spell a job's phase; one that was cancelled is told from one that failed."""
-    cancelled = job.phase is Phase.FAILED and job.state.reason == "Cancelled"
-    return "Cancelled" if cancelled else job.phase.value
+def shown_phase(job: JobRecord) -> ShownPhase:
+    """Return a job's phase as people are told it."""
+    return ShownPhase(CANCELLED if job.state.cancelled else job.phase.value)
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:

@@ -28,7 +28,7 @@ from .console import (
     print_result,
 )
 from .failure import one_sentence
-from .job_table import job_table
+from .job_table import ShownPhase, job_table, shown_phase
 from .log_reader import LogLine, LogReader
 from .options import JobName, LineOutput, StateDirectory, TableOutput
 from .wording import one_line
@@ -86,8 +86,12 @@ def submit(
 
 def jobs(
     phase: Annotated[
-        list[Phase] | None,
-        typer.Option(help="Only jobs in this phase; may be repeated.", show_default=False),
+        list[ShownPhase] | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Only jobs in this phase; may be repeated. Failed is without Cancelled.",
+            show_default=False,
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show the list as it changes, until Ctrl-C.")
@@ -196,12 +200,12 @@ def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> No
 _Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]
 
 
-def _look(store: Store, phases: Sequence[Phase] | None) -> _Look:
-    found = [job for job in store.jobs() if not phases or job.phase in phases]
+def _look(store: Store, phases: Sequence[ShownPhase] | None) -> _Look:
+    found = [job for job in store.jobs() if not phases or shown_phase(job) in phases]
     return found, store.last_points(), store.num_launches()
 
 
-def _watch(store: Store, phases: Sequence[Phase] | None, output: OutputFormat) -> None:
+def _watch(store: Store, phases: Sequence[ShownPhase] | None, output: OutputFormat) -> None:
     """Show the list anew every second, until Ctrl-C."""
     from rich.live import Live
 

@@ -122,7 +122,7 @@ def predict(
     micro-batches with the best goodput, as the job itself would pick them, and
     what they are worth. A replica lies on one node; replicas fill as few nodes as can be.
 
-        pipollux fit examples/measurements.jsonl --checkpoint except_last --output params.json
+        pipollux fit examples/measurements.jsonl --checkpoint except_last --save params.json
         pipollux predict params.json --init-batch-size 32 --max-batch-size 256 --replicas 1:8
 
     [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these with commas.

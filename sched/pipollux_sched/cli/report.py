@@ -10,6 +10,7 @@ import typer
 from pipollux_sched.report import EventLogError, write_report
 
 from .console import USAGE, CommandError, OutputFormat, print_data
+from .options import TableOutput
 
 
 def report(
@@ -21,12 +22,10 @@ def report(
             show_default=False,
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The HTML file to write.")
+    save: Annotated[
+        Path, typer.Option("--save", metavar="FILE", help="The HTML file to write.")
     ] = Path("report.html"),
-    form: Annotated[
-        OutputFormat, typer.Option("--format", "-f", help="How to print what was written.")
-    ] = OutputFormat.table,
+    output: TableOutput = OutputFormat.table,
 ) -> None:
     """Draw the report of a run anew from its event log.
 
@@ -34,19 +33,19 @@ def report(
     the loss over the restarts, goodput, predicted against measured step time, the
     pipeline's bubble, and every allocation with its reason.
 
-        pipollux report demo-report/events.jsonl --output report.html
+        pipollux report demo-report/events.jsonl --save report.html
     """
     try:
-        path = write_report(events, output)
+        path = write_report(events, save)
     except EventLogError as error:
         raise CommandError(str(error), USAGE) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CommandError(
-            f"{output}: cannot write the report ({reason}); "
-            "give --output the path of a file that can be written"
+            f"{save}: cannot write the report ({reason}); "
+            "give --save the path of a file that can be written"
         ) from error
-    if form is OutputFormat.table:
+    if output is OutputFormat.table:
         typer.echo(f"Wrote {path}")
     else:
-        print_data({"report": str(path)}, form)
+        print_data({"report": str(path)}, output)

@@ -29,12 +29,13 @@ from .events import (
     Suspend,
 )
 from .invariant import broken_rules
-from .state import Condition, Intent, JobState, Outcome, Phase
+from .state import CANCELLED, Condition, Intent, JobState, Outcome, Phase
 from .steps import Transition, at_rest, with_condition
 from .transitions import BACKOFF_LIMIT, advance, backoff
 
 __all__ = [
     "BACKOFF_LIMIT",
+    "CANCELLED",
     "Action",
     "Adopt",
     "Allocate",

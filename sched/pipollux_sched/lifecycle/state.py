@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+CANCELLED = "Cancelled"
+"""Reason of the phase `FAILED` where users are told that the job was cancelled."""
+
 
 class Phase(StrEnum):
     """Where a job stands; also the types of its conditions."""
@@ -99,6 +102,11 @@ class JobState:
     def reason(self) -> str:
         """One word for why the job is in its phase."""
         return self.condition.reason if self.condition else ""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the job has ended because its user cancelled it."""
+        return self.phase is Phase.FAILED and self.reason == CANCELLED
 
     @property
     def message(self) -> str:

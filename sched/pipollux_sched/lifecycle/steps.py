@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .events import Action, Launch, Record, Stop
-from .state import Condition, Intent, JobState, Phase
+from .state import CANCELLED, Condition, Intent, JobState, Phase
 
 HELD = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
@@ -93,7 +93,7 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
         record = Record("failed", state.generation or None, {"why": why})
         return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
-    ended = enter(state, Phase.FAILED, "Cancelled", "The job was cancelled.", now)
+    ended = enter(state, Phase.FAILED, CANCELLED, "The job was cancelled.", now)
     return ended, (Record("cancelled", state.generation or None),)
 
 
