@@ -9,7 +9,7 @@ them; elsewhere they are the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,9 +84,16 @@ class StageTimer:
     Args:
         stages: The stages' modules.
         devices: Their devices.
+        clock: Tells the seconds on devices that keep no time of their own.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         self._stages = list(stages)
         self._devices = list(devices)
         self._handles: list[RemovableHandle] = []
@@ -132,7 +139,7 @@ class StageTimer:
     def _mark(self, k: int) -> Mark:
         device = self._devices[k]
         if device.type != "cuda":
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event

@@ -1,4 +1,4 @@
-"""`pipollux demo` with real training jobs: to the end, and interrupted half-way."""
+"""`pipollux demo`: to the end, and interrupted half-way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,47 @@ import yaml
 
 from tests.sched.processes import processes_of
 
+TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
 PROGRAM = str(Path(sys.executable).with_name("pipollux"))
-LIMIT = 240.0
+LIMIT = 500.0
+
+
+Jobs = list[dict[str, Any]]
+
+TWICE_AS_FAST: dict[str, Any] = {
+    "initBatchSize": 32,
+    "maxBatchSize": 1024,
+    "localBszBounds": [8, 128],
+    "maxProfiledReplicas": 2,
+    "gradParams": {"norm": 0.002, "var": 0.04},
+    "perfParams": {"alpha_c": 0.02, "beta_c": 0.004, "gamma": 1.8}
+    | dict.fromkeys(("alpha_n", "beta_n", "alpha_r", "beta_r"), 0.0),
+    "numStages": 2,
+}
+"""What a job says of itself to whom two replicas are worth as much as two can be."""
 
 
 class Run:
-    """One demonstration with shorter jobs than the real one's."""
+    """One demonstration of other jobs than the real one's.
 
-    def __init__(self, folder: Path, repository: Path, characters: int = 240_000) -> None:
+    Args:
+        folder: where it writes.
+        repository: where the examples are.
+        change: changes the jobs of `demo-jobs.yaml`, in place.
+    """
+
+    def __init__(self, folder: Path, repository: Path, change: Callable[[Jobs], None]) -> None:
         examples = folder / "examples"
         examples.mkdir(parents=True)
         source = repository / "examples"
         (examples / "demo-cluster.yaml").write_text((source / "demo-cluster.yaml").read_text())
         jobs = yaml.safe_load((source / "demo-jobs.yaml").read_text())
-        shorter = [["--epochs", "2", "--characters", str(characters)], ["--epochs", "8"]]
-        for job, args in zip(jobs["jobs"], shorter, strict=True):
-            job["script"], job["args"] = str(source / job["script"]), args
+        for job in jobs["jobs"]:
+            job["script"] = str(source / job["script"])
+        change(jobs["jobs"])
         (examples / "demo-jobs.yaml").write_text(yaml.safe_dump(jobs))
         self.output = folder / "report"
-        self._command = [
+        self.command = [
             *(PROGRAM, "demo", "--folder", str(self.output), "--examples", str(examples)),
             *("--steps-alone", "15"),
         ]
@@ -46,7 +68,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, as_json: bool = False) -> subprocess.Popen[bytes]:
-        command = [*self._command, "--output", "json"] if as_json else self._command
+        command = [*self.command, "--output", "json"] if as_json else self.command
         with ExitStack() as files:
             result = files.enter_context(self.result.open("w")) if as_json else self._log
             self.process = subprocess.Popen(
@@ -81,19 +103,29 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, repository: Path) -> Iterator[Run]:
-    demonstration = Run(tmp_path / "first", repository)
-    yield demonstration
-    demonstration.close()
+def start(tmp_path: Path, repository: Path) -> Iterator[Callable[[Callable[[Jobs], None]], Run]]:
+    """Prepare demonstrations, which end with the test."""
+    with ExitStack() as runs:
+
+        def prepare(change: Callable[[Jobs], None]) -> Run:
+            demonstration = Run(tmp_path / "demo", repository, change)
+            runs.callback(demonstration.close)
+            return demonstration
+
+        yield prepare
+
+
+def become_toy(job: dict[str, Any], *args: str) -> None:
+    """Have a job count steps instead of training."""
+    job.update(script=str(TOY), args=list(args))
 
 
 def of(events: list[dict[str, Any]], kind: str, job: str) -> list[dict[str, Any]]:
     return [event for event in events if event["type"] == kind and event["job"] == job]
 
 
-@pytest.mark.timeout(300)
-def test_two_jobs_to_the_end(run: Run) -> None:
-    """The pipeline grows from one replica to two, its steps go on, its loss falls; all is told."""
+def ended_well(run: Run) -> list[dict[str, Any]]:
+    """Run a demonstration to its end; the events, of which all is told."""
     assert run.start(as_json=True).wait(LIMIT) == 0, run.printed()
     assert json.loads(run.result.read_text()) == {
         "complete": True,
@@ -102,43 +134,71 @@ def test_two_jobs_to_the_end(run: Run) -> None:
         "state_dir": str(run.output / "state"),
     }
     events = run.events()
-    allocations = [
-        (event["num_replicas"], event["nodes"]) for event in of(events, "allocated", "char-lm")
-    ]
-    assert allocations[0][0] == 1
-    # Whether it stays there, or grows again, depends on what it measures on these few cores.
-    widest = max(allocations, key=lambda allocation: allocation[0])
-    assert widest[0] == 2
-    assert sorted(widest[1]) == ["node-a", "node-b"], "a replica fills a node"
-    stopped = of(events, "stopped", "char-lm")[-1]["step"]
-    assert of(events, "first_step", "char-lm")[-1]["step"] == stopped + 1
     for job in ("char-lm", "digits"):
         assert len(of(events, "complete", job)) == 1
         losses = [event["loss"] for event in of(events, "progress", job) if event["loss"]]
         assert losses[-1] < losses[0]
         steps = [event["step"] for event in of(events, "progress", job)]
         assert steps == sorted(set(steps)), "no step is told twice"
+    report = (run.output / "report.html").read_text()
+    assert "char-lm" in report
+    assert "digits" in report
+    assert processes_of(run.output / "state") == []
+    return events
+
+
+def test_two_jobs_to_the_end(start: Callable[..., Run], tmp_path: Path) -> None:
+    """The pipeline ends on two replicas, its steps go on; the other job trains; all is told.
+
+    The pipeline says of itself that two replicas are twice as fast, and does not end before.
+    """
+    hints = tmp_path / "hints.json"
+    hints.write_text(json.dumps(TWICE_AS_FAST))
+
+    def change(jobs: Jobs) -> None:
+        become_toy(jobs[0], "--steps", "10", "--hints", str(hints), "--ends-on", "2")
+        jobs[1]["args"] = ["--epochs", "4"]
+
+    run = start(change)
+    events = ended_well(run)
+    allocations = [
+        (event["num_replicas"], sorted(event["nodes"]))
+        for event in of(events, "allocated", "char-lm")
+    ]
+    assert allocations[0][0] == 1
+    assert allocations[-1] == (2, ["node-a", "node-b"]), "a replica fills a node"
+    stopped = of(events, "stopped", "char-lm")[-1]["step"]
+    assert of(events, "first_step", "char-lm")[-1]["step"] == stopped + 1
+    assert of(events, "hints", "char-lm")[-1]["hints"]["numStages"] == 2
+    assert of(events, "hints", "digits")
+    assert "grows from 1 to 2 replicas" in run.printed()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_the_jobs_of_the_real_demonstration(start: Callable[..., Run]) -> None:
+    """Both train, on less data; how many replicas the pipeline gets is up to what it measures."""
+    characters = 240_000
+
+    def change(jobs: Jobs) -> None:
+        jobs[0]["args"] = ["--epochs", "2", "--characters", str(characters)]
+        jobs[1]["args"] = ["--epochs", "8"]
+
+    events = ended_well(start(change))
     samples = of(events, "progress", "char-lm")[-1]["samples"]
-    windows = (240_000 - 1) // 64
+    windows = (characters - 1) // 64
     held_out = windows // 20
     assert samples == 2 * (windows - held_out), "every sample once in each of two epochs"
     assert of(events, "hints", "char-lm")[-1]["hints"]["numStages"] == 2
     assert of(events, "timeline", "char-lm")
-    report = (run.output / "report.html").read_text()
-    assert "char-lm" in report
-    assert "digits" in report
-    assert "grows from 1 to 2 replicas" in run.printed()
-    assert processes_of(run.output / "state") == []
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_and_run_again(run: Run, number: signal.Signals) -> None:
-    """A signal ends every process; the store can be read; the next demonstration begins."""
-    process = run.start()
-    run.wait_for("first_step", "digits")
+def interrupted(run: Run, number: signal.Signals) -> dict[str, Any]:
+    """Interrupt a demonstration, and see that all has ended; the job, as its store tells."""
+    process = run.process
+    assert process is not None
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    assert process.wait(60) == 1
+    assert process.wait(LIMIT) == 1
     assert processes_of(run.output / "state") == []
     assert "Traceback" not in run.printed()
     assert (run.output / "report.html").exists()
@@ -148,29 +208,38 @@ def test_interrupted_and_run_again(run: Run, number: signal.Signals) -> None:
         text=True,
         check=True,
     )
-    jobs = {job["name"]: job for job in json.loads(listed.stdout)}
-    assert jobs["char-lm"]["phase"] == "Suspended"
-    assert jobs["char-lm"]["progress"]["step"] > 0
+    jobs: dict[str, Any] = {job["name"]: job for job in json.loads(listed.stdout)}
+    return jobs["char-lm"]  # type: ignore[no-any-return]
+
+
+def test_interrupted_and_run_again(start: Callable[..., Run]) -> None:
+    """A signal ends every process; the store can be read; the next demonstration begins.
+
+    While one runs, no other may use its folder.
+    """
+
+    def change(jobs: Jobs) -> None:
+        for job in jobs:
+            become_toy(job)
+
+    run = start(change)
+    run.start()
+    run.wait_for("first_step", "digits")
+    second = subprocess.run(run.command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert second.returncode == 1
+    assert "another demonstration runs in" in second.stderr
+    job = interrupted(run, signal.SIGINT)
+    assert job["phase"] == "Suspended"
+    assert job["progress"]["step"] > 0
     (run.output / "events.jsonl").unlink()  # so that only the next one's are waited for
-    process = run.start()
+    run.start()
     run.wait_for("first_step", "char-lm", step=1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 1
-    assert processes_of(run.output / "state") == []
+    assert interrupted(run, signal.SIGTERM)["phase"] == "Suspended"
 
 
-def test_missing_examples_and_a_busy_folder(run: Run, tmp_path: Path) -> None:
+def test_missing_examples(tmp_path: Path) -> None:
     failed = subprocess.run(
         [PROGRAM, "demo", "--examples", str(tmp_path / "none")], capture_output=True, text=True
     )
     assert failed.returncode == 2
     assert "none/demo-cluster.yaml" in failed.stderr
-    process = run.start()
-    run.wait_for("cluster", None)
-    second = subprocess.run(
-        [*run._command], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert second.returncode == 1
-    assert "another demonstration runs in" in second.stderr
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)

@@ -1,4 +1,4 @@
-"""The examples run by themselves, as pipeline replicas with torchrun, and on two nodes."""
+"""The examples run by themselves, as pipeline replicas, and with torchrun on two nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import free_port
+from tests.programs import LIMIT, Command, Forked, Replicas, Started
 
-LIMIT = 120.0
 SHORT = {
     "char_lm.py": (
         "--epochs=2 --characters=40000 --layers=2 --width=32 --batch-size=8 --max-batch-size=32"
@@ -34,23 +33,24 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
 
 
-def run(repository: Path, arguments: list[str], **variables: str) -> str:
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=repository,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
-        try:
-            output, errors = job.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # so that agents and replicas end, too, and their output can be read
-            pytest.fail(f"did not end within {LIMIT:.0f} s: {job.communicate(timeout=LIMIT)}")
-    assert job.returncode == 0, errors
-    assert "Warning" not in errors
-    return output
+def run(repository: Path, *script: str) -> str:
+    """Run a script to its end; what it printed."""
+    path, *arguments = script
+    with Forked(repository / path, arguments, environment(), repository) as job:
+        return ended_well(job)
+
+
+def run_two_nodes(repository: Path, *arguments: str, **variables: str) -> str:
+    """Run a script as on two nodes, with a real torchrun agent on each."""
+    launcher = [sys.executable, "examples/two_nodes.py", *arguments]
+    with Command(launcher, environment(**variables), repository) as job:
+        return ended_well(job)
+
+
+def ended_well(job: Started | Replicas) -> str:
+    assert job.wait() == 0, job.errors
+    assert "Warning" not in job.errors
+    return job.output
 
 
 def by_epoch(output: str) -> list[float]:
@@ -61,20 +61,20 @@ def by_epoch(output: str) -> list[float]:
 
 
 def test_the_language_model_learns(repository: Path) -> None:
-    first, last = by_epoch(run(repository, command("char_lm.py")))
+    first, last = by_epoch(run(repository, *command("char_lm.py")))
     assert last < first < 4.85, "ln 128 is what a model says that knows nothing"
     assert last < 3.0
 
 
 @pytest.mark.parametrize("script", ["digits.py", "digits_plain.py"])
 def test_the_classifier_learns_with_and_without_pollux(repository: Path, script: str) -> None:
-    figures = by_epoch(run(repository, command(script)))
+    figures = by_epoch(run(repository, *command(script)))
     assert len(figures) == 4
     assert figures[-1] > 0.85
 
 
 def test_the_u_net_learns_across_its_stages(repository: Path) -> None:
-    output = run(repository, command("unet.py"))
+    output = run(repository, *command("unet.py"))
     balance = re.search(r"layers of each stage: \[(\d+), (\d+), (\d+)\]", output)
     assert balance is not None
     assert sum(map(int, balance.groups())) == 6
@@ -84,28 +84,28 @@ def test_the_u_net_learns_across_its_stages(repository: Path) -> None:
 
 
 def test_two_replicas_on_one_machine(repository: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    output = run(repository, [*launcher, *address, *command("unet.py")])
-    assert by_epoch(output)[-1] > 0.2, "and one replica speaks for all"
+    path, *arguments = command("unet.py")
+    with Replicas(repository / path, 2, arguments, environment(), repository) as job:
+        assert by_epoch(ended_well(job))[-1] > 0.2, "and one replica speaks for all"
 
 
-def test_two_nodes(repository: Path, tmp_path: Path) -> None:
-    launcher = ["examples/two_nodes.py", f"--checkpoints={tmp_path / 'checkpoints'}"]
-    # Each replica writes the time line of a step, so the files tell who took part.
-    traces = tmp_path / "traces"
-    output = run(repository, [*launcher, *command("char_lm.py")], PIPOLLUX_TRACE_DIR=str(traces))
+@pytest.mark.exhaustive
+def test_the_language_model_on_two_nodes(repository: Path, tmp_path: Path) -> None:
+    output = run_two_nodes(
+        repository, f"--checkpoints={tmp_path / 'checkpoints'}", *command("char_lm.py")
+    )
     assert by_epoch(output)[-1] < 3.0
-    assert {path.name.split("-step-")[0] for path in traces.iterdir()} == {"replica-0", "replica-1"}
     assert list((tmp_path / "checkpoints").glob("checkpoint-*/model.pt"))
 
 
 def test_two_nodes_stop_together_and_go_on(repository: Path, tmp_path: Path) -> None:
-    launcher = ["examples/two_nodes.py", f"--checkpoints={tmp_path}", "examples/digits.py"]
+    checkpoints, traces = tmp_path / "checkpoints", tmp_path / "traces"
+    told = {"PIPOLLUX_TRACE_DIR": str(traces), "PIPOLLUX_CHECKPOINT_DIR": str(checkpoints)}
+    launcher = ["examples/two_nodes.py", f"--checkpoints={checkpoints}", "examples/digits.py"]
     with subprocess.Popen(
         [sys.executable, *launcher, "--epochs=1000"],
         cwd=repository,
-        env=environment(),
+        env=environment(**told),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -117,22 +117,21 @@ def test_two_nodes_stop_together_and_go_on(repository: Path, tmp_path: Path) -> 
                 break
         rest = job.stdout.read()
         assert job.wait(LIMIT) == 128 + signal.SIGTERM
-    assert json.loads((tmp_path / "stopped.json").read_text())["reason"] == "signal"
+    assert json.loads((checkpoints / "stopped.json").read_text())["reason"] == "signal"
+    # Each replica writes the time line of a step, so the files tell who took part.
+    assert {path.name.split("-step-")[0] for path in traces.iterdir()} == {"replica-0", "replica-1"}
     done = 3 + len(re.findall(r"^epoch \d+:", rest, re.MULTILINE))
-    output = run(repository, [*launcher, f"--epochs={done + 1}"])
+    script, arguments = repository / "examples/digits.py", [f"--epochs={done + 1}"]
+    with Replicas(script, 2, arguments, environment(**told), repository) as again:
+        output = ended_well(again)
     assert re.findall(r"^epoch (\d+):", output, re.MULTILINE) == [str(done)]
 
 
 def test_a_node_that_fails_ends_both(repository: Path, tmp_path: Path) -> None:
-    launcher = ["examples/two_nodes.py", f"--checkpoints={tmp_path}", "examples/digits.py"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--no-such-option"],
-        cwd=repository,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "unrecognized arguments: --no-such-option" in done.stderr
+    """The script needs no torch, as it never comes so far."""
+    script = tmp_path / "script.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    launcher = [sys.executable, "examples/two_nodes.py", f"--checkpoints={tmp_path}", str(script)]
+    with Command([*launcher, "--no-such-option"], environment(), repository) as job:
+        assert job.wait() == 1
+        assert "unrecognized arguments: --no-such-option" in job.errors

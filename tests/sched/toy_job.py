@@ -28,6 +28,7 @@ ARGS.add_argument("--only-rank", type=int, help="all others have nothing to do")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
 ARGS.add_argument("--hang-at", type=int, help="save at this step, and hang if it is the 1st launch")
+ARGS.add_argument("--ends-on", type=int, help="go on until there are so many replicas, then STEPS")
 ARGS.add_argument("--hints", help="JSON file with hints to send once")
 
 stop_requested = False
@@ -54,7 +55,10 @@ def main() -> int:
     reached = [step]
     if options.beats and supervisor is not None:
         threading.Thread(target=supervisor.beat, args=(reached,), daemon=True).start()
-    while step < options.steps:
+    last = options.steps
+    if options.ends_on is not None:
+        last = step + last if int(os.environ["WORLD_SIZE"]) == options.ends_on else sys.maxsize
+    while step < last:
         step += 1
         reached[0] = step
         time.sleep(options.step_seconds)
