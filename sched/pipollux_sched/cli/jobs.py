@@ -247,9 +247,11 @@ def _wait_for(
                 line = event_line(event)
                 if event["job"] in names and line:
                     typer.echo(line, err=to_stderr)
-            ended = {job.name: job for job in store.jobs() if job.name in names and job.phase.ended}
-            if len(ended) == len(names):
-                return ended
+            found = {job.name: job for job in store.jobs() if job.name in names}
+            if len(found) < len(names):
+                raise CommandError(f"{min(names - found.keys())} was deleted meanwhile")
+            if all(job.phase.ended for job in found.values()):
+                return found
             if not served:
                 raise CommandError(
                     "the scheduler has ended before the jobs have; they go on when it is back"

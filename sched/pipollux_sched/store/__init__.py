@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .deletion import PendingDeletion
 from .errors import (
     ConflictError,
     JobEndedError,
     JobExistsError,
+    JobLivesError,
     StaleGenerationError,
     StateDirError,
     StoreError,
@@ -16,7 +18,8 @@ from .errors import (
 )
 from .hints import ToldHints
 from .journal import Change
-from .overview import LaunchCounts, NoisePoint, Overview
+from .launches import LaunchCounts
+from .overview import NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
@@ -31,12 +34,14 @@ __all__ = [
     "GenerationRecord",
     "JobEndedError",
     "JobExistsError",
+    "JobLivesError",
     "JobRecord",
     "LaunchCounts",
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
     "Overview",
+    "PendingDeletion",
     "Point",
     "ReplicaAddresses",
     "ServerInfo",

@@ -5,25 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, distinct, func, or_, select
+from sqlalchemy import Select, func, or_, select
 
-from pipollux_sched.lifecycle import Intent, Outcome
-
-from . import journal
+from . import deletion, journal, launches
 from .database import Database
+from .launches import LaunchCounts
 from .records import GenerationRecord, Point, generation_record
 from .tables import EventRow, GenerationRow, JobRow, PointRow
-
-
-class LaunchCounts(NamedTuple):
-    """How often jobs were launched, and why again, since the store was made."""
-
-    restarts: int
-    """Launches of a job after its first."""
-    reallocations: int
-    """Generations that were stopped for the job to go on elsewhere."""
-    failures: int
-    """Generations that failed by themselves."""
 
 
 class NoisePoint(NamedTuple):
@@ -55,16 +43,10 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def launches(self) -> LaunchCounts:
-        """Return how often jobs were launched."""
-        row = GenerationRow
-        failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
-        query = select(
-            func.count() - func.count(distinct(row.job)),
-            func.count().filter(row.intent == Intent.MOVE.value),
-            func.count().filter(failed),
-        ).select_from(row)
+        """Return how often jobs were launched; those that were deleted count as well."""
         with self._database.read() as session:
-            return LaunchCounts(*session.execute(query).one())
+            there, gone = launches.totals(session), deletion.counted(session)
+        return LaunchCounts(*map(sum, zip(there, gone, strict=True)))
 
     def launches_since(self, since: float, most: int) -> list[GenerationRecord]:
         """Return the launches of all jobs that held something after a moment, oldest first.
