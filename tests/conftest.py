@@ -10,18 +10,39 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+from tests.extent import FRESH, explores, is_exhaustive
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Children of the whole run: multiprocessing's fork server and resource tracker, and the server of
-# tests/sched/postgresql.py, which that module ends.
-LASTING = ("forkserver", "resource_tracker", "postgres")
-# What a browser starts when it likes; tests/sched/test_web.py sees that none of them outlives
+# The server of tests/sched/postgresql.py, which that module ends.
+LASTING = ("resource_tracker", "postgres")
+# What a browser starts when it likes; tests/sched/browser.py sees that none of them outlives
 # its browser, which itself is no such process.
 BROWSERS_OWN = re.compile(r"chrom\S* --type=")
 # pytest's own, and what torch sets when parts of it are imported.
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run what `make test` leaves out: whole grids, long runs, hypothesis with fresh seeds",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(FRESH if config.getoption("exhaustive") else "usual")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    exhaustive = config.getoption("exhaustive")
+    chosen = [x for x in items if is_exhaustive(x) == exhaustive or (exhaustive and explores(x))]
+    config.hook.pytest_deselected(items=[x for x in items if x not in set(chosen)])
+    items[:] = chosen
 
 
 def _children() -> set[int]:
@@ -32,6 +53,8 @@ def _children() -> set[int]:
             # One without a command line is about to be a zombie.
             ended = not command or process.status() == psutil.STATUS_ZOMBIE
             lasting = any(name in command for name in LASTING) or BROWSERS_OWN.search(command)
+            # Whom the fork server forked has its command line.
+            lasting = lasting or ("forkserver" in command and process.ppid() == os.getpid())
             if not ended and not lasting:
                 found.add(process.pid)
         except psutil.NoSuchProcess:

@@ -2,7 +2,7 @@
 
 At the start of an iteration every replica announces where it is and what it was asked to do; at the
 iteration's end it reads what all announced. So stopping, saving and changing the configuration
-happen on every replica at the same boundary, and the exchange hides behind the step.
+happen on every replica at the same boundary, and the exchange is part of the iteration's backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import NoReturn
 
 from . import interrupt
@@ -55,11 +54,7 @@ class StepBoundary:
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
         """
         agreed = self._context.control.collect()
-        self._context.metrics.record_agreed(agreed)
-        if agreed is not None and agreed.stop:
-            self._stop()
-        if agreed is not None and agreed.save:
-            self._save_periodically()
+        self._follow(agreed)
         return agreed
 
     def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
@@ -89,6 +84,7 @@ class StepBoundary:
             SystemExit: Some replica was asked to stop.
         """
         ctx = self._context
+        ctx.metrics.record_agreed(ctx.control.collect())  # after a `break`
         message = ControlMessage(stop=interrupt.stop_requested())
         if ctx.control.exchange(message, "the beginning of a loop over epochs").stop:
             self._leave(None)
@@ -105,23 +101,31 @@ class StepBoundary:
         control = self._context.control
         if control.under_way:
             self.settle()  # after a `break`
-        control.launch(self._message(adapts=False), f"the beginning of epoch {epoch}")
-        self.settle()
+        place = f"the beginning of epoch {epoch}"
+        self._follow(control.exchange(self._message(adapts=False), place))
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._context.metrics
-        message = metrics.loss_message()
-        if self._context.env.rank == 0:
-            message = replace(message, save=metrics.checkpoint_due())
-            if adapts:
-                atomic_bsz, accum_steps, num_microbatches = metrics.take_proposal()
-                message = replace(
-                    message,
-                    atomic_bsz=atomic_bsz,
-                    accum_steps=accum_steps,
-                    num_microbatches=num_microbatches,
-                )
-        return replace(message, stop=interrupt.stop_requested())
+        leads = self._context.env.rank == 0
+        loss_sum, loss_samples = metrics.take_loss()
+        proposal = metrics.take_proposal() if leads and adapts else (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = proposal
+        return ControlMessage(
+            stop=interrupt.stop_requested(),
+            save=leads and metrics.checkpoint_due(),
+            atomic_bsz=atomic_bsz,
+            accum_steps=accum_steps,
+            num_microbatches=num_microbatches,
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+        )
+
+    def _follow(self, agreed: ControlMessage | None) -> None:
+        self._context.metrics.record_agreed(agreed)
+        if agreed is not None and agreed.stop:
+            self._stop()
+        if agreed is not None and agreed.save:
+            self._save_periodically()
 
     def _stop(self) -> None:
         """Save once and leave, all replicas at this very step."""

@@ -115,16 +115,16 @@ class Bucket:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            gradients.append(_real(parameter.grad))
+            gradients.append(_real(parameter.grad.detach()))
             views.append(view)
         if not gradients:
             return
-        narrow = self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
-        if not narrow and factor != 1.0:
-            self._flat.mul_(factor)
-        torch._foreach_copy_(gradients, views)
-        if narrow and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+        if self._is_narrow(gradients):
+            torch._foreach_copy_(gradients, views)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            return
+        _copy_times(factor, views, gradients)
 
     def _pack(self, weight: float) -> None:
         if weight == 0.0:  # not a factor: what does not count may be infinite
@@ -139,12 +139,16 @@ class Bucket:
                 views.append(view)
         if not gradients:
             return
-        narrow = self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
-        if narrow and weight != 1.0:  # weigh first, round once
-            gradients = list(torch._foreach_mul(gradients, weight))
-        torch._foreach_copy_(views, gradients)
-        if not narrow and weight != 1.0:
-            self._flat.mul_(weight)
+        if self._is_narrow(gradients):
+            if weight != 1.0:  # weigh first, round once
+                gradients = list(torch._foreach_mul(gradients, weight))
+            torch._foreach_copy_(views, gradients)
+            return
+        _copy_times(weight, gradients, views)
+
+    def _is_narrow(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether gradients have more digits than what they travel as."""
+        return self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -212,6 +216,22 @@ def check_wire(gradient_dtype: torch.dtype | None, bucket_bytes: int, num_replic
                 "gradient_dtype=torch.bfloat16: gloo of this version of PyTorch does not add "
                 f"bfloat16; leave gradient_dtype at None, or use NCCL ({error})"
             ) from error
+
+
+def _copy_times(factor: float, sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors of the same shapes times a factor, rounding once."""
+    alike = all(a.dtype == b.dtype for a, b in zip(sources, targets, strict=True))
+    if factor == 1.0:
+        torch._foreach_copy_(targets, sources)
+    elif alike and not sources[0].is_cuda:
+        # One pass over memory where there would be two; on a GPU many small kernels cost more.
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, factor, out=target)
+    elif sources[0].dtype.itemsize > min(t.dtype.itemsize for t in targets):
+        torch._foreach_copy_(targets, torch._foreach_mul(sources, factor))
+    else:
+        torch._foreach_copy_(targets, sources)
+        torch._foreach_mul_(targets, factor)
 
 
 def _real(tensor: Tensor) -> Tensor:

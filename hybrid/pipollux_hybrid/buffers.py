@@ -92,6 +92,8 @@ class BufferSynchronizer:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, layer, own in self._layers:
+            if not layer._buffers:  # at every step, and most layers have none
+                continue
             for name, tensor in layer.named_buffers(recurse=False):
                 if name not in own:
                     yield (f"{prefix}.{name}" if prefix else name), tensor

@@ -6,7 +6,8 @@ reading the same stream on every replica (:mod:`~pipollux_hybrid.stream`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -151,9 +152,20 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             rank = self._context.env.rank
             self._stream.begin(self._epochs.epoch, self._state.index, self._shape(), rank)
             return iter(self._batches)
-        # One pass gives the workers their indices, a second one tells this loop what they mean.
-        self._lists.source = (list(part.indices) for part in self._parts())
-        return zip(self._parts(), self._batches, strict=True)
+        return self._fetch()
+
+    def _fetch(self) -> Iterator[tuple[Part, T]]:
+        """The batches of a map-style data set, each with what it means."""
+        fetching: deque[Part] = deque()
+
+        def lists() -> Iterator[Sequence[int]]:
+            for part in self._parts():
+                fetching.append(part)  # workers run ahead by some batches, which come in order
+                yield part.indices
+
+        self._lists.source = lists()
+        for batch in self._batches:
+            yield fetching.popleft(), batch
 
     def _parts(self) -> Iterator[Part]:
         assert self._sampler is not None  # noqa: S101  # only streams have none
@@ -208,7 +220,7 @@ def _check_stream_options(shuffle: bool, options: dict[str, Any]) -> None:
 class _Lists:
     """A batch sampler over lists of indices that change with every segment."""
 
-    source: Iterator[list[int]] = iter(())
+    source: Iterator[Sequence[int]] = iter(())
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Sequence[int]]:
         return self.source

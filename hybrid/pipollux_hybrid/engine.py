@@ -13,18 +13,20 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, new_stream
 
 from .errors import ConfigurationError
-from .nest import Nest, cut, join
+from .nest import Nest, cut, flatten, join
 from .outer import OuterContexts
 from .pipeline import PipelineRun
 from .recompute import make_phonies
 from .separate import separate
-from .skip import layout_of
+from .skip import SkipTracker, layout_of
 from .stage import Stage
 
 __all__ = ["CHECKPOINT_MODES", "PipelineEngine", "microbatch_sizes"]
@@ -83,11 +85,13 @@ class PipelineEngine:
         Returns:
             The nest that the last layer gives, of the whole batch, on the last device.
         """
-        recomputes = training and torch.is_grad_enabled()
+        recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
+        if len(self.stages) == len(sizes) == 1 and not recomputed:
+            return self._run_directly(inputs)
         run = PipelineRun(
             self.stages,
             cut(inputs, sizes),
-            self.checkpointed(len(sizes), training=recomputes),
+            recomputed,
             self._streams(len(sizes)),
             self._layout,
             OuterContexts.capture(device.type for device in self.devices),
@@ -95,6 +99,21 @@ class PipelineEngine:
         )
         outputs = run.forward()
         return join(separate(outputs) if separately else outputs, sizes)
+
+    def _run_directly(self, inputs: Nest) -> Nest:
+        """One micro-batch through one stage: the caller's thread does it, as in the plain model."""
+        stage = self.stages[0]
+        if not isinstance(inputs, Tensor):
+            flatten(inputs, "the input of the model")
+        with ExitStack() as stack:
+            if stage.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(stage.device))
+            if self._layout.by_ns_name:
+                stack.enter_context(use_skip_tracker(SkipTracker(self._layout)))
+            output = stage(inputs)
+        if not isinstance(output, Tensor):
+            flatten(output, stage.output_name)
+        return output
 
     def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
         """A stream for the copies of each micro-batch to each stage; kept, as they cost memory."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-
-import httpx
+from typing import TYPE_CHECKING
 
 from .env import JobEnvironment
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["Heartbeat"]
 
@@ -57,6 +59,8 @@ class Heartbeat:
         self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
+        import httpx  # a third of a second that the script need not wait for
+
         env = self._env
         url = f"{env.supervisor_url}/jobs/{env.job_id}/heartbeats"
         backoff = FIRST_BACKOFF

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-from pipollux_perfmodel import GoodputFunction, PerfParams, SchedHints, fit_perf_params
-from pipollux_perfmodel.wire import MAX_LAYERS
+from pipollux_perfmodel import GoodputFunction, PerfParams
 
 from .balance import Cut
 from .context import JobContext
@@ -14,6 +14,9 @@ from .microbatches import candidate_microbatches
 from .noise import GradientNoiseScale
 from .profile import StepProfile
 from .sampler import BatchShape
+
+if TYPE_CHECKING:
+    from pipollux_perfmodel import SchedHints
 
 __all__ = ["JobModel"]
 
@@ -58,6 +61,8 @@ class JobModel:
 
     def fit(self) -> None:
         """Fit the performance model to all measurements, and propose a batch shape by it."""
+        from pipollux_perfmodel import fit_perf_params  # imports scipy
+
         data = self.profile.fit_data(self.num_stages, self._context.checkpoint_mode)
         if data is None:
             return
@@ -122,6 +127,9 @@ class JobModel:
 
     def hints(self) -> SchedHints | None:
         """What the scheduler is to know; None before the first fit of this number of stages."""
+        from pipollux_perfmodel import SchedHints  # imports pydantic
+        from pipollux_perfmodel.wire import MAX_LAYERS
+
         if self.perf_params is None or self.noise is None:
             return None
         if self.perf_params.num_stages != self.num_stages:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
-from pipollux_perfmodel import (
-    StageEvent,
-    perf_params_from_json,
-    perf_params_to_json,
-)
+from pipollux_perfmodel import StageEvent
 
 from .checkpoint import State, load_state
 from .context import JobContext
@@ -30,6 +26,21 @@ from .sampler import BatchShape, Part
 __all__ = ["Metrics", "Point"]
 
 
+class DoneStep(NamedTuple):
+    """What is noted of every optimizer step, to make a point of it if one is due."""
+
+    time: float
+    step: int
+    samples: int
+    epoch: int
+    num_epochs: int | None
+    part: Part
+    shape: BatchShape
+    num_microbatches: int
+    step_time: float
+    rate_factor: float
+
+
 class MetricsState(State):
     """The part of :class:`Metrics` that a checkpoint holds."""
 
@@ -39,6 +50,8 @@ class MetricsState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write counters, measurements, noise and the fitted model as JSON."""
+        from pipollux_perfmodel import perf_params_to_json  # imports pydantic
+
         m = self._metrics
         content = {
             "step": m.step,
@@ -53,6 +66,8 @@ class MetricsState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
+        from pipollux_perfmodel import perf_params_from_json  # imports pydantic
+
         m, content = self._metrics, json.load(fileobj)
         m.step = int(content["step"])
         m.samples = int(content["samples"])
@@ -95,8 +110,8 @@ class Metrics(JobModel):
         self._step_time = 0.0
         self._sync_time: float | None = None
         self._losses: list[tuple[Any, int]] = []
-        self._point: Point | None = None
-        self._launched: Point | None = None
+        self._done: DoneStep | None = None
+        self._launched: DoneStep | None = None
         self._last_save = time.monotonic()
         load_state(MetricsState(self))
         self.saved_step = self.step
@@ -179,7 +194,7 @@ class Metrics(JobModel):
             )
         if part.is_optimizer_step:
             self.samples_left = self._samples_left(part, epochs)
-            self._point = self._make_point(part, epochs)
+            self._done = self._note_done(part, epochs)
             self._step_time = 0.0
 
     def add_timeline(
@@ -206,29 +221,33 @@ class Metrics(JobModel):
             self._context.num_microbatches,
         )
 
-    def loss_message(self) -> ControlMessage:
-        """The share of this replica in the loss since the last message."""
+    def take_loss(self) -> tuple[float, int]:
+        """The share of this replica in the loss since the last time, and its samples."""
         losses, self._losses = self._losses, []
-        self._launched, self._point = self._point, None
-        return ControlMessage(
-            loss_sum=sum(float(loss) * samples for loss, samples in losses),
-            loss_samples=sum(samples for _, samples in losses),
+        self._launched, self._done = self._done, None
+        return (
+            sum(float(loss) * samples for loss, samples in losses),
+            sum(samples for _, samples in losses),
         )
 
     def record_agreed(self, agreed: ControlMessage | None) -> None:
         """The replicas' losses came together: the step they belong to can be reported."""
-        point, self._launched = self._launched, None
-        if agreed is None or point is None or self._context.env.rank != 0:
+        done, self._launched = self._launched, None
+        if agreed is None or done is None or self._context.env.rank != 0:
             return
-        if agreed.loss_samples > 0:
-            point = replace(point, loss=agreed.loss_sum / agreed.loss_samples)
-        self._context.reporter.add_point(point)
+        loss = agreed.loss_sum / agreed.loss_samples if agreed.loss_samples > 0 else None
+        # Most points are never shown, and predictions take longer than a small step.
+        reporter = self._context.reporter
+        reporter.note_loss(done.step, loss)
+        reporter.add_point(done.time, partial(self._make_point, done, loss))
 
     def flush(self) -> None:
         """Bring in what is under way; every replica calls it at the same boundary."""
         control = self._context.control
         self.record_agreed(control.collect())
-        self.record_agreed(control.exchange(self.loss_message()))
+        loss_sum, loss_samples = self.take_loss()
+        message = ControlMessage(loss_sum=loss_sum, loss_samples=loss_samples)
+        self.record_agreed(control.exchange(message))
 
     def checkpoint_due(self) -> bool:
         """Whether a periodic checkpoint is due; saying so counts as having saved."""
@@ -248,42 +267,57 @@ class Metrics(JobModel):
         left = to_come + max(self.epoch_size - part.next_index, 0)
         return left / self.sample_length
 
-    def _make_point(self, part: Part, epochs: EpochState) -> Point:
-        shape, env = self._shape, self._context.env
-        assert shape is not None  # noqa: S101  # commit_step looked
+    def _note_done(self, part: Part, epochs: EpochState) -> DoneStep:
+        assert self._shape is not None  # noqa: S101  # commit_step looked
+        return DoneStep(
+            time.time(),
+            self.step,
+            self.samples,
+            epochs.epoch,
+            epochs.num_epochs,
+            part,
+            self._shape,
+            self._context.num_microbatches,
+            self._step_time,
+            self.rate_factor,
+        )
+
+    def _make_point(self, done: DoneStep, loss: float | None) -> Point:
+        """The step as it is reported, with what the present model predicts for such a one."""
+        shape, env, is_full = done.shape, self._context.env, done.part.is_full
         predicted = goodput = efficiency = None
         goodput_fn = self.goodput_function()
-        if goodput_fn is not None and part.is_full:
+        if goodput_fn is not None and is_full:
             predicted = float(
                 goodput_fn.step_time(
                     env.num_nodes,
                     env.num_replicas,
                     shape.atomic_bsz,
                     shape.accum_steps,
-                    self._context.num_microbatches,
+                    done.num_microbatches,
                 ).total
             )
         if goodput_fn is not None and shape.batch_size >= goodput_fn.init_batch_size:
             efficiency = float(goodput_fn.efficiency(shape.batch_size))
-            goodput = shape.batch_size / self._step_time * efficiency if part.is_full else None
+            goodput = shape.batch_size / done.step_time * efficiency if is_full else None
         return Point(
-            time=time.time(),
-            step=self.step,
-            epoch=epochs.epoch,
-            samples=self.samples,
-            loss=None,
+            time=done.time,
+            step=done.step,
+            epoch=done.epoch,
+            samples=done.samples,
+            loss=loss,
             batch_size=shape.batch_size,
             atomic_bsz=shape.atomic_bsz,
             accum_steps=shape.accum_steps,
             num_replicas=env.num_replicas,
-            step_time=self._step_time,
+            step_time=done.step_time,
             predicted_step_time=predicted,
             goodput=goodput,
             efficiency=efficiency,
-            num_microbatches=self._context.num_microbatches,
-            epoch_samples=min(part.next_index, self.epoch_size),
+            num_microbatches=done.num_microbatches,
+            epoch_samples=min(done.part.next_index, self.epoch_size),
             epoch_size=self.epoch_size,
-            num_epochs=epochs.num_epochs,
+            num_epochs=done.num_epochs,
             noise_scale=self.noise_scale(),
-            rate_factor=self.rate_factor,
+            rate_factor=done.rate_factor,
         )

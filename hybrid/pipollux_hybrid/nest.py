@@ -53,11 +53,15 @@ def unflatten(leaves: Sequence[Any], structure: Structure) -> Nest:
 
 def tensors_of(value: Nest) -> list[Tensor]:
     """The tensors of a nest, in order."""
+    if isinstance(value, Tensor):  # by far the most frequent nest
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Nest) -> Nest:
     """The nest with a function applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
     return pytree.tree_map_only(Tensor, function, value)
 
 

@@ -25,7 +25,7 @@ move.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,35 +34,47 @@ from torch import Tensor
 
 from pipollux_perfmodel import GradParams
 
-__all__ = ["GradientNoiseScale", "NormSum", "RunningAverage", "norm_sqr", "sum_norms_sqr"]
+__all__ = ["GradientNoiseScale", "NormSum", "RunningAverage", "sum_products"]
 
 SMOOTHING = 0.999
 """Weight of the past for one batch of the initial size, as AdaptDL has it."""
+HORIZON = 32
+"""A measured step has at most one such part of the averages: where steps are measured rarely, or
+batches are large, the past fades by the number of samples and not of steps."""
 
 CACHED = 1 << 16
 """Elements of a gradient and its weights that fit into a core's cache together."""
 
 
-def norm_sqr(gradient: Tensor, weights: Tensor | None) -> Tensor:
-    """The squared norm of a gradient, as a tensor without dimensions.
+def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
+    """The inner product of two gradients, as a tensor without dimensions.
 
-    Called for every gradient that arrives, so it makes as few passes over memory as it can.
+    Called for every gradient of a measured step, so it makes as few passes over memory as it can.
 
     Args:
-        gradient: Of any shape.
-        weights: What each square counts, of the same shape; None: 1.
+        one: Of any shape; complex numbers count as two real ones.
+        other: Of the same shape; ``one`` itself for its squared norm.
+        weights: What each product counts, as many as there are real numbers; None: 1.
     """
+    a = _flat(one)
+    b = a if other is one else _flat(other)
+    if weights is None:
+        return torch.dot(a, b)
+    weights = weights.reshape(-1)
+    if a.is_cuda or a.numel() <= CACHED:
+        return torch.dot(a, b * weights)
+    # Products that stay in the cache: on a CPU a third faster than one pass after the other.
+    parts = zip(a.split(CACHED), b.split(CACHED), weights.split(CACHED), strict=True)
+    return torch.stack([torch.dot(x, y * w) for x, y, w in parts]).sum()
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
-    flat = gradient.detach().reshape(-1)
-    if weights is None:
-        return torch.dot(flat, flat)
-    weights = weights.reshape(-1)
-    if flat.is_cuda or flat.numel() <= CACHED:
-        return torch.dot(flat, flat * weights)
-    # Products that stay in the cache: on a CPU a third faster than one pass after the other.
-    parts = zip(flat.split(CACHED), weights.split(CACHED), strict=True)
-    return torch.stack([torch.dot(part, part * weight) for part, weight in parts]).sum()
+    return gradient.reshape(-1)
 
 
 class NormSum:
@@ -77,11 +89,11 @@ class NormSum:
         self._total: Tensor | None = None
 
     def add(self, gradient: Tensor, weights: Tensor | None, factor: float) -> None:
-        """Add a gradient; ``weights`` as in :func:`norm_sqr`."""
+        """Add a gradient; ``weights`` as in :func:`product`."""
         if factor != self._factor:
             self._gather()
             self._factor = factor
-        self._waiting.append(norm_sqr(gradient, weights))
+        self._waiting.append(product(gradient, gradient, weights))
 
     def total(self) -> Tensor | None:
         """The sum, float64 without dimensions, on the gradients' device; None for no gradient."""
@@ -89,7 +101,7 @@ class NormSum:
         return self._total
 
     def clear(self) -> None:
-        """Start anew."""
+        """Start again."""
         self._waiting, self._total = [], None
 
     def _gather(self) -> None:
@@ -99,13 +111,16 @@ class NormSum:
             self._waiting = []
 
 
-def sum_norms_sqr(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> float:
-    """The squared norm of several gradients with their weights, read from each device once."""
-    sums: dict[torch.device, Tensor] = {}
-    for gradient, weights in gradients:
-        sqr = norm_sqr(gradient, weights).double()
-        sums[gradient.device] = sums[gradient.device] + sqr if gradient.device in sums else sqr
-    return sum(float(sqr) for sqr in sums.values())
+def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
+    """The inner product of two lists of gradients; each device is waited for once.
+
+    Args:
+        gradients: Arguments of :func:`product`, for each parameter.
+    """
+    terms: dict[torch.device, list[Tensor]] = {}
+    for one, other, weights in gradients:
+        terms.setdefault(one.device, []).append(product(one, other, weights).double())
+    return sum(float(torch.stack(some).sum()) for some in terms.values())
 
 
 @dataclass
@@ -142,6 +157,8 @@ class GradientNoiseScale:
     """Whether the averages come from successive steps."""
     preconditioned: bool = False
     """Whether norms are taken in Adam's geometry."""
+    num_samples: int = 0
+    """Measured steps in the averages."""
     _sqr: RunningAverage = field(default_factory=RunningAverage)
     _var: RunningAverage = field(default_factory=RunningAverage)
 
@@ -165,18 +182,20 @@ class GradientNoiseScale:
             batch_size: B, in samples.
             differenced: Whether the estimates are successive steps; real ones replace these.
             num_steps: Steps that this one stands for, where not every one is measured: the past
-                fades as fast as if it were.
+                fades as fast as if it were, but no faster than :data:`HORIZON` samples allow.
             preconditioned: Whether norms are taken in Adam's geometry; norms in two geometries
                 have no common average, so that the later ones replace the earlier.
         """
         if num_estimates < 2 or not (math.isfinite(total_sqr) and math.isfinite(estimate_sqr)):
             return
         if (self.differenced and not differenced) or self.preconditioned != preconditioned:
-            self._sqr, self._var = RunningAverage(), RunningAverage()
+            self._sqr, self._var, self.num_samples = RunningAverage(), RunningAverage(), 0
         self.differenced, self.preconditioned = differenced, preconditioned
         sqr = (num_estimates * total_sqr - estimate_sqr) / (num_estimates - 1)
         trace = (estimate_sqr - total_sqr) * batch_size / (num_estimates - 1)
-        keep = SMOOTHING ** (max(num_steps, 1) * batch_size / self.init_batch_size)
+        fading = SMOOTHING ** (max(num_steps, 1) * batch_size / self.init_batch_size)
+        keep = max(fading, 1.0 - 1.0 / HORIZON)
+        self.num_samples += 1
         self._sqr.update(sqr, keep)
         self._var.update(trace / self.init_batch_size, keep)
 
@@ -192,8 +211,8 @@ class GradientNoiseScale:
         """AdaScale's gain r of a batch ``scale`` times the initial one: steps of the initial size
         that one such step is worth (Johnson et al., AdaScale SGD, 2020), in [1, scale].
         """
-        params = self.grad_params
-        if params is None or scale <= 1.0:
+        params = self.grad_params if scale > 1.0 else None
+        if params is None:
             return 1.0
         return (params.var + params.sqr) / (params.var / scale + params.sqr)
 
@@ -203,6 +222,7 @@ class GradientNoiseScale:
             "init_batch_size": self.init_batch_size,
             "differenced": self.differenced,
             "preconditioned": self.preconditioned,
+            "samples": self.num_samples,
             "sqr": [self._sqr.total, self._sqr.weight],
             "var": [self._var.total, self._var.weight],
         }
@@ -214,6 +234,7 @@ class GradientNoiseScale:
             init_batch_size=int(content["init_batch_size"]),
             differenced=bool(content["differenced"]),
             preconditioned=bool(content.get("preconditioned", False)),
+            num_samples=int(content.get("samples", 0)),
             _sqr=RunningAverage(*map(float, content["sqr"])),
             _var=RunningAverage(*map(float, content["var"])),
         )

@@ -1,22 +1,47 @@
-"""Feeding the gradient noise scale from what synchronisation leaves behind at each step."""
+"""Feeding the gradient noise scale from what synchronisation leaves behind at some steps.
+
+The noise changes slowly, a fit reads it every half minute, and measuring it costs a few passes over
+all gradients. So it is measured at every step at first, which gives the first fit what it needs,
+and at one step of many from there on. Which steps these are follows from their number and from the
+averages so far, which all replicas have alike.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor, nn
 
 from .context import JobContext
-from .noise import GradientNoiseScale, sum_norms_sqr
+from .noise import GradientNoiseScale, sum_products
 from .synchronizer import SyncResult
 
 __all__ = ["NoiseMeter"]
 
-MEASURED_AT_FIRST = 50
-MEASURED_EVERY = 4
-"""The gradient's noise is measured in the first iterations of a run, and then every so many: it
-changes slowly, and the hooks that measure it cost time at every gradient."""
+MEASURED_AT_FIRST = 24
+"""Samples of the noise that are taken at successive steps, in as many steps of a run at most."""
+MEASURED_EVERY = 64
+"""Every so many steps it is measured once these are taken."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The gradients of a step, kept until the next one."""
+
+    number: int
+    gradients: Sequence[Tensor | None]
+    """For each parameter, multiplied by the loss scale."""
+    batch_size: int
+    loss_scale: float
+
+
+class _Estimates(TypedDict):
+    total_sqr: float
+    estimate_sqr: float
+    batch_size: int
 
 
 class NoiseMeter:
@@ -37,15 +62,13 @@ class NoiseMeter:
         self._context = ctx
         self._parameters = list(parameters)
         self._preconditioner = preconditioner
-        self._previous: tuple[list[Tensor | None], int] | None = None
+        self._previous: _Step | None = None
         self._steps = 0
         self._measured_at = -1
 
     def wanted(self) -> bool:
-        """Whether this iteration measures the noise; comparing successive steps takes all."""
-        noise = self._context.metrics.noise
-        often = noise is None or noise.differenced or noise.grad_params is None
-        return often or self._steps < MEASURED_AT_FIRST or self._steps % MEASURED_EVERY == 0
+        """Whether this iteration is measured, or kept for the next one to be compared with."""
+        return self._is_due(self._steps) or (self._differences() and self._is_due(self._steps + 1))
 
     def stepped(self) -> None:
         """The optimizer stepped."""
@@ -66,67 +89,86 @@ class NoiseMeter:
             )
         if self._context.micro_step is None:
             return  # gradients summed by hand: their weights are not known
-        noise, squared = metrics.noise, loss_scale**2
-        gradients = [p.grad for p in self._trainable()]
-        total_sqr = self._norm_sqr(gradients)
+        if result.num_estimates > 1:
+            self._take(metrics.noise, result, loss_scale)
+        elif self._differences():
+            self._difference(metrics.noise, result.batch_size, loss_scale)
+
+    def _is_due(self, step: int) -> bool:
+        noise = self._context.metrics.noise
+        if step < MEASURED_AT_FIRST and (noise is None or noise.num_samples < MEASURED_AT_FIRST):
+            return True
+        return step % MEASURED_EVERY == 0
+
+    def _differences(self) -> bool:
+        """Whether successive steps may serve as estimates: no step had several yet."""
+        noise = self._context.metrics.noise
+        return noise is None or noise.differenced or noise.grad_params is None
+
+    def _take(self, noise: GradientNoiseScale, result: SyncResult, loss_scale: float) -> None:
+        """Take the estimates of this step."""
+        self._previous = None
+        gradients = self._gradients()
+        total_sqr = self._product(gradients, gradients) / loss_scale**2
         if not math.isfinite(total_sqr):
             return  # the loss scale was too large; the step is left out
-        if result.num_estimates > 1:
-            self._previous = None
-            noise.update(
-                total_sqr=total_sqr / squared,
-                estimate_sqr=result.estimate_sqr / squared,
-                num_estimates=result.num_estimates,
-                batch_size=result.batch_size,
-                num_steps=self._steps - self._measured_at,
-                preconditioned=self._preconditioned(),
-            )
-            self._measured_at = self._steps
-        elif noise.differenced or noise.grad_params is None:
-            self._difference(noise, gradients, total_sqr / squared, result.batch_size, loss_scale)
-            self._measured_at = self._steps
+        noise.update(
+            total_sqr=total_sqr,
+            estimate_sqr=result.estimate_sqr / loss_scale**2,
+            num_estimates=result.num_estimates,
+            batch_size=result.batch_size,
+            num_steps=self._steps - self._measured_at,
+            preconditioned=self._preconditioned(),
+        )
+        self._measured_at = self._steps
 
-    def _difference(
-        self,
-        noise: GradientNoiseScale,
-        gradients: list[Tensor | None],
-        total_sqr: float,
-        batch_size: int,
-        loss_scale: float,
-    ) -> None:
+    def _difference(self, noise: GradientNoiseScale, batch_size: int, loss_scale: float) -> None:
         """Take this step and the one before as two estimates: there is no second one in a step."""
-        copies = [None if g is None else g.detach() / loss_scale for g in gradients]
-        if self._previous is not None:
-            before, before_size = self._previous
-            both = batch_size + before_size
-            mean = [
-                a if b is None else b if a is None else (a * batch_size + b * before_size) / both
-                for a, b in zip(copies, before, strict=True)
-            ]
-            # The step before is measured anew: Adam's geometry has moved since.
-            before_sqr = self._norm_sqr(before)
+        before, self._previous = self._previous, None
+        if before is not None and before.number == self._steps - 1:
             noise.update(
-                total_sqr=self._norm_sqr(mean),
-                estimate_sqr=(total_sqr * batch_size + before_sqr * before_size) / both,
+                **self._compare(before, batch_size, loss_scale),
                 num_estimates=2,
-                batch_size=both,
+                num_steps=self._steps - self._measured_at,
                 differenced=True,
                 preconditioned=self._preconditioned(),
             )
-        self._previous = (copies, batch_size)
+            self._measured_at = self._steps
+        if self._is_due(self._steps + 1):
+            # A copy, as the script may clip gradients in place, or set them to zero.
+            copies = [None if g is None else g.detach().clone() for g in self._gradients()]
+            self._previous = _Step(self._steps, copies, batch_size, loss_scale)
 
-    def _norm_sqr(self, gradients: list[Tensor | None]) -> float:
-        """|G|² over all stages, in the optimizer's geometry."""
-        present = [
-            (gradient, self._preconditioner(parameter))
-            for parameter, gradient in zip(self._trainable(), gradients, strict=True)
-            if gradient is not None
-        ]
-        return sum_norms_sqr(present)
+    def _compare(self, before: _Step, batch_size: int, loss_scale: float) -> _Estimates:
+        """|G|², S and B of two steps together, over parameters that have a gradient in both."""
+        kept, gradients = before.gradients, self._gradients()
+        both = [a is not None and b is not None for a, b in zip(kept, gradients, strict=True)]
+        first = [a if known else None for a, known in zip(kept, both, strict=True)]
+        second = [b if known else None for b, known in zip(gradients, both, strict=True)]
+        # The step before is measured again: Adam's geometry has moved since.
+        first_sqr = self._product(first, first) / before.loss_scale**2
+        second_sqr = self._product(second, second) / loss_scale**2
+        inner = self._product(first, second) / (before.loss_scale * loss_scale)
+        total = before.batch_size + batch_size
+        share, rest = before.batch_size / total, batch_size / total
+        return {
+            # |share · first + rest · second|², without making the sum
+            "total_sqr": share**2 * first_sqr + rest**2 * second_sqr + 2 * share * rest * inner,
+            "estimate_sqr": share * first_sqr + rest * second_sqr,
+            "batch_size": total,
+        }
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [p.grad if p.requires_grad else None for p in self._parameters]
+
+    def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
+        """The inner product over all stages, in the optimizer's geometry."""
+        return sum_products(
+            (a, b, self._preconditioner(parameter))
+            for parameter, a, b in zip(self._parameters, one, other, strict=True)
+            if a is not None and b is not None
+        )
 
     def _preconditioned(self) -> bool:
-        first = next((p for p in self._trainable() if p.grad is not None), None)
+        first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
         return first is not None and self._preconditioner(first) is not None
-
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for p in self._parameters if p.requires_grad]

@@ -88,6 +88,8 @@ class AdaptiveOptimizer:
     def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
         """The weights of squares in Adam's geometry, 1 / (√v̂ + ε)², of the parameter's shape.
 
+        Those of a complex parameter are one for each of its real numbers, shape [..., 2].
+
         None for other optimizers and in the first steps. They stay the same for some steps.
         """
         if not self._adam:
@@ -108,7 +110,10 @@ class AdaptiveOptimizer:
             g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])
         )
         correction = math.sqrt(1.0 - float(group["betas"][1]) ** step)
-        divisor: Tensor = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
+        moment: Tensor = state["exp_avg_sq"]
+        if moment.is_complex():  # Adam takes a complex number for two real ones
+            moment = torch.view_as_real(moment)
+        divisor = moment.sqrt().div_(correction).add_(group["eps"])
         return divisor.square_().reciprocal_()
 
     def _patch_step(self) -> None:

@@ -168,7 +168,7 @@ class HybridParallel(PlainFace):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
-            group=lambda: ctx.control.group,
+            add_up=ctx.control.ride,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
             gradient_dtype=gradient_dtype,
             bucket_bytes=bucket_bytes,
@@ -351,7 +351,7 @@ class HybridParallel(PlainFace):
         # The noise is told from the gradients of micro-batches, recomputed or not; but what the
         # script wants of its input it may want by torch.autograd.grad, which needs one graph.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
-        separate = measured and not num_recomputed and not whole
+        separate = measured and len(sizes) > 1 and not num_recomputed and not whole
         return BackwardPlan(
             sizes=sizes,
             num_separate=len(sizes) if separate else num_recomputed,
@@ -359,6 +359,7 @@ class HybridParallel(PlainFace):
             synchronize=ends,
             weighted=micro_step is not None,
             measured=measured,
+            timed=timed,
             part=micro_step,
         )
 
@@ -378,7 +379,7 @@ class HybridParallel(PlainFace):
 
     def _rate_factor(self) -> float:
         metrics, scale = self._context.metrics, self._context.scale
-        return self._rule.factor(
+        metrics.rate_factor = self._rule.factor(
             ScalingState(
                 scale=scale,
                 gain=self.gain,
@@ -387,6 +388,7 @@ class HybridParallel(PlainFace):
                 init_batch_size=self._init_batch_size(),
             )
         )
+        return metrics.rate_factor
 
     def _init_batch_size(self) -> int:
         limits = self._context.metrics.limits
@@ -397,7 +399,6 @@ class HybridParallel(PlainFace):
     def _stepped(self) -> None:
         self._noise.stepped()
         self._synchronizer.stepped()
-        self._context.metrics.rate_factor = self._rate_factor()
         self._timing.read()
         if self._result is not None:
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)

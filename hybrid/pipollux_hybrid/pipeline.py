@@ -117,7 +117,7 @@ class StageCall:
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
             output = stage(value)
-        what = f"the output of stage {stage.index}, layer {list(stage._modules)[-1]!r},"
+        what = stage.output_name
         if not is_recomputing():
             self.leaving = Boundary.of(output, what)
         assert self.leaving is not None  # noqa: S101  # the first time comes first

@@ -34,6 +34,8 @@ class BackwardPlan:
     """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
     measured: bool
     """Whether norms are taken for the noise; the same throughout an iteration."""
+    timed: bool = False
+    """Whether the arrival of gradients is noted for the stages' time line."""
     part: object | None = None
     """The part of an iteration it belongs to; a second backward of a part adds no samples."""
 

@@ -147,7 +147,9 @@ class StepProfile:
             if self._to_skip > 0:
                 self._to_skip -= 1
                 return
-            entry = self._measurements.setdefault(configuration, Measurements())
+            entry = self._measurements.get(configuration)
+            if entry is None:
+                entry = self._measurements[configuration] = Measurements()
             if not optimizer:
                 entry.accum.add(step_time, disturbed=disturbed)
                 return

@@ -60,7 +60,7 @@ class Reporter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._last_point = 0.0
-        self._held: Point | None = None
+        self._held: Callable[[], Point] | None = None
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
         env = ctx.env
@@ -77,13 +77,23 @@ class Reporter:
         with self._lock:
             self._listeners.append(listener)
 
-    def add_point(self, point: Point) -> None:
-        """Report an optimizer step; of steps in quick succession the latest is kept."""
-        self._losses.note(point.step, point.loss)
+    def note_loss(self, step: int, loss: float | None) -> None:
+        """Look at the loss of every optimizer step, also of one whose point is not reported."""
+        self._losses.note(step, loss)
+
+    def add_point(self, when: float, make: Callable[[], Point]) -> None:
+        """Report an optimizer step; of steps in quick succession the latest is kept.
+
+        Args:
+            when: Seconds since 1970 at which it was done.
+            make: Makes its point, which is only asked for if the point is reported.
+        """
         with self._lock:
-            if point.time - self._last_point < 1.0 / POINTS_PER_SECOND:
-                self._held = point
+            if when - self._last_point < 1.0 / POINTS_PER_SECOND:
+                self._held = make
                 return
+        point = make()
+        with self._lock:
             self._queue(point)
         self._ensure_running()
 
@@ -108,7 +118,7 @@ class Reporter:
         """The epochs are over: show the last step now, before the script's later output."""
         with self._lock:
             if self._held is not None:
-                self._queue(self._held)
+                self._queue(self._held())
             last = self._unshown[-1] if self._unshown else None
         display = self._display
         if display is not None and not self._call(display, display.finish, last):
@@ -158,7 +168,7 @@ class Reporter:
     def _last_turn(self, client: httpx.Client) -> None:
         with self._lock:
             if self._held is not None:
-                self._queue(self._held)
+                self._queue(self._held())
         self._show()
         for listener in self._listeners:
             self._call(listener, listener.close)

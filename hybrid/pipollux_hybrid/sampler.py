@@ -9,7 +9,8 @@ any batch size can go on from it, with every sample taken exactly once in an epo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -46,8 +47,7 @@ class BatchShape:
         return -(-self.batch_size // self.num_parts)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one replica does in one accumulation step of one iteration."""
 
     indices: Sequence[int]
@@ -106,7 +106,7 @@ class ElasticSampler:
             is_last = index + count == self.num_samples
             for positions, part in parts_of_iteration(index, count, shape, rank, is_last=is_last):
                 indices = order[positions.start : positions.stop].tolist()
-                yield replace(part, indices=indices)
+                yield part._replace(indices=indices)
             index += count
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +45,8 @@ class Stage(nn.Sequential):
             self.add_module(name, layer)
         self.index = index
         self.device = device
+        self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
+        """What messages call it."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
@@ -56,16 +56,22 @@ class Stage(nn.Sequential):
         Args:
             value: Input of the stage, tensors of shape [micro-batch, …].
         """
-        with _marked():
-            known = self._in_place.get(self._trains())
-            if known is False:
+        before, _thread.in_pipeline = _thread.in_pipeline, True
+        try:
+            if self._in_place.get(self._trains()) is False:
                 return self._checked_run(value)
-            copied = map_tensors(torch.clone, value)
-            before = _versions(copied)
-            output = self._run(copied)
-            if before is not None:
-                self._in_place[self._trains()] = before != _versions(copied)
-            return output
+            return self._run_on_copy(value)
+        finally:
+            _thread.in_pipeline = before
+
+    def _run_on_copy(self, value: Nest) -> Nest:
+        """Run the layers on a copy of their input, and see whether they change it."""
+        copied = map_tensors(torch.clone, value)
+        before = _versions(copied)
+        output = self._run(copied)
+        if before is not None:
+            self._in_place[self._trains()] = before != _versions(copied)
+        return output
 
     def _checked_run(self, value: Nest) -> Nest:
         before = _versions(value)
@@ -79,7 +85,8 @@ class Stage(nn.Sequential):
         return output
 
     def _run(self, value: Nest) -> Nest:
-        for name, layer in self.named_children():
+        for name, layer in self._modules.items():
+            assert layer is not None  # noqa: S101  # none was added
             try:
                 value = layer(value)
             except Exception as error:  # named by its place and raised on
@@ -92,7 +99,7 @@ class Stage(nn.Sequential):
 
     def _trains(self) -> bool:
         # The stage's own flag is nobody's to set: its layers are children of the user's module.
-        return any(layer.training for layer in self.children())
+        return any(layer.training for layer in self._modules.values() if layer is not None)
 
 
 def name_place(error: Exception, place: str) -> None:
@@ -105,16 +112,6 @@ def name_place(error: Exception, place: str) -> None:
         error.args = (f"{place}: {error.args[0]}", *error.args[1:])
     else:
         error.add_note(f"in {place}")
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    before = _thread.in_pipeline
-    _thread.in_pipeline = True
-    try:
-        yield
-    finally:
-        _thread.in_pipeline = before
 
 
 def _versions(value: Nest) -> list[int] | None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .context import JobContext
-from .noise_meter import MEASURED_EVERY
 from .stagetimer import Recording, StageTimer, stage_times
 
 __all__ = ["StepTiming"]
@@ -17,6 +16,8 @@ TIMED_EVERY = 10
 """Every so many iterations the stages of one backward are timed."""
 FIRST_TIMED = 3
 """The first iterations warm up."""
+PATIENCE = 4
+"""Iterations that measure the noise for which a timing is put off."""
 
 
 class StepTiming:
@@ -85,7 +86,7 @@ class StepTiming:
         if self._context.tracer.wanted and self._recording is None:
             return True
         # Rather not while the noise is measured; but where it always is, the wait has an end.
-        measuring = measures_noise and self._countdown > -MEASURED_EVERY
+        measuring = measures_noise and self._countdown > -PATIENCE
         if self._countdown > 0 or measuring or self._recording is not None:
             return False
         self._countdown = TIMED_EVERY

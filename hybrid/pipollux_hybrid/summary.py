@@ -2,15 +2,15 @@
 
 These few numbers need every digit, where gradients may travel in 16 bits; and they are known to the
 host, where gradients may be on a GPU. So they are one small float64 vector over gloo, which is on
-its way together with the last bucket.
+its way together with the last bucket, and takes along what the replicas tell each other at a step
+boundary (:mod:`pipollux_hybrid.control`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from .errors import SynchronizationError
@@ -39,11 +39,13 @@ class Summary:
     present: Sequence[float]
     """For each parameter, in the order of buckets, replicas with a gradient that counts."""
 
-    def sum_over_replicas(self, group: dist.ProcessGroup | None, num_replicas: int) -> Summary:
+    def sum_over_replicas(
+        self, add_up: Callable[[Sequence[float]], list[float]], num_replicas: int
+    ) -> Summary:
         """The sums over all replicas, each of which calls this.
 
         Args:
-            group: A gloo group of all replicas.
+            add_up: Adds numbers up over the replicas.
             num_replicas: Their number.
 
         Raises:
@@ -52,16 +54,16 @@ class Summary:
         """
         head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
         numbers = [*head, *self.buffers, *self.late, *self.present]
-        vector = torch.tensor(numbers, dtype=torch.float64)
         try:
-            dist.all_reduce(vector, group=group)
+            totals = add_up(numbers)
+        except SynchronizationError:
+            raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
             raise SynchronizationError(
                 f"replica {dist.get_rank()} of {num_replicas} lost its peers while averaging "
                 "gradients: another replica has ended, hangs, or trains other parameters; its log "
                 f"says why. ({error})"
             ) from error
-        totals = vector.tolist()
         first, second = len(head) + len(self.buffers), len(numbers) - len(self.present)
         return Summary(
             samples=totals[0],

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -37,6 +36,7 @@ from .errors import SynchronizationError
 from .exposure import Exposure
 from .nest import Nest, tensors_of
 from .noise import NormSum
+from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
 from .plan import BackwardPlan
 from .summary import Summary
 
@@ -64,8 +64,7 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
-        group: Gives the gloo group over which counts travel. Asked for each time and not kept: a
-            gloo group that lives until the interpreter ends aborts the process now and then.
+        add_up: Adds counts and flags up over the replicas, exactly.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
@@ -83,7 +82,7 @@ class GradientSynchronizer:
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
-        group: Callable[[], dist.ProcessGroup | None],
+        add_up: Callable[[Sequence[float]], list[float]],
         buffers: BufferSynchronizer | None = None,
         gradient_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -91,20 +90,21 @@ class GradientSynchronizer:
         check_wire(gradient_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
-        self._group = group
+        self._add_up = add_up
         self._preconditioner = preconditioner
         self._on_gradient = on_gradient
         self._on_finished = on_finished
         self._buffers = buffers
         self._arrivals = Arrivals(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
         self._exposure = Exposure([p.device for named in stages for _, p in named])
-        self._hooked: set[nn.Parameter] = set()
+        self._hooks = ParameterHooks(self._measure, self._arrive)
         self._lock = threading.Lock()
         # The backward under way.
         self._task: int | None = None
         self._plans: list[BackwardPlan] = []
         self._synchronizes = False
         self._measures = False
+        self._watched: Watched | None = None
         # The iteration under way.
         self._fresh = True
         self._averaged = False
@@ -125,14 +125,9 @@ class GradientSynchronizer:
             output: Tensor, or nest of tensors, that a forward gave.
             plan: What is to be expected of its backward.
         """
-        tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        if tensors:
-            for index, named in enumerate(self._stages):
-                for name, parameter in named:
-                    if parameter.requires_grad and parameter not in self._hooked:
-                        self._hook(index, name, parameter)
-        for tensor in tensors:
-            tensor.register_hook(partial(self._start_backward, plan))
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._start_backward, plan))
 
     def stepped(self) -> None:
         """The optimizer stepped: what comes next belongs to another iteration."""
@@ -160,6 +155,8 @@ class GradientSynchronizer:
         Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize
+        # One gradient for all samples of an iteration: nothing to be told apart.
+        single = self._fresh and plan.synchronize and plan.passes == self._num_replicas == 1
         if self._fresh:
             self._begin_iteration(plan)
         if plan.part is None or plan.part is not self._part:
@@ -167,9 +164,18 @@ class GradientSynchronizer:
         else:
             self._measurable = False  # two backwards of the same samples: halves of an estimate
         self._part = plan.part
-        self._measures = plan.measured and plan.counted
-        stages = [[p for _, p in named if p.requires_grad] for named in self._stages]
-        self._arrivals.begin(stages, plan, self._weight())
+        self._measures = plan.measured and plan.counted and not single
+        self._begin_arrivals(plan)
+
+    def _begin_arrivals(self, plan: BackwardPlan) -> None:
+        """Have gradients counted as they arrive, if anything depends on it."""
+        trainable = [[(n, p) for n, p in named if p.requires_grad] for named in self._stages]
+        counts = self._num_replicas > 1 or self._measures or plan.timed
+        self._hooks.set(trainable, arrivals=counts, gradients=self._measures)
+        if counts:
+            stages = [[parameter for _, parameter in named] for named in trainable]
+            self._arrivals.begin(stages, plan, self._weight())
+        self._watched = None if counts else Watched(trainable)
 
     def _rewind(self) -> Callable[[], None]:
         """What takes back the beginning of a backward that turns out to be none."""
@@ -210,7 +216,8 @@ class GradientSynchronizer:
         self._plans.append(plan)
         self._measurable = False
         self._synchronizes = self._synchronizes or plan.synchronize
-        self._arrivals.join(plan, self._weight())
+        if self._watched is None:
+            self._arrivals.join(plan, self._weight())
 
     def _weight(self) -> float | None:
         """What gradients are multiplied by when they are sent; None if they are not."""
@@ -220,29 +227,22 @@ class GradientSynchronizer:
         return self._unit / self._reference if self._samples > 0 else 0.0
 
     def _scale_gradients(self, factor: float) -> None:
+        if factor == 1.0:
+            return
         gradients = [
             p.grad
             for named in self._stages
             for _, p in named
             if p.requires_grad and p.grad is not None
         ]
-        if gradients and factor != 1.0:
+        if gradients:
             torch._foreach_mul_(gradients, factor)
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def _hook(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        self._hooked.add(parameter)
-        parameter.register_hook(partial(self._measure, stage, name, parameter))
-        parameter.register_post_accumulate_grad_hook(partial(self._arrive, stage))
-
     def _measure(self, stage: int, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add n²/b |c|² for the contribution c of one pass over b of n samples."""
-        if gradient.is_sparse:
-            raise SynchronizationError(
-                f"parameter {name!r} of stage {stage} has a sparse gradient, which is not "
-                "averaged: create its embedding with sparse=False"
-            )
+        refuse_sparse(stage, name, gradient)
         if not self._measures or not self._measurable or self._task is None:
             return
         arrival, sizes = self._arrivals.count(parameter), self._plans[0].samples_by_pass
@@ -251,7 +251,8 @@ class GradientSynchronizer:
         factor = self._unit**2 / sizes[arrival]
         self._sqr[stage].add(gradient, self._preconditioner(parameter), factor)
 
-    def _arrive(self, stage: int, parameter: nn.Parameter) -> None:
+    def _arrive(self, stage: int, name: str, parameter: nn.Parameter) -> None:
+        refuse_sparse(stage, name, parameter.grad)
         self._on_gradient(stage)
         with self._lock:
             if self._task is not None:
@@ -261,12 +262,13 @@ class GradientSynchronizer:
 
     def _finish(self, rewind: Callable[[], None]) -> None:
         """End of the backward: send what is left, wait, write the averages back."""
-        if not self._arrivals.any:
+        if not self._any_arrived():
             # torch.autograd.grad came by: it asked for gradients of something else.
             rewind()
             self._task = None
             return
-        self._measurable = self._measurable and not self._arrivals.surplus
+        if self._measures:
+            self._measurable = self._measurable and not self._arrivals.surplus
         if not self._synchronizes:
             self._task = None
             self._on_finished(None)
@@ -275,6 +277,11 @@ class GradientSynchronizer:
         self._fresh = self._averaged = True
         self._task, self._plans = None, []
         self._on_finished(result)
+
+    def _any_arrived(self) -> bool:
+        """Whether any parameter received a gradient."""
+        watched, self._watched = self._watched, None  # it holds on to gradients
+        return self._arrivals.any if watched is None else watched.changed()
 
     def _finish_alone(self) -> SyncResult:
         self._batch_over_part = self._samples / max(self._unit, 1)
@@ -288,7 +295,7 @@ class GradientSynchronizer:
         self._exposure.start()
         with self._lock:
             arrivals.launch_rest()
-        total = self._summary().sum_over_replicas(self._group(), self._num_replicas)
+        total = self._summary().sum_over_replicas(self._add_up, self._num_replicas)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "

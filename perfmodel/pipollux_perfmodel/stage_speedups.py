@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from .goodput import GoodputFunction
-from .hints import SchedHints
 from .layers import LayerProfile
 from .memory import stage_memory
 from .params import PerfParams
 from .partition import partition
 from .plan import StagePlan, correct_profile, plan_stages, restage
 from .speedup import SpeedupFunction
+
+if TYPE_CHECKING:
+    from .hints import SchedHints  # imports pydantic
 
 FIRST_PER_STAGE = 4
 """Micro-batches per stage from which GPipe's bubble is small (Huang et al., 2019, section 2.3)."""

@@ -107,7 +107,7 @@ def why_nothing(
     if holds >= least:
         room = f"there is room for {_count(least, 'replica')}"
         if least == 1:
-            return f"{room}, but it would gain next to nothing"
+            return f"{room}, but others come first or it would gain next to nothing"
         return f"{room}, but only on nodes of another job that spans several"
     closed = _closed(shape, nodes)
     if least > 1:

@@ -363,11 +363,7 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
 
 
 def parse_jobs(data: Any) -> list[JobSpec]:
-    """Take the jobs of a batch from decoded JSON, an object with `jobs` as a job file has it.
-
-    Raises:
-        SpecError: something is said that is not allowed; the sentences name the job.
-    """
+    """Take the jobs of a batch from decoded JSON, as `parse_job` does; `jobs` is a list of them."""
     try:
         return list(JobBatch.model_validate(data).jobs)
     except ValidationError as error:

@@ -44,7 +44,9 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert len(shown["launched"]) == 1
     assert "token" not in shown
 
-    assert "already there (Complete)" in cli("submit", "jobs.yaml").stderr
+    assert (
+        "2 of the jobs are already there: 'short' (Complete)" in cli("submit", "jobs.yaml").stderr
+    )
     logs = cli("logs", "short")
     assert "replica 0 of generation 1 goes on from step 0" in logs.stdout
     cancelled = cli("cancel", "long")

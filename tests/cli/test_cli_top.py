@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -14,17 +15,23 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from textual.pilot import Pilot
+from textual.widgets import Static, Tab, Tabs
 
 from pipollux_sched.cli import main
-from pipollux_sched.cli.cluster_view import ClusterView, look
-from pipollux_sched.cli.sparkline import Span, sparkline, window_for
-from pipollux_sched.cli.top_frame import frame
-from pipollux_sched.lifecycle import Allocate
+from pipollux_sched.cli.cluster_view import FIRST_JOBS
+from pipollux_sched.cli.sparkline import Span, bars, sparkline, window_for
+from pipollux_sched.cli.top_app import TopApp
+from pipollux_sched.cli.top_details import JobScreen, NodeScreen
+from pipollux_sched.cli.top_table import LiveTable
+from pipollux_sched.lifecycle import Suspend
 from pipollux_sched.store import StateDir, Store
+from tests.sched.crowd import crowd
 
 from .kept import Clock, kept, spec
 from .runner import PIPOLLUX
@@ -39,63 +46,111 @@ def state_dir(tmp_path: Path) -> Iterator[StateDir]:
         yield StateDir(tmp_path / "state")
 
 
-@pytest.fixture
-def view(state_dir: StateDir) -> ClusterView:
-    with Store(state_dir.store) as store:
-        return look(store, state_dir)
+async def shown(app: TopApp, pilot: Pilot[None], what: Callable[[], bool]) -> None:
+    """Wait until something is shown."""
+    deadline = time.monotonic() + 60
+    while app.view is None or not what():
+        assert time.monotonic() < deadline, [names(app), app.view and app.view.query]
+        await pilot.pause(0.02)
 
 
-def test_what_a_frame_shows(view: ClusterView) -> None:
-    lines = [line.plain.rstrip() for line in frame(view, 120, 30, "q quits")]
-    assert re.fullmatch(
-        r"Pipollux  policy exact  goodput 870 samples/s +○ no scheduler runs .*", lines[0]
-    )
-    assert lines[1].endswith("4 of 6 slots used, 1 node not ready ──")
-    assert re.fullmatch(r"node-a  1 grown +1 grown", lines[2])
-    assert re.fullmatch(r"node-b  2 wide", lines[3])
-    assert re.fullmatch(r"node-c +free +free +draining", lines[4])
-    assert lines[5].endswith("2 running, 1 waiting, 1 suspended, 2 failed ──")
-    assert lines[6].split()[:4] == ["#", "Job", "Phase", "R×K"]
-    grown = r" 1  grown +Running +2×1 +1/4 +21 +2\.50 +580 +92 % +100 ms "
-    assert re.match(grown, lines[7])
-    assert re.match(r" 3  waiting +Queued +waits: there is no room ", lines[9])
-    assert lines[-1] == "q quits"
-    assert any("grown grows from 1 to 2 replicas" in line for line in lines)
-    assert not any("\x1b" in line for line in lines)
+def table(app: TopApp, which: str = "#jobs") -> LiveTable:
+    return app.screen_stack[0].query_one(which, LiveTable)
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(20, 6), (40, 10), (60, 16), (80, 24), (120, 40), (200, 60), (500, 200)]
-)
-def test_a_frame_fills_its_terminal_and_no_more(view: ClusterView, width: int, height: int) -> None:
-    lines = frame(view, width, height, "q quits")
-    assert len(lines) == height
-    assert max(line.cell_len for line in lines) <= width
-    assert lines[-1].plain.startswith("q quits")
+def names(app: TopApp) -> list[str]:
+    found = (table(app).name_at(line) for line in range(table(app).row_count))
+    return [name for name in found if name is not None]
 
 
-def test_many_jobs_and_nodes(tmp_path: Path) -> None:
-    """What there is no room for is counted; the slots of every node that is shown are there."""
+def cells(app: TopApp, line: int, which: str = "#jobs") -> list[str]:
+    return [str(cell) for cell in table(app, which).get_row_at(line)]
+
+
+def words(app: TopApp, which: str) -> str:
+    return str(app.screen.query_one(which, Static).render())
+
+
+def test_what_the_screen_shows(state_dir: StateDir) -> None:
+    async def look_at_it() -> None:
+        with Store(state_dir.store) as store:
+            app = TopApp(store, state_dir, 0.1)
+            async with app.run_test(size=(160, 40)) as pilot:
+                await shown(app, pilot, lambda: len(names(app)) == 6)
+                head = r"Pipollux  policy exact  goodput 870 samples/s  ○ no scheduler runs .*"
+                assert re.fullmatch(head, words(app, "#head"))
+                assert words(app, "#slots") == "Nodes: 4 of 6 slots used, 1 node not ready"
+                assert cells(app, 0)[:9] == [
+                    *("■ grown", "Running", "2×1", "node-a ×2", "1/4", "21", "2.50", "580", "92 %")
+                ]
+                assert names(app) == ["grown", "wide", "waiting", "held", "broken", "gone"]
+                assert [cells(app, line)[1] for line in (3, 4, 5)] == [
+                    *("Suspended", "Failed", "Cancelled")
+                ]
+                node = cells(app, 2, "#nodes")
+                assert [node[0], *node[2:]] == ["node-c", "0 of 2", "0", "draining", "new fans"]
+                assert set(cells(app, 0, "#nodes")[1]) & set("▁▂▃▄▅▆▇█")
+                assert "grown: grows from 1 to 2 replicas" in words(app, "#events")
+                job = spec("newcomer")
+                store.submit(job.name, job.model_dump(mode="json"), "token", 3)
+                await shown(app, pilot, lambda: "newcomer" in names(app))
+                await pilot.press("down", "enter")
+                await shown(app, pilot, lambda: isinstance(app.screen, JobScreen))
+                await shown(app, pilot, lambda: "wide" in details(app))
+                assert "Conditions" in details(app)
+                assert "Slots held" in details(app)
+                await pilot.press("escape", "n", "enter")
+                await shown(app, pilot, lambda: isinstance(app.screen, NodeScreen))
+                await shown(app, pilot, lambda: "2 slots of kind cpu, 0 free" in details(app))
+                assert re.search(r"(?m)^grown +2\b", details(app))
+                await pilot.press("q")
+            assert app.return_code == 0
+
+    asyncio.run(look_at_it())
+
+
+def details(app: TopApp) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(app.screen.query_one("#details", Static).content)
+    return capture.get()
+
+
+def test_many_jobs(tmp_path: Path) -> None:
+    """Searched, filtered, sorted, scrolled to the last; no more are read than are looked at."""
     directory = StateDir(tmp_path)
-    with Store(directory.database, create=True) as store:
-        store.set_nodes(
-            (f"n{number:02}", 8, "gpu", {"name": f"n{number:02}", "slots": 8})
-            for number in range(90)
-        )
-        for number in range(50):
-            job = spec(f"job-{number:02}", num_stages=4)
-            store.submit(job.name, job.model_dump(mode="json"), "token", 3)
-            store.transition(job.name, Allocate([f"n{number // 2:02}"], "starts", num_stages=4))
-        view = look(store, directory)
-    lines = [line.plain.rstrip() for line in frame(view, 120, 40)]
-    assert len(lines) == 40
-    assert "200 of 720 slots used" in lines[1]
-    assert any(re.fullmatch(r"and \d+ more nodes, \d+ slots free", line) for line in lines)
-    (more,) = [line for line in lines if line.endswith("more jobs")]
-    shown = [line for line in lines if re.match(r"\s*\d+ +job-\d\d ", line)]
-    assert len(shown) + int(more.split()[1]) == 50
-    first = next(line for line in lines if line.startswith("n00 "))
-    assert re.match(r"n00  1 job-00 +2 job-01 ", first)
+    phases = crowd(directory.database, time.time(), num_jobs=300, num_nodes=24)
+
+    async def look_at_it() -> None:
+        with Store(directory.store) as store:
+            app = TopApp(store, directory, 0.1)
+            async with app.run_test(size=(80, 24)) as pilot:
+                await shown(app, pilot, lambda: len(names(app)) == FIRST_JOBS)
+                tabs = app.query_one("#phases", Tabs)
+                assert tabs.query_one("#Queued", Tab).label_text == f"Queued {phases['Queued']}"
+                assert not tabs.query_one("#Created", Tab).display
+                while (many := len(names(app))) < 300:
+                    await pilot.press("end")
+                    await shown(app, pilot, lambda many=many: len(names(app)) > many)
+                assert len(set(names(app))) == 300
+                await pilot.press("s", "slash", *"gpt2-small-00")
+                await shown(app, pilot, lambda: len(names(app)) == 20)
+                assert names(app) == sorted(names(app))
+                await pilot.press("enter", "r")
+                await shown(app, pilot, lambda: names(app)[0] > names(app)[-1])
+                await pilot.press("escape", "p")
+                await shown(app, pilot, lambda: len(names(app)) == phases["Running"])
+                await shown(app, pilot, lambda: app.query_one("#phases", Tabs).active == "Running")
+                await shown(app, pilot, lambda: cells(app, 0)[1] == "Running")
+                assert await pilot.click("#jobs", offset=(30, 0))  # the head of R×K
+                await shown(app, pilot, lambda: cells(app, 0)[2] == "1×4")
+                store.transition(names(app)[0], Suspend())
+                gone = names(app)[0]
+                await shown(app, pilot, lambda: gone not in names(app))
+                await pilot.press("ctrl+c")
+            assert app.return_code == 0
+
+    asyncio.run(look_at_it())
 
 
 @pytest.mark.parametrize(
@@ -112,6 +167,11 @@ def test_many_jobs_and_nodes(tmp_path: Path) -> None:
 )
 def test_sparkline(spans: list[Span], alive: tuple[float, float], top: int, drawn: str) -> None:
     assert sparkline(spans, alive, 0, 8, 8, top) == drawn
+
+
+def test_bars() -> None:
+    assert bars([0, 0.01, 4, 8, 9], 8) == " ▁▄██"
+    assert bars([], 8) == ""
 
 
 def test_windows() -> None:
@@ -144,7 +204,20 @@ def test_once_and_into_a_pipe(state_dir: StateDir, capsys: pytest.CaptureFixture
         assert (ended.value.code, said.err) == (0, "")
         assert "\x1b" not in said.out
         assert said.out.startswith("Pipollux  policy exact")
+        assert "Jobs: 2 running, 1 queued, 1 suspended, 1 failed, 1 cancelled\n" in said.out
+        assert re.search(r"^grown +Running ", said.out, re.MULTILINE)
+        assert re.search(r"^node-a .* grown \(2\) +ready ", said.out, re.MULTILINE)
+        assert "Nodes: 4 of 6 slots used, 1 node not ready\n" in said.out
         assert "node node-c is draining: new fans\n" in said.out
+
+
+def test_who_does_not_watch_does_not_import_what_draws() -> None:
+    code = (
+        "import sys, pipollux_sched.cli.top, pipollux_sched.cli.top_text\n"
+        "print([name for name in ('textual', 'numpy') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 class Terminal:
@@ -209,9 +282,9 @@ def terminal(state_dir: StateDir) -> Iterator[Terminal]:
     terminal.close()
 
 
-@pytest.mark.parametrize("way", ["q", "\x03", "SIGTERM"])
+@pytest.mark.parametrize("way", ["\x03", "SIGTERM"])
 def test_leaving_restores_the_terminal(terminal: Terminal, way: str) -> None:
-    first = terminal.read_until("q quits")
+    first = terminal.read_until("grown")
     assert "\x1b[?1049h" in first  # the other screen
     assert "\x1b[?25l" in first  # no cursor
     assert not termios.tcgetattr(terminal.slave)[3] & termios.ICANON
@@ -226,24 +299,21 @@ def test_leaving_restores_the_terminal(terminal: Terminal, way: str) -> None:
     assert termios.tcgetattr(terminal.slave) == terminal.before
 
 
-def test_it_changes_with_the_store_and_with_the_size(
-    terminal: Terminal, state_dir: StateDir
-) -> None:
-    terminal.read_until("q quits")
+def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
+    """It starts, follows what happens, scrolls, takes the size that it is given, and ends."""
+    terminal.read_until("(?s)(?=.*grown)(?=.*q quit)")
     with Store(state_dir.store) as store:
-        job = spec("newcomer")
-        store.submit(job.name, job.model_dump(mode="json"), "token", 3)
-    terminal.read_until("newcomer submitted")
-    terminal.resize(120, 40)
-    screen = terminal.read_until(r"(?s)Epoch.*q quits").rpartition("\x1b[H")[2]
-    lines = screen.replace("\r", "").split("\n")
-    assert len(lines) == 40
-    assert max(map(len, lines)) == 120
+        for number in range(40):
+            job = spec(f"newcomer-{number:02}")
+            store.submit(job.name, job.model_dump(mode="json"), "token", 3)
+    terminal.read_until("all 46")
+    terminal.type("\x1b[F")  # End
+    terminal.read_until("broken")
+    terminal.resize(160, 40)
+    terminal.read_until("Restarts")
     terminal.type("x\x1a")  # neither a key that means nothing nor Ctrl-Z disturbs it
-    with Store(state_dir.store) as store:
-        job = spec("latecomer")
-        store.submit(job.name, job.model_dump(mode="json"), "token", 3)
-    terminal.read_until("latecomer submitted")
-    terminal.type("q")
+    terminal.type("/-39")
+    terminal.read_until("newcomer-39")
+    terminal.type("\rq")
     terminal.read_until(r"\x1b\[\?1049l")
     assert terminal.process.wait(30) == 0

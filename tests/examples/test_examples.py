@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hybrid.replicas import free_port
+from tests.programs import free_port
 
 LIMIT = 120.0
 SHORT = {

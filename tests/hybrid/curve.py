@@ -1,4 +1,4 @@
-"""A training script that writes down its losses; started with python or torchrun, stops by itself.
+"""A training script that writes down its losses, and stops by itself.
 
 It appends to ``$RESULTS/losses-G-RANK.txt`` the step, the samples and the mean loss of each batch.
 At step ``$STOP_AT`` one replica sends itself SIGTERM.

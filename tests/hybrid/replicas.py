@@ -6,15 +6,15 @@ takes a fraction of a second. Each is told its rank as torchrun would.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.programs import fork_server, free_port, ranks
 
 TIMEOUT = 90.0
 
@@ -31,23 +31,12 @@ def run_replicas(
     Returns:
         What each replica returned, in the order of ranks; an exit code for one that exited.
     """
-    mp = multiprocessing.get_context("forkserver")
-    mp.set_forkserver_preload(["torch._dynamo", "torchgpipe", "pipollux_hybrid", "scipy.optimize"])
+    mp = fork_server()
     port = free_port()
     processes, pipes = [], []
     for rank in range(num_replicas):
         ours, theirs = mp.Pipe(duplex=False)
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_replicas),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-        }
-        if num_replicas == 1:
-            del env["MASTER_ADDR"]
+        env = {**ranks(rank, num_replicas, port), **(environment or {})}
         process = mp.Process(target=_replica, args=(function, args, env, theirs))
         process.start()
         theirs.close()
@@ -61,13 +50,6 @@ def run_replicas(
                 process.kill()
             process.join()
             process.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _collect(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -28,6 +28,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid import context as contexts
 from pipollux_hybrid.context import context
 from pipollux_hybrid.sampler import ElasticSampler
+from tests.extent import examples
 from tests.hybrid.elastic import Job
 
 EPOCHS = 2
@@ -133,9 +134,7 @@ def with_evaluation(training: list[list[int]]) -> list[int]:
     ]
 
 
-quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = examples(60)
 
 
 @quick

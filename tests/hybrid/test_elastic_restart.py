@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.hybrid import test_restart
 from tests.hybrid.elastic_training import EPOCHS, SIZE
-from tests.hybrid.test_restart import LIMIT, Job, stop
+from tests.hybrid.test_restart import Job, run_and_stop
+from tests.programs import LIMIT, Replicas
 
 
 @pytest.fixture
-def job(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(test_restart, "SCRIPT", Path(__file__).with_name("elastic_training.py"))
-    return Job(tmp_path / "job", repository)
+def job(tmp_path: Path, repository: Path) -> Job:
+    return Job(tmp_path / "job", repository, Path(__file__).with_name("elastic_training.py"))
 
 
-def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Kill a job's agent and replicas without a word; what they started themselves is left."""
-    replicas = [p for p in psutil.Process(process.pid).children() if "training" in str(p.cmdline())]
-    left = [worker for replica in replicas for worker in replica.children()]
-    process.kill()
-    for replica in replicas:
-        replica.kill()
-    process.communicate(timeout=LIMIT)
+def kill_all(replicas: Replicas) -> list[psutil.Process]:
+    """Kill a job's replicas without a word; what they started themselves is left."""
+    left = [w for program in replicas.programs for w in psutil.Process(program.pid).children()]
+    replicas.send_signal(signal.SIGKILL)
+    assert replicas.wait() == -signal.SIGKILL
     return left
 
 
@@ -35,16 +31,14 @@ def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_stopped_killed_and_restarted(job: Job, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """From two replicas to one, killed there, and on with two: all once an epoch."""
     monkeypatch.setenv("DATA", data)
-    stop(job, 2, 5)
+    run_and_stop(job, 2, 5)
     job.hold(20)
-    monkeypatch.setenv("PIPOLLUX_CHECKPOINT_INTERVAL", "0.001")
-    process = job.start(2)
-    job.wait_until_held(process, 20, 2)
-    left = kill_all(process)
+    with job.start(2, PIPOLLUX_CHECKPOINT_INTERVAL="0.001") as replicas:
+        job.wait_until_held(replicas, 20, 2)
+        left = kill_all(replicas)
     job.release(20)
     _, alive = psutil.wait_procs(left, timeout=LIMIT)
     assert not alive, "loaders' workers end with their replica"
-    monkeypatch.delenv("PIPOLLUX_CHECKPOINT_INTERVAL")
     job.run(1)
     generations = [job.rows(generation) for generation in (1, 2, 3)]
     assert all(generations)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from tests.hybrid.replicas import free_port
+from tests.programs import Replicas
 
 SCRIPT = Path(__file__).with_name("curve.py")
-LIMIT = 90
 NUM_STEPS = 4 * 12
 
 # Stages, replicas, micro-batches, checkpoint mode, and the step at which a replica is told to stop.
@@ -28,7 +25,7 @@ RUNS: list[Run] = [
 ]
 
 
-def run(directory: Path, repository: Path, generation: int, shape: Run) -> int:
+def run(directory: Path, generation: int, shape: Run) -> int:
     """One generation of the job; its exit status."""
     stages, replicas, microbatches, mode, stop_at = shape
     env = {
@@ -38,22 +35,15 @@ def run(directory: Path, repository: Path, generation: int, shape: Run) -> int:
         "PIPOLLUX_GENERATION": str(generation),
         "PIPOLLUX_NUM_STAGES": str(stages),
         "PIPOLLUX_PROGRESS": "0",
-        "PYTHONPATH": os.pathsep.join([str(repository), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "MICROBATCHES": str(microbatches),
         "MODE": mode,
         "STOP_AT": str(stop_at),
     }
-    command = [sys.executable, str(SCRIPT)]
-    if replicas > 1:
-        command[1:1] = [
-            *("-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1"),
-            *(f"--nproc-per-node={replicas}", f"--master-port={free_port()}"),
-        ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    if stop_at == 0:
-        assert done.returncode == 0, done.stderr
-    return done.returncode
+    with Replicas(SCRIPT, replicas, environment=env) as programs:
+        status = programs.wait()
+        assert stop_at > 0 or status == 0, programs.errors
+    return status
 
 
 def curve(directory: Path) -> dict[int, float]:
@@ -69,13 +59,13 @@ def curve(directory: Path) -> dict[int, float]:
     return {step: sums[step] / counts[step] for step in sorted(sums)}
 
 
-def test_five_restarts_with_other_stages_and_replicas(tmp_path: Path, repository: Path) -> None:
+def test_five_restarts_with_other_stages_and_replicas(tmp_path: Path) -> None:
     steady, changing = tmp_path / "steady", tmp_path / "changing"
     for directory in (steady, changing):
         directory.mkdir()
-    run(steady, repository, 1, (1, 1, 1, "never", 0))
+    run(steady, 1, (1, 1, 1, "never", 0))
     for generation, shape in enumerate(RUNS, start=1):
-        status = run(changing, repository, generation, shape)
+        status = run(changing, generation, shape)
         assert (status != 0) == (shape[-1] > 0)
     expected, found = curve(steady), curve(changing)
     assert list(found) == list(range(1, NUM_STEPS + 1))

@@ -171,7 +171,8 @@ def adam_geometry() -> tuple[float, float]:
                 divisor = (state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8
                 assert parameter.grad is not None
                 by_hand += float((parameter.grad / divisor).square().sum())
-            told.append(model._noise._norm_sqr([p.grad for p in module.parameters()]))
+            gradients = [p.grad for p in module.parameters()]
+            told.append(model._noise._product(gradients, gradients))
         optimizer.step()
     return told[0], by_hand
 

@@ -28,7 +28,8 @@ from pipollux_hybrid.points import Point
 from pipollux_hybrid.reporter import MAX_POINTS, Reporter
 from pipollux_perfmodel import SchedHints, StageEvent
 from tests.hybrid.models import make_data, make_model
-from tests.hybrid.replicas import free_port, run_replicas
+from tests.hybrid.replicas import run_replicas
+from tests.programs import free_port
 
 TOKEN = "a-token-of-the-job"
 
@@ -213,7 +214,9 @@ def tell(reporter: Reporter, step: int, **known: Any) -> None:
     fields: dict[str, Any] = dict.fromkeys(("epoch", "samples", "accum_steps"), 0)
     fields |= dict.fromkeys(("predicted_step_time", "goodput", "efficiency", "loss"), None)
     fields |= dict.fromkeys(("batch_size", "atomic_bsz", "num_replicas"), 1)
-    reporter.add_point(Point(time=float(step), step=step, step_time=0.1, **(fields | known)))
+    made = Point(time=float(step), step=step, step_time=0.1, **(fields | known))
+    reporter.note_loss(step, made.loss)
+    reporter.add_point(made.time, lambda: made)
 
 
 def until(condition: Callable[[], object]) -> None:

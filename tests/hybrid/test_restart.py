@@ -5,69 +5,76 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from tests.hybrid.models import assert_close
-from tests.hybrid.replicas import free_port
 from tests.hybrid.training import EPOCHS, SIZE
+from tests.programs import LIMIT, Command, Replicas, Started, free_port
 
 SCRIPT = Path(__file__).with_name("training.py")
-LIMIT = 90.0
+
+
+Running = Started | Replicas
 
 
 class Job:
     """Generations of one job in a directory."""
 
-    def __init__(self, directory: Path, repository: Path) -> None:
+    def __init__(self, directory: Path, repository: Path, script: Path = SCRIPT) -> None:
+        self.script = script
         self.results = directory / "results"
         self.checkpoints = directory / "checkpoints"
         self.results.mkdir(parents=True)
         self._repository = repository
         self.generation = 0
 
-    def start(self, num_replicas: int, **environment: str) -> subprocess.Popen[str]:
+    def start(self, num_replicas: int, **environment: str) -> Replicas:
+        """Start the next generation, in forked processes."""
+        return Replicas(self.script, num_replicas, environment=self._environment(environment))
+
+    def start_python(self, *options: str) -> Command:
+        """Start the next generation as a user does."""
+        paths = filter(None, (str(self._repository), os.environ.get("PYTHONPATH")))
+        env = self._environment({"PYTHONPATH": os.pathsep.join(paths)})
+        return Command([sys.executable, *options, str(self.script)], env)
+
+    def start_torchrun(self, num_replicas: int) -> Command:
+        """Start the next generation below a real agent."""
+        launcher = ("-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1")
+        where = (f"--nproc-per-node={num_replicas}", f"--master-port={free_port()}")
+        return self.start_python(*launcher, *where)
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         self.generation += 1
-        env = {
+        return {
             **os.environ,
             "RESULTS": str(self.results),
             "PIPOLLUX_CHECKPOINT_DIR": str(self.checkpoints),
             "PIPOLLUX_GENERATION": str(self.generation),
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(self._repository), os.environ.get("PYTHONPATH")))
-            ),
             "OMP_NUM_THREADS": "1",
-            **environment,
+            **more,
         }
-        command = [sys.executable, str(SCRIPT)]
-        if num_replicas > 1:
-            command[1:1] = [
-                *("-m", "torch.distributed.run", "--nnodes=1", "--master-addr=127.0.0.1"),
-                *(f"--nproc-per-node={num_replicas}", f"--master-port={free_port()}"),
-            ]
-        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
     def run(self, num_replicas: int, **environment: str) -> None:
         """Run to the end."""
-        process = self.start(num_replicas, **environment)
-        _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0, errors
+        with self.start(num_replicas, **environment) as replicas:
+            assert replicas.wait() == 0, replicas.errors
 
     def hold(self, step: int) -> None:
         """Have the replicas wait at a step."""
         (self.results / f"hold-{step}").touch()
 
-    def wait_until_held(self, process: subprocess.Popen[str], step: int, num_replicas: int) -> None:
+    def wait_until_held(self, process: Running, step: int, num_replicas: int) -> None:
         deadline = time.monotonic() + LIMIT
         while len(list(self.results.glob(f"reached-{step}-*"))) < num_replicas:
-            assert process.poll() is None, process.communicate()[1]
+            assert process.poll() is None, process.errors
             assert time.monotonic() < deadline, f"step {step} was not reached"
             time.sleep(0.01)
 
@@ -95,18 +102,22 @@ def job(tmp_path: Path, repository: Path) -> Job:
     return Job(tmp_path / "job", repository)
 
 
-def stop(job: Job, num_replicas: int, step: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """Run until a step, ask for a stop while the step is under way, and see it stop."""
-    job.hold(step)
-    process = job.start(num_replicas)
+def stop(job: Job, process: Running, num_replicas: int, step: int) -> None:
+    """Ask for a stop while a step is under way, and see it stop."""
     job.wait_until_held(process, step, num_replicas)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     job.release(step)
-    _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode != 0
-    assert "training.py" not in errors, "only torchrun's agent says that it was signalled"
+    assert process.wait() != 0
+    assert "training.py" not in process.errors, "only torchrun's agent says that it was signalled"
     for path in job.results.glob("reached-*"):
         path.unlink()
+
+
+def run_and_stop(job: Job, num_replicas: int, step: int) -> None:
+    """Start the next generation, and stop it while a step is under way."""
+    job.hold(step)
+    with job.start(num_replicas) as replicas:
+        stop(job, replicas, num_replicas, step)
 
 
 def samples(rows: list[list[int]], epoch: int) -> Counter[int]:
@@ -116,12 +127,17 @@ def samples(rows: list[list[int]], epoch: int) -> Counter[int]:
 def test_stopped_and_resumed_as_if_nothing_had_been(
     job: Job, tmp_path: Path, repository: Path
 ) -> None:
-    """Twice stopped by SIGTERM, with two replicas: same parameters, each sample once an epoch."""
+    """Twice stopped by SIGTERM, with two replicas: same parameters, each sample once an epoch.
+
+    First below torchrun, whose agent is sent the signal.
+    """
     steady = Job(tmp_path / "steady", repository)
     steady.run(2)
-    stop(job, 2, 8)
+    job.hold(8)
+    with job.start_torchrun(2) as agent:
+        stop(job, agent, 2, 8)
     first = job.marker()
-    stop(job, 2, 25)
+    run_and_stop(job, 2, 25)
     second = job.marker()
     job.run(2)
     assert first["generation"] == 1
@@ -137,8 +153,8 @@ def test_stopped_and_resumed_as_if_nothing_had_been(
 
 def test_replicas_change_at_every_restart(job: Job) -> None:
     """From one replica to three and back to two, stopped in the middle of epochs."""
-    stop(job, 1, 5)
-    stop(job, 3, 20)
+    run_and_stop(job, 1, 5)
+    run_and_stop(job, 3, 20)
     job.run(2)
     rows = [row for generation in (1, 2, 3) for row in job.rows(generation)]
     assert {row[0] for row in rows} == set(range(1, EPOCHS * -(-SIZE // 7) + 1))
@@ -151,10 +167,10 @@ def test_killed_with_sigkill(job: Job, tmp_path: Path, repository: Path) -> None
     steady = Job(tmp_path / "steady", repository)
     steady.run(1)
     job.hold(20)
-    process = job.start(1, PIPOLLUX_CHECKPOINT_INTERVAL="0.001")
-    job.wait_until_held(process, 20, 1)
-    process.kill()
-    process.communicate(timeout=LIMIT)
+    with job.start(1, PIPOLLUX_CHECKPOINT_INTERVAL="0.001") as replica:
+        job.wait_until_held(replica, 20, 1)
+        replica.send_signal(signal.SIGKILL)
+        assert replica.wait() == -signal.SIGKILL
     job.release(20)
     job.run(1)
     assert_close(job.final(), steady.final(), 0.0)
@@ -164,15 +180,11 @@ def test_killed_with_sigkill(job: Job, tmp_path: Path, repository: Path) -> None
 
 def test_a_signal_to_one_replica_stops_all_at_the_same_step(job: Job) -> None:
     job.hold(6)
-    process = job.start(2)
-    job.wait_until_held(process, 6, 2)
-    workers = [
-        p for p in psutil.Process(process.pid).children() if "training.py" in str(p.cmdline())
-    ]
-    assert len(workers) == 2
-    workers[1].send_signal(signal.SIGTERM)
-    job.release(6)
-    process.communicate(timeout=LIMIT)
+    with job.start(2) as replicas:
+        job.wait_until_held(replicas, 6, 2)
+        replicas.programs[1].send_signal(signal.SIGTERM)
+        job.release(6)
+        assert [program.wait() for program in replicas.programs] == [128 + signal.SIGTERM] * 2
     last = {max(row[0] for row in _rows_of(job, rank)) for rank in (0, 1)}
     assert len(last) == 1, "both replicas took the same steps"
     assert job.marker()["step"] == last.pop()
@@ -183,21 +195,17 @@ def _rows_of(job: Job, rank: int) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in text.splitlines()]
 
 
-def test_ctrl_c_without_a_scheduler_stops_with_one_sentence(job: Job) -> None:
+def test_ctrl_c_stops_with_one_sentence_and_a_finished_job_has_nothing_to_do(job: Job) -> None:
+    """A Python of its own, without a scheduler; what it leaves is trained to its end."""
     job.hold(3)
-    process = job.start(1)
-    job.wait_until_held(process, 3, 1)
-    process.send_signal(signal.SIGINT)
-    job.release(3)
-    _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "pipollux: stopped at step" in errors
-    assert "Traceback" not in errors
-
-
-def test_a_finished_job_has_nothing_left_to_do(job: Job) -> None:
+    with job.start_python() as process:
+        job.wait_until_held(process, 3, 1)
+        process.send_signal(signal.SIGINT)
+        job.release(3)
+        assert process.wait() == 128 + signal.SIGINT
+        assert "pipollux: stopped at step" in process.errors
+        assert "Traceback" not in process.errors
     job.run(1)
-    rows = len(job.rows(1))
     job.run(1)
-    assert rows > 0
-    assert job.rows(2) == []
+    assert job.rows(2)
+    assert job.rows(3) == []

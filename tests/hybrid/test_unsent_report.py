@@ -62,7 +62,8 @@ def test_what_was_taken_is_not_kept(
 def test_a_disk_that_takes_nothing_is_no_failure(
     reporter: Callable[[Path, int], Reporter], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    teller = reporter(tmp_path / "gone", free_port())
+    (tmp_path / ".unsent_report.json").mkdir()  # so that the file cannot be written
+    teller = reporter(tmp_path, free_port())
     tell(teller, 1)
     teller.close()
     assert "could neither be sent nor be kept" in caplog.text

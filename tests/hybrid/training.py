@@ -1,4 +1,4 @@
-"""A training script for tests of whole runs: started with python or torchrun, stopped by signals.
+"""A training script for tests of whole runs, which are stopped by signals.
 
 It appends to ``$RESULTS/samples-G-RANK.txt`` every index it trained on, writes ``$RESULTS/step`` as
 it goes, and at the end the parameters to ``$RESULTS/final.pt``.
@@ -7,6 +7,7 @@ it goes, and at the end the parameters to ``$RESULTS/final.pt``.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def hold(step: int) -> None:
         return
     (RESULTS / f"reached-{step}-{pipollux.replica_rank()}").touch()
     while gate.exists():
-        os.sched_yield()
+        time.sleep(0.002)
 
 
 def main() -> None:

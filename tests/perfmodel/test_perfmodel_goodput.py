@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams
+from tests.extent import examples
 from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
 SEVEN = (0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(
     perf_params(),
     grad_params(),
@@ -45,7 +46,7 @@ def test_goodput_never_exceeds_throughput(
     assert goodput == pytest.approx(throughput * efficiency)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(grad_params(), st.integers(1, 1000))
 def test_efficiency_falls_with_the_batch_size(gradient: GradParams, init_batch_size: int) -> None:
     goodput_fn = GoodputFunction(SEVEN, gradient, init_batch_size)
@@ -110,7 +111,7 @@ def all_allowed(limits: Limits) -> tuple[np.ndarray, np.ndarray]:
     return atomic_bsz[allowed], accum_steps[allowed]
 
 
-@settings(derandomize=True, deadline=None, max_examples=250)
+@examples(250)
 @given(perf_params(), grad_params(), limits())
 def test_optimize_against_exhaustive_search(
     params: PerfParams, gradient: GradParams, limits: Limits

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipollux_perfmodel import GradParams, HintsError, PerfParams, SchedHints, even_shares
+from tests.extent import examples
 from tests.perfmodel.strategies import grad_params, perf_params
 
 SEVEN = {
@@ -69,7 +70,7 @@ def test_adaptdls_empty_hints_are_unknown() -> None:
     assert hints.speedup_function() is None
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(
     perf_params(),
     grad_params(),

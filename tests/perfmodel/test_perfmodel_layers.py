@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel.layers import (
@@ -19,6 +19,7 @@ from pipollux_perfmodel.layers import (
     stage_ranges,
     stage_sums,
 )
+from tests.extent import examples
 
 NUMBERS = Layer._fields[:-1]
 
@@ -32,7 +33,7 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {**layer, **changes}
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(profiles)
 def test_json_gives_the_same_profile_back(profile: LayerProfile) -> None:
     text = json.dumps(profile.to_json_object(), allow_nan=False)
@@ -46,7 +47,7 @@ def test_json_may_leave_out_what_has_a_default() -> None:
     assert "name" not in profile.to_json_object()["layers"][0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(profiles, st.floats(0, 100), st.data())
 def test_sums_are_those_of_the_layers(
     profile: LayerProfile, micro_bsz: float, data: st.DataObject

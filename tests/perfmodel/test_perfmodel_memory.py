@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel.layers import Layer, LayerProfile
@@ -20,6 +20,7 @@ from pipollux_perfmodel.memory import (
 )
 from pipollux_perfmodel.params import CHECKPOINTS, Checkpoint
 from pipollux_perfmodel.schedule import ScheduleKind
+from tests.extent import examples
 
 MODES = list(product(CHECKPOINTS, SCHEDULES))
 Phase = Literal["forward", "backward"]
@@ -162,7 +163,7 @@ def test_one_call_answers_for_many(checkpoint: Checkpoint, schedule: ScheduleKin
         assert together[:, i, j].tolist() == alone.tolist()
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.integers(0, 1000),
     st.integers(1, 5),

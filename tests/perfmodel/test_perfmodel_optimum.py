@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, PerfParams
 from pipollux_perfmodel.layers import Layer, LayerProfile
 from pipollux_perfmodel.plan import StagePlan, plan_stages
+from tests.extent import examples
 from tests.perfmodel.strategies import allocations, grad_params, pipelines
 
 SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
@@ -153,7 +154,7 @@ def compare(goodput_fn: GoodputFunction, question: Question) -> float:
     return found.goodput / max(every.values())
 
 
-@settings(derandomize=True, deadline=None, max_examples=250)
+@examples(250)
 @given(pipelines(), grad_params(), questions())
 def test_against_every_number_of_micro_batches(
     params: PerfParams, gradient: GradParams, question: Question
@@ -219,7 +220,7 @@ def plans(draw: st.DrawFn) -> list[StagePlan]:
     ]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@examples(20, 100)
 @given(plans(), grad_params(), questions(), st.floats(0.05, 3.0))
 def test_against_every_number_of_stages_within_memory(
     plans: list[StagePlan], gradient: GradParams, question: Question, scarcity: float
@@ -237,7 +238,7 @@ def test_against_every_number_of_stages_within_memory(
     check(goodput_fn, limited)
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(pipelines(), grad_params(), questions(), st.lists(allocations(12), min_size=1, max_size=8))
 def test_arrays_give_what_scalars_give(
     params: PerfParams,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import adaptdl.goodput as oracle
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, fit_perf_params
+from tests.extent import examples
 from tests.perfmodel.measured import Job, errors, measure, random_jobs, their_fit
 from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
@@ -25,7 +26,7 @@ def both(
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(
     perf_params(max_stages=1),
     grad_params(),
@@ -96,7 +97,7 @@ def test_arrays_give_what_scalars_give() -> None:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(
     perf_params(max_stages=1),
     grad_params(),
@@ -137,7 +138,7 @@ def test_same_batch_size_wherever_theirs_is_allowed(
         assert goodput == 0.0 or (in_bounds and in_range)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(perf_params(max_stages=1), grad_params(), allocations(), st.integers(1, 128))
 def test_same_batch_size_without_a_largest(
     params: PerfParams, gradient: GradParams, allocation: tuple[int, int], init_batch_size: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel.layers import Layer, LayerProfile, Link
@@ -17,6 +17,7 @@ from pipollux_perfmodel.memory import SCHEDULES, stage_memory
 from pipollux_perfmodel.params import CHECKPOINTS, Checkpoint
 from pipollux_perfmodel.partition import partition
 from pipollux_perfmodel.schedule import ScheduleKind
+from tests.extent import examples
 
 
 def slowest(costs: list[float], balance: list[int]) -> float:
@@ -29,7 +30,7 @@ def all_balances(num_layers: int, num_stages: int) -> list[list[int]]:
     return [np.diff([0, *cut, num_layers]).tolist() for cut in cuts]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(st.data())
 def test_no_other_cut_has_a_faster_slowest_stage(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.floats(0, 100), min_size=1, max_size=9))

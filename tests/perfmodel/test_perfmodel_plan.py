@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel.layers import Layer, LayerProfile, Link
@@ -16,6 +16,7 @@ from pipollux_perfmodel.params import CHECKPOINTS, Checkpoint, PerfParams, check
 from pipollux_perfmodel.partition import partition
 from pipollux_perfmodel.plan import correct_profile, plan_stages, price_stages, restage
 from pipollux_perfmodel.steptime import pipeline_time, stage_times, step_time
+from tests.extent import examples
 
 BASE = PerfParams(9.0, 9.0, 0.2, 0.02, 0.05, 0.01, 1.5, (0.1,), (0.9,))
 
@@ -59,7 +60,7 @@ def copies_of(
     return [link.latency + stage[-1].output_bytes * b / link.bandwidth for stage in stages]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(
     cuts(),
     st.integers(1, 20),
@@ -94,7 +95,7 @@ def test_the_pipeline_takes_what_its_layers_take(
     assert step_time(params, *args, np).accum_time == pytest.approx(expected, rel=1e-12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), links)
 def test_every_stage_takes_what_its_layers_take(
     cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, link: Link | None
@@ -116,7 +117,7 @@ def test_every_stage_takes_what_its_layers_take(
         assert list(found) == pytest.approx(expected, rel=1e-12, abs=1e-12 * total)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(cuts(), st.sampled_from(CHECKPOINTS), links)
 def test_a_price_is_whole_and_keeps_what_layers_do_not_tell(
     cut: tuple[LayerProfile, list[int]], checkpoint: Checkpoint, link: Link | None
@@ -179,7 +180,7 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
     assert room[1] >= 2
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), st.data())
 def test_a_corrected_profile_predicts_what_was_measured(
     cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, data: st.DataObject

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, StepTime
 from pipollux_perfmodel.layers import Layer, LayerProfile
 from pipollux_perfmodel.memory import stage_memory
 from pipollux_perfmodel.params import CHECKPOINTS, Checkpoint
+from tests.extent import examples
 from tests.perfmodel.strategies import allocations, grad_params, perf_params, pipelines
 
 SLACK = 1 + 1e-9
@@ -33,11 +31,7 @@ def times_of(params: PerfParams, configuration: Sizes) -> StepTime:
     return GoodputFunction(params, (1.0, 1.0), 1).step_time(*configuration)
 
 
-def always(examples: int) -> Callable[..., Any]:
-    return settings(derandomize=True, deadline=None, max_examples=examples)
-
-
-@always(100)
+@examples(100)
 @given(pipelines(), grad_params(), sizes(), st.integers(1, 64))
 def test_efficiency_and_goodput(
     params: PerfParams, gradient: GradParams, configuration: Sizes, init_batch_size: int
@@ -54,7 +48,7 @@ def test_efficiency_and_goodput(
     assert throughput == pytest.approx(batch_size / times_of(params, configuration).total)
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes())
 def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration: Sizes) -> None:
     times = times_of(params, configuration)
@@ -68,7 +62,7 @@ def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration
     assert all(isinstance(value, float) and np.isfinite(value) for value in times)
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes())
 def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration: Sizes) -> None:
     assume(params.gradient_shares)
@@ -85,7 +79,7 @@ def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration:
     )
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes(), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_of_stages_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -98,7 +92,7 @@ def test_more_overlap_of_stages_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes(), st.floats(1, 10), st.floats(1, 10))
 def test_more_overlap_of_network_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -110,7 +104,7 @@ def test_more_overlap_of_network_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes())
 def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     params: PerfParams, configuration: Sizes
@@ -130,7 +124,7 @@ def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     )
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes())
 def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     params: PerfParams, configuration: Sizes
@@ -145,7 +139,7 @@ def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     assert never == all_of_them
 
 
-@always(100)
+@examples(100)
 @given(pipelines(), sizes())
 def test_more_samples_micro_batches_and_replicas_take_longer(
     params: PerfParams, configuration: Sizes
@@ -162,7 +156,7 @@ def test_more_samples_micro_batches_and_replicas_take_longer(
     assert times_of(params, more_replicas).network_time * SLACK >= times.network_time
 
 
-@always(100)
+@examples(100)
 @given(perf_params(max_stages=1), sizes())
 def test_every_extra_has_a_neutral_default(params: PerfParams, configuration: Sizes) -> None:
     spelled_out = params._replace(
@@ -182,7 +176,7 @@ def test_every_extra_has_a_neutral_default(params: PerfParams, configuration: Si
     assert found == params.alpha_c + params.beta_c * configuration[2]
 
 
-@always(50)
+@examples(50)
 @given(pipelines(), st.lists(sizes(), min_size=1, max_size=6))
 def test_arrays_give_what_scalars_give(params: PerfParams, configurations: list[Sizes]) -> None:
     columns = np.array(configurations).T
@@ -196,7 +190,7 @@ def test_arrays_give_what_scalars_give(params: PerfParams, configurations: list[
 BYTES = st.floats(0.0, 1e6)
 
 
-@always(100)
+@examples(100)
 @given(
     st.lists(
         st.builds(Layer, *[st.just(1.0)] * 4, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import (
@@ -20,6 +20,7 @@ from pipollux_perfmodel.confidence import make_report
 from pipollux_perfmodel.fit import _LIMITS
 from pipollux_perfmodel.loss import NAMES
 from pipollux_perfmodel.profile import make_profile
+from tests.extent import examples
 from tests.perfmodel.measured import Steps, errors, measure, random_jobs
 
 TRUTH = PerfParams(0.05, 0.004, 0.12, 0.004, 0.04, 0.002, 1.5)
@@ -186,7 +187,7 @@ def anything(draw: st.DrawFn) -> dict[str, Any]:
     return data
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(anything())
 def test_any_measurements_give_parameters(data: dict[str, Any]) -> None:
     with warnings.catch_warnings():

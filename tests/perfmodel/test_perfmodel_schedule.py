@@ -8,16 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule
 from pipollux_perfmodel.schedule import Schedule, one_f_one_b_schedule
+from tests.extent import examples
 
 times = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=6)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(times, st.integers(1, 10))
 def test_makespan_is_the_closed_form(
     stages: list[tuple[float, float]], num_microbatches: int
@@ -33,7 +34,7 @@ def test_makespan_is_the_closed_form(
 
 
 @pytest.mark.parametrize("make", [gpipe_schedule, one_f_one_b_schedule])
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(stages=times, num_microbatches=st.integers(1, 6))
 def test_every_dependency_is_kept(
     make: Callable[..., list[StageEvent]], stages: list[tuple[float, float]], num_microbatches: int

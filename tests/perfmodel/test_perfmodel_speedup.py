@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import (
@@ -19,6 +19,7 @@ from pipollux_perfmodel import (
 )
 from pipollux_perfmodel.layers import Layer, LayerProfile
 from pipollux_perfmodel.plan import plan_stages
+from tests.extent import examples
 from tests.perfmodel.strategies import allocations, grad_params, perf_params, pipelines
 
 SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
@@ -34,7 +35,7 @@ class Counted(GoodputFunction):
         return super().optimize(num_nodes, num_replicas, *args, **kwargs)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(perf_params(), grad_params(), allocations(40))
 def test_is_the_ratio_of_best_goodputs(
     params: PerfParams, gradient: GradParams, allocation: tuple[int, int]
@@ -123,7 +124,7 @@ NODES, REPLICAS = np.tril_indices(12)  # every allocation of up to 12 replicas
 NODES, REPLICAS = REPLICAS + 1, NODES + 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(pipelines(), grad_params(), st.integers(1, 64), st.sampled_from([1, 2, 8]))
 def test_monotone_never_falls_and_says_how_many_are_worth_having(
     params: PerfParams, gradient: GradParams, init_batch_size: int, factor: int
@@ -167,7 +168,7 @@ def check(
     assert found.speedup > 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(pipelines(), grad_params(), st.integers(1, 64))
 def test_goodput_and_speedup_of_a_configuration_agree(
     params: PerfParams, gradient: GradParams, init_batch_size: int
@@ -231,7 +232,7 @@ def test_chooses_among_plans_within_memory() -> None:
     assert SpeedupFunction(goodput_fn, **{**limits, "memory_limit": 3000.0})(2, 8) == 0.0
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@examples(30)
 @given(pipelines(), grad_params(), st.booleans(), st.integers(1, 40))
 def test_arrays_give_what_scalars_give(
     params: PerfParams, gradient: GradParams, monotone: bool, mem_size: int

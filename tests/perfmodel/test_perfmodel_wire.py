@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -22,6 +22,7 @@ from pipollux_perfmodel import (
     perf_params_to_json,
 )
 from pipollux_perfmodel.wire import PerfParamsField
+from tests.extent import examples
 from tests.perfmodel.strategies import grad_params, perf_params, pipelines
 
 SEVEN = {
@@ -36,7 +37,7 @@ SEVEN = {
 TWO = {**SEVEN, "forward_shares": [0.2, 0.1], "backward_shares": [0.4, 0.3]}
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(pipelines())
 def test_nothing_is_lost(params: PerfParams) -> None:
     wire = perf_params_to_json(params)
@@ -48,7 +49,7 @@ def test_nothing_is_lost(params: PerfParams) -> None:
         assert (name in wire) == (getattr(params, name) != PerfParams._field_defaults[name])
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(grad_params())
 def test_nothing_of_the_gradient_is_lost(params: GradParams) -> None:
     wire = grad_params_to_json(params)
@@ -64,7 +65,7 @@ def test_adaptdls_seven_are_read_as_they_are() -> None:
     assert {name: written[name] for name in SEVEN} == SEVEN
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(pipelines(), st.integers(1, 8))
 def test_hints_carry_pipelines(params: PerfParams, num_microbatches: int) -> None:
     hints = SchedHints(
@@ -88,7 +89,7 @@ class Job(BaseModel):
     params: PerfParamsField
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@examples(50)
 @given(perf_params())
 def test_is_a_field_of_any_model(params: PerfParams) -> None:
     job = Job(params=params)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+import psutil
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -21,7 +22,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 def find_chromium() -> str | None:
-    """Where Chromium is; None where there is none, and the tests of the page are skipped."""
+    """Where Chromium is; None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -34,7 +35,21 @@ def chromium(path: str) -> Iterator[Browser]:
         try:
             yield browser
         finally:
+            # While it runs, tests take no notice of what it starts; nothing of it may stay.
+            started = _processes()
             browser.close()
+            _, left = psutil.wait_procs({*started, *_processes()}, timeout=60)
+            assert left == [], f"the browser left {left}"
+
+
+def _processes() -> list[psutil.Process]:
+    """Every process of a browser below this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "chrom" in process.name():
+                found.append(process)
+    return found
 
 
 @dataclass

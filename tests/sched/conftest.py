@@ -11,6 +11,7 @@ from pipollux_sched.store import StateDir, Store
 from tests.sched.postgresql import Server, why_not
 from tests.sched.processes import processes_of
 from tests.sched.stores import Clock
+from tests.services import service_missing
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,7 @@ def postgresql() -> Iterator[Server]:
     """A server that is started when first asked for, and ended with the last test."""
     reason = why_not()
     if reason is not None:
-        pytest.skip(f"no PostgreSQL server can be started: {reason}")
+        service_missing(f"no PostgreSQL server can be started: {reason}")
     server = Server()
     yield server
     server.remove()

@@ -18,9 +18,17 @@ PROGRAMS = ("initdb", "postgres", "setpriv")
 TIMEOUT = 60.0
 
 
+def find(program: str) -> str | None:
+    """Where a program is: in PATH, or where Debian has those of each version's server."""
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: path.parent.name)
+    return shutil.which(program) or shutil.which(
+        program, path=os.pathsep.join(map(str, reversed(versions)))
+    )
+
+
 def why_not() -> str | None:
     """Say why there is no server, None if there can be one."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    missing = [program for program in PROGRAMS if find(program) is None]
     return f"no program is named {' or '.join(missing)}" if missing else None
 
 
@@ -55,7 +63,7 @@ class Server:
         # A run of pytest that is killed takes the server with it.
         ends_with_us = ("setpriv", "--pdeathsig", "QUIT")
         other = ("--reuid", USER, "--clear-groups") if os.geteuid() == 0 else ()
-        return [*ends_with_us, *other, str(shutil.which(program)), *args]
+        return [*ends_with_us, *other, str(find(program)), *args]
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""

@@ -55,13 +55,20 @@ class Service:
     job: httpx.Client
     """Bears the token of the job that the tests of a module share, where they do."""
 
-    def __init__(self, directory: Path, limits: Limits | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limits: Limits | None = None,
+        *,
+        nodes: Sequence[NodeSpec] = NODES,
+        **options: Any,
+    ) -> None:
         self.state_dir = StateDir(directory)
         self.state_dir.create()
         self.store = Store(self.state_dir.database, create=True)
-        self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in NODES)
+        self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
         backend = LocalBackend(
-            {node.name: Node(node.slots, node.kind) for node in NODES}, self.state_dir, grace=1.0
+            {node.name: Node(node.slots, node.kind) for node in nodes}, self.state_dir, grace=1.0
         )
         executor = Executor(self.store, backend, lambda job: workload(job, {}), grace=1.0)
         self.num_reconsidered = 0
@@ -69,7 +76,7 @@ class Service:
             self.store,
             executor,
             backend,
-            {node.name: node_info(node) for node in NODES},
+            {node.name: node_info(node) for node in nodes},
             policy="none",
             reconsider=self._reconsider,
             stopping=lambda: False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import (
@@ -22,6 +22,7 @@ from pipollux_sched.policy import (
     release_order,
     utility,
 )
+from tests.extent import examples
 from tests.sched.policy_cases import Case, cases, scaling
 
 NODE = NodeInfo({"slots": 4})
@@ -88,7 +89,7 @@ def test_utility_of_a_shape_is_relative_to_the_best_shape_of_its_type() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 1), st.integers(0, 5))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 def test_the_search_finds_what_trying_all_finds(
     drawn: list[float], target: float, first: int
 ) -> None:
@@ -200,7 +201,7 @@ def test_nodes_that_drain_for_another_reason_are_left_to_it() -> None:
     assert (plan.drain, plan.release, plan.num_nodes) == ((), (), 3)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(cases(mixed=True), st.integers(0, 6), st.integers(0, 6))
 def test_plans_keep_what_is_pinned_and_count_right(case: Case, wanted: int, before: int) -> None:
     chosen = tuple(list(case.nodes)[:before])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import (
@@ -22,6 +22,7 @@ from pipollux_sched.policy import (
     violations,
 )
 from pipollux_sched.policy.free_space import FreeSpace, Request
+from tests.extent import examples
 from tests.sched.baseline_cases import NODE, World, fixed, random_world
 
 POLICIES: dict[str, Callable[[], Any]] = {
@@ -42,7 +43,7 @@ def ask(name: str, world: World) -> dict[Any, Allocation]:
 
 worlds = st.integers(0, 2**31).map(random_world)
 each_policy = pytest.mark.parametrize("policy", POLICIES)
-often = settings(max_examples=60, deadline=None, derandomize=True)
+often = examples(60)
 
 
 @each_policy

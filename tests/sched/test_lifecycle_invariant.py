@@ -24,6 +24,7 @@ from pipollux_sched.lifecycle import (
     JobState,
     Launch,
     NodeLost,
+    NotAdopted,
     Outcome,
     Phase,
     Record,
@@ -52,7 +53,8 @@ def events(generation: int) -> list[Event]:
     """Every kind of event, those of a generation for the one given."""
     return [
         *(Exited(generation, outcome) for outcome in Outcome),
-        *(kind(generation, "why") for kind in (Silent, Hung, NodeLost)),
+        Exited(generation, Outcome.FAILED, cannot_start=True),
+        *(kind(generation, "why") for kind in (Silent, Hung, NodeLost, NotAdopted)),
         *(kind(generation) for kind in (Retry, Adopt)),
         Started(generation, (), 0),
         FirstStep(generation, 1),

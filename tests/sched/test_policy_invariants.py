@@ -6,13 +6,14 @@ import copy
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, PolluxPolicy, ReplicaShape
 from pipollux_sched.policy.cluster import Cluster, Ints, build_cluster
 from pipollux_sched.policy.problem import AllocationProblem
 from pipollux_sched.policy.repair import repair
+from tests.extent import examples
 from tests.sched.policy_cases import (
     TEMPLATE,
     Allocations,
@@ -25,7 +26,7 @@ from tests.sched.policy_cases import (
     violations,
 )
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = examples(40)
 
 
 @QUICK

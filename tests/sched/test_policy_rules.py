@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, ReplicaShape, shape_of
+from tests.extent import examples
 from tests.sched.policy_cases import (
     POLICIES,
     TEMPLATE,
@@ -23,7 +24,7 @@ from tests.sched.policy_cases import (
     violations,
 )
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = examples(40)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from pipollux_sched.lifecycle import Allocate, Intent, Phase
 from pipollux_sched.store import ServerInfo
 from pipollux_sched.supervisor import Limits
 from tests.sched.supervised import ADMIN, Service
+from tests.services import service_missing
 
 # A refusal fails a command, and streams are listened to for a second.
 CURL = """
@@ -26,13 +25,12 @@ curl() {
 """
 
 
-@pytest.mark.skipif(
-    not (shutil.which("curl") and shutil.which("jq")), reason="the page asks with curl and jq"
-)
 def test_every_command(repository: Path, tmp_path: Path) -> None:
+    if not (shutil.which("curl") and shutil.which("jq")):
+        service_missing("the page asks with curl and jq")
     text = (repository / "docs" / "rest.md").read_text()
     setup, *blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-    assert sum(block.count("curl ") for block in blocks) == 23
+    assert sum(block.count("curl ") for block in blocks) == 24
     with Service(tmp_path / "state") as service:
         info = ServerInfo(service.server.url, os.getpid(), ADMIN)
         service.state_dir.write_server(info)
@@ -65,6 +63,8 @@ def test_every_command(repository: Path, tmp_path: Path) -> None:
 
 
 def test_the_limits_are_those_that_the_page_tells(repository: Path) -> None:
+    if not (shutil.which("curl") and shutil.which("jq")):
+        service_missing("the page asks with curl and jq")
     text = (repository / "docs" / "rest.md").read_text()
     limits = Limits()
     for words in (

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.simulator import IsolatedTimes, Outcome, outcome
 from pipollux_sched.simulator.charts import completion_curve, jobs_unfinished, slots_held
 from pipollux_sched.simulator.cluster_gantt import blocks
 from pipollux_sched.simulator.plots import render_plots
+from tests.extent import examples
 from tests.sched.page import Page, pictures, with_class
 from tests.sched.simulator_cases import Give, Steady, simulate
 
@@ -41,7 +42,7 @@ def test_neighbouring_slots_of_a_job_are_one_block() -> None:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any), min_size=1, max_size=6)
 )

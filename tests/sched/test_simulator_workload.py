@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.simulator import (
@@ -24,6 +24,7 @@ from pipollux_sched.simulator import (
     write_workload,
 )
 from pipollux_sched.simulator.generate import CATEGORIES, HOURLY, Request
+from tests.extent import examples
 
 HEADER = "name,time,application,num_replicas,batch_size\n"
 POLLUX = ("cifar10", "ncf", "deepspeech2", "bert", "yolov3", "imagenet")
@@ -92,7 +93,7 @@ arrivals = st.builds(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(arrivals, unique_by=lambda job: job.name))
 def test_what_is_written_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, jobs: list[JobArrival]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.script import resolve_script, with_script_found
@@ -23,6 +23,7 @@ from pipollux_sched.spec import (
     parse_job,
 )
 from pipollux_sched.validation import closest
+from tests.extent import examples
 
 NODE = "nodes:\n- name: a\n  slots: 4\n"
 
@@ -324,7 +325,7 @@ JOBS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 @given(JOBS)
 def test_a_job_survives_the_way_through_json(data: dict[str, Any]) -> None:
     job = parse_job(data)

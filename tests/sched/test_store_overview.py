@@ -36,10 +36,9 @@ def test_launches_and_phases(store: Store, clock: Clock) -> None:
     assert sum(phases.values()) == 4
     assert (phases["Created"], phases["Failed"]) == (1, 1)
     assert len(overview.launches_since(0.0, 10)) == 4
-    assert [(each.job, each.generation) for each in overview.launches_since(1010.0, 10)] == [
-        ("moved", 2)
-    ]
-    assert [each.generation for each in overview.launches_since(0.0, 1)] == [2], "the newest"
+    since = [(each.job, each.generation, n) for each, n in overview.launches_since(1010.0, 10)]
+    assert since == [("moved", 2, 1)]
+    assert [each.generation for each, _ in overview.launches_since(0.0, 1)] == [2], "the newest"
 
 
 def test_the_goodput_told_last(store: Store) -> None:

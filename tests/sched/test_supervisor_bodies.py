@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.supervisor import Limits
+from tests.extent import examples
 from tests.sched.supervised import SCRIPT, Service, detail, report
 
 HINTS = {
@@ -109,7 +110,7 @@ def send(service: Service, path: str, content: bytes | str) -> int:
 
 @pytest.mark.parametrize("path", PLACES)
 def test_what_is_spoilt_by_something(service: Service, path: str) -> None:
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @examples(60)
     @given(spoilt(PLACES[path][1]))
     def check(body: Any) -> None:
         send(service, path, json.dumps(body))
@@ -117,7 +118,7 @@ def test_what_is_spoilt_by_something(service: Service, path: str) -> None:
     check()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(st.sampled_from(sorted(PLACES)), st.one_of(st.binary(max_size=60), VALUES.map(json.dumps)))
 def test_anything_at_all(service: Service, path: str, body: bytes | str) -> None:
     if send(service, path, body) < 400:

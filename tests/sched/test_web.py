@@ -7,33 +7,35 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
 from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec
-from pipollux_sched.store import NodeCondition
+from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.store import NodeCondition, StateDir
 from pipollux_sched.supervisor import create_app
 from tests.cli.kept import HINTS, point
 from tests.sched.browser import Visit, chromium, find_chromium, visit
+from tests.sched.crowd import crowd
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
+from tests.services import service_missing
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-CHROMIUM = find_chromium()
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+# Texts that are wider than their place, in which nothing says so.
+CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
+  .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+  .map((one) => one.textContent)"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with chromium(CHROMIUM) as browser:
+    path = find_chromium()
+    if path is None:
+        service_missing("there is no Chromium on this machine")
+    with chromium(path) as browser:
         yield browser
-    left = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not [name for name in left if "chrom" in name]
 
 
 @pytest.fixture
@@ -123,27 +125,83 @@ def test_the_overview(tab: Visit) -> None:
     assert " ".join(tiles["Goodput"].split()) == "580 samples/s"
     # Two replicas now, one before; the one that failed.
     expect(page.locator(".gantt .block")).to_have_count(4)
-    page.get_by_label("Phase").select_option("Failed")
-    expect(page.locator(".jobs tbody tr")).to_have_count(1)
-    page.get_by_label("Phase").select_option("")
-    page.get_by_label("Name").fill("GRO")
-    expect(page.locator(".jobs tbody th")).to_have_text(["grown"])
-    page.get_by_label("Name").fill("")
-    page.get_by_role("button", name="Loss").click()
-    assert page.locator(".jobs [aria-sort]").get_attribute("aria-sort") == "ascending"
+    expect(page).to_have_title("1 running, 0 queued · Pipollux")
+    page.get_by_role("link", name="Loss").click()
+    expect(page.locator(".jobs [aria-sort]")).to_have_attribute("aria-sort", "ascending")
     expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
-    page.get_by_role("button", name="Job", exact=True).click()
-    page.get_by_role("button", name="Job", exact=True).click()
+    page.get_by_role("link", name="Job", exact=True).click()
+    expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
+    page.get_by_role("link", name="Job", exact=True).click()
     expect(page.locator(".jobs tbody th")).to_have_text(["hostile", "grown"])
     tab.check()
+
+
+def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
+    page, names = tab.open(ADMIN), tab.page.locator(".jobs tbody th")
+    page.get_by_role("link", name="Failed 1").click()
+    expect(names).to_have_text(["hostile"])
+    assert page.url == f"{tab.url}/#/?phase=Failed"
+    page.get_by_role("link", name="All 2").click()
+    expect(names).to_have_count(2)
+    search = page.get_by_label("Search jobs by name")
+    search.press_sequentially("GRO")
+    expect(names).to_have_text(["grown"])
+    expect(search).to_be_focused()
+    assert page.url == f"{tab.url}/#/?name=GRO"
+    page.get_by_role("link", name="grown", exact=True).first.click()
+    expect(page).to_have_title("grown · Pipollux")
+    page.go_back()
+    expect(names).to_have_text(["grown"])
+    expect(search).to_have_value("GRO")
+    page.go_back()  # one step, whatever the number of letters
+    expect(names).to_have_count(2)
+    expect(search).to_have_value("")
+    page.go_back()
+    expect(names).to_have_text(["hostile"])
+    shared = tab.page.context.new_page()
+    shared.goto(f"{tab.url}/#token={ADMIN}")
+    shared.goto(f"{tab.url}/#/?phase=Failed&phase=Queued&name=nothing&page=7")
+    expect(shared.locator(".jobs .note")).to_have_text("no job is like that")
+    expect(shared.locator(".phases [aria-current]")).to_have_text(["Queued 0", "Failed 1"])
+    tab.check()
+
+
+def test_a_thousand_jobs_on_64_nodes(browser: Browser, tmp_path: Path) -> None:
+    """What there is on the page does not grow with them; the rest is a link or a key away."""
+    phases = crowd(StateDir(tmp_path).database, time.time())
+    nodes = [NodeSpec(name=f"node-{n:02}", slots=8, kind="cpu") for n in range(64)]
+    with Service(tmp_path, nodes=nodes) as service, visit(browser, service.server.url) as tab:
+        page = tab.open(ADMIN)
+        rows = page.locator(".jobs tbody tr")
+        expect(rows).to_have_count(50)
+        queued = phases["Queued"]
+        expect(page).to_have_title(re.compile(rf"^\d+ running, {queued} queued · Pipollux$"))
+        assert page.evaluate("document.querySelectorAll('*').length") < 3000
+        jobs, places = (page.locator(which).bounding_box() for which in (".jobs", ".nodes"))
+        assert jobs is not None
+        assert places is not None
+        assert jobs["y"] < 400 < places["y"]
+        page.get_by_role("link", name=f"Queued {queued}").click()
+        expect(page.locator(".pages span")).to_have_text(f"1 to 50 of {queued} jobs")
+        page.get_by_role("link", name="next").click()
+        expect(page.locator(".pages span")).to_have_text(f"51 to 100 of {queued} jobs")
+        assert page.url == f"{tab.url}/#/?phase=Queued&page=2"
+        expect(page.locator(".node")).to_have_count(64)
+        expect(page.locator(".strip path").first).to_have_attribute("d", re.compile("^M0 1V"))
+        expect(page.locator(".gantt")).to_have_count(0)
+        page.locator(".node summary").first.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".gantt .block").first).to_be_visible()
+        expect(page.locator(".holders a").first).to_be_visible()
+        tab.check()
 
 
 def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".gantt .block")).to_have_count(4)
-    page.locator(".gantt").focus()
+    page.locator(".gantt").first.focus()
     page.keyboard.press("Home")
-    box = page.locator(".scroll .hover")
+    box = page.locator(".scroll .hover").first
     expect(box).to_contain_text("grown · generation 1")
     page.keyboard.press("ArrowRight")
     expect(box).to_contain_text("grown · generation 2")
@@ -188,6 +246,9 @@ def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, wi
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"
         assert int(page.evaluate(lightness)) < 60
+        assert page.evaluate(CUT) == []
+        shown = page.locator(".jobs tbody tr").first.locator("th, td")
+        assert [cell.is_visible() for cell in shown.all()] == [True] * 10
         page.goto(f"{tab.url}/#/jobs/grown")
         expect(page.locator(".curve .tick").first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -199,7 +260,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, wi
 def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
     service.control.set_node("node-b", NodeCondition.DRAINING, HOSTILE)
     page = tab.open(ADMIN)
-    expect(page.locator(".side")).to_contain_text(f"node node-b is draining: {HOSTILE}")
+    expect(page.locator(".events")).to_contain_text(f"node node-b is draining: {HOSTILE}")
     expect(page.locator(".jobs")).to_contain_text(HOSTILE)
     page.get_by_role("link", name="hostile", exact=True).first.click()
     expect(page.locator(".log")).to_contain_text(f"first line\n{HOSTILE}")
@@ -301,7 +362,7 @@ def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
         ["wide", 1, null, "a", 2],
         ["gone", 1, 2, "lost", 1]].map(([job, launched_at, ended_at, node, num_stages]) =>
           ({ job, generation: 1, launched_at, ended_at, nodes: [node], num_stages }));
-      return layOut(launches, { a: { slots: 3 } }, new Map())
+      return layOut(launches, { a: { slots: 3 } })
         .map((block) => [block.launch.job, block.slot, block.slots, block.begin]);
     }""")
     assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]

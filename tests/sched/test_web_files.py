@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.lifecycle import Exited, Outcome
-from tests.sched.supervised import ADMIN, Service, report
+from tests.sched.supervised import ADMIN, Service, detail, report
 
 PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
 CLUSTER = "nodes:\n  - {name: node-a, slots: 1, kind: cpu}\n"
@@ -71,26 +71,63 @@ def test_no_other_file_is_served(service: Service, path: str) -> None:
     assert service.client(None).get(path).status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/overview", "/jobs/toy/explanation", "/events/stream?told=true"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/overview", "/launches", "/usage"),
+        *("/jobs/toy/explanation", "/events/stream?told=true"),
+    ],
+)
 def test_what_the_page_asks_needs_the_token(service: Service, path: str) -> None:
     assert service.client(None).get(path).status_code == 401
 
 
-def test_the_overview_has_the_launches_of_a_span_and_the_last_events(service: Service) -> None:
+def test_what_the_page_shows(service: Service) -> None:
     store = service.store
     service.submit("past", ["node-a"])
     store.transition("past", Exited(1, Outcome.COMPLETE, step=7, epoch=0))
     service.submit("present", ["node-b"], num_stages=2)
-    found = service.admin.get("/overview?since=0&events=2").json()
-    assert [launch["job"] for launch in found["launches"]] == ["past", "present"]
+    found = service.admin.get("/overview?events=2").json()
     assert [event["text"] for event in found["events"]] == ["submitted", "it is free"]
     assert found["events"][-1]["id"] <= found["last_event"] == store.last_event()
     lines = {job["name"]: job for job in found["jobs"]}
     assert (lines["present"]["nodes"], lines["present"]["num_stages"]) == (["node-b"], 2)
     assert (lines["past"]["phase"], lines["past"]["nodes"]) == ("Complete", [])
-    later = service.admin.get(f"/overview?since={found['time'] + 1}").json()
-    assert [launch["job"] for launch in later["launches"]] == ["present"]
-    assert later["events"] == []
+    used = {name: (node["used"], node["num_jobs"]) for name, node in found["nodes"].items()}
+    assert used == {"node-a": (0, 0), "node-b": (2, 1)}
+    page = "/overview?phase=Complete&phase=Running&order=name&descending=true&limit=1"
+    found = service.admin.get(f"{page}&name=P").json()
+    assert ([job["name"] for job in found["jobs"]], found["num_found"]) == (["present"], 2)
+    assert found["phases"] == {"Created": 1, "Running": 1, "Complete": 1}, "of all jobs"
+    assert found["events"] == []
+    launches = service.admin.get("/launches?since=0").json()
+    assert [launch["job"] for launch in launches] == ["past", "present"]
+    assert launches[0]["number"] == lines["past"]["number"] == 2
+    later = service.admin.get(f"/launches?since={found['time'] + 1}").json()
+    assert [launch["job"] for launch in later] == ["present"]
+    there = service.admin.get("/launches?node=node-a&node=elsewhere").json()
+    assert [launch["job"] for launch in there] == ["past"]
+    usage = service.admin.get(f"/usage?since={found['time'] - 100}&parts=4").json()
+    assert [len(parts) for parts in usage["nodes"].values()] == [4, 4]
+    assert usage["until"] - usage["since"] >= 100
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("/overview?phase=Tired", "phase.0: Input should be 'Running'"),
+        ("/overview?order=colour", "order: Input should be 'usual'"),
+        ("/overview?limit=501", "limit: Input should be less than or equal to 500"),
+        ("/usage?since=1e300", "since: Input should be less than or equal to"),
+        ("/usage?parts=0", "parts: Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
+    service: Service, asked: str, named: str
+) -> None:
+    response = service.admin.get(asked)
+    assert response.status_code == 422
+    assert named in detail(response)
 
 
 def test_what_people_are_told_as_it_happens(service: Service) -> None:

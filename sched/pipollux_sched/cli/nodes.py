@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from .failure import one_sentence
 from .jobs import POLL_INTERVAL
 from .options import NodeName, StateDirectory, TableOutput
 from .wording import DASH, count, one_line, spell_age
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
 """In which colour a condition is shown that is not the usual one."""
@@ -154,12 +157,20 @@ def plain_node(found: NodeOccupancy) -> dict[str, Any]:
 
 
 def _print_table(found: Mapping[str, NodeOccupancy]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     if not found:
         typer.echo("No nodes yet; a scheduler brings them: pipollux serve")
         return
+    print_result(node_table(found))
+    used = sum(one.used for one in found.values())
+    slots = sum(one.node.slots for one in found.values())
+    typer.echo(f"{count(len(found), 'node')}, {used} of {count(slots, 'slot')} used.")
+
+
+def node_table(found: Mapping[str, NodeOccupancy]) -> Table:
+    """Return nodes as a table: slots, who holds them, condition."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, header_style="bold", pad_edge=False)
     for header in ("Node", "Kind", "Slots", "Free", "Used by", "Condition", "Since", "Reason"):
         number = header in {"Slots", "Free"}
@@ -181,10 +192,7 @@ def _print_table(found: Mapping[str, NodeOccupancy]) -> None:
             f"{spell_age(now - node.since)} ago",
             Text(one_line(node.reason) or DASH),
         )
-    print_result(table)
-    used = sum(one.used for one in found.values())
-    slots = sum(one.node.slots for one in found.values())
-    typer.echo(f"{count(len(found), 'node')}, {used} of {count(slots, 'slot')} used.")
+    return table
 
 
 def _spell_users(jobs: Mapping[str, int]) -> str:

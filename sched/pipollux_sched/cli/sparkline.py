@@ -28,6 +28,17 @@ def window_for(seconds: float) -> float:
     return next((window for window in WINDOWS if window >= seconds), WINDOWS[-1])
 
 
+def bars(values: Sequence[float], top: float) -> str:
+    """Draw numbers from 0 to `top`, a character each; one that is not 0 can be seen.
+
+    Example:
+        >>> bars([0, 0.1, 4, 8, 9], 8)
+        ' ▁▄██'
+    """
+    heights = (math.ceil(len(BARS) * value / max(top, 1e-9) - 1e-9) for value in values)
+    return "".join(BARS[min(height, len(BARS)) - 1] if height > 0 else " " for height in heights)
+
+
 def sparkline(
     spans: Sequence[Span],
     alive: tuple[float, float],

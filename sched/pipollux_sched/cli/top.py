@@ -1,30 +1,23 @@
-"""`pipollux top`: the cluster on a full screen, as it changes."""
+"""`pipollux top`: the cluster on a full screen, as it changes, or once, as text."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
 
-from pipollux_sched.interruption import Interruption
-from pipollux_sched.store import StateDir, Store
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.occupancy import occupancy
+from pipollux_sched.store import JobQuery, StateDir, Store
 
-from .cluster_view import ClusterView, look
-from .console import OutputFormat, output_console, print_data, print_result
+from .console import OutputFormat, output_console, print_data
 from .failure import one_sentence
 from .jobs import plain_job
-from .keyboard import Keyboard
 from .nodes import plain_node
 from .options import StateDirectory, TableOutput
-from .top_frame import frame
 
-KEY_WAIT = 0.1
-"""Seconds between two looks at the keys, the size of the terminal, and signals to end."""
-WIDTH_WITHOUT_TERMINAL = 120
-HINT = "q quits"
+MOST_JOBS = 200
+"""Jobs that are printed once; `pipollux jobs` has all."""
 
 
 def top(
@@ -36,12 +29,12 @@ def top(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Watch the cluster, live: nodes and who holds their slots, jobs, last events.
+    """Watch the cluster, live: jobs, nodes and how full they are, last events.
 
-    Ends with q or Ctrl-C. R×K is replicas × stages; the blocks of a node are its
-    slots, each replica with the number of its job; the history tells the slots
-    that a job held, a dot where it held none. Where standard output is no
-    terminal it is printed once, and so it is with --output json.
+    Scroll with the arrow keys or the mouse; / searches by name, p goes to the
+    next phase, a click on a column's head or s sorts by it, Enter opens a job
+    or a node, q quits. Where standard output is no terminal it is printed
+    once, and so it is with --output json.
 
     Works without a running scheduler too: then it shows how the last one left
     things.
@@ -50,41 +43,34 @@ def top(
     console = output_console()
     with one_sentence(), Store(directory.store) as store:
         if output is not OutputFormat.table:
-            print_data(_plain(look(store, directory)), output)
+            print_data(_plain(store, directory), output)
         elif once or not console.is_terminal or console.is_dumb_terminal:
-            width = console.width if console.is_terminal else WIDTH_WITHOUT_TERMINAL
-            print_result(Group(*frame(look(store, directory), width, None)))
+            from .top_text import print_once
+
+            print_once(store, directory)
         else:
-            _watch(store, directory, console, interval)
+            from .top_app import TopApp  # what draws it takes longer to import than all the rest
+
+            TopApp(store, directory, interval).run()
 
 
-def _plain(view: ClusterView) -> dict[str, Any]:
+def _plain(store: Store, directory: StateDir) -> dict[str, Any]:
+    from .cluster_view import look
+
+    view = look(store, directory, JobQuery(limit=MOST_JOBS))
+    records = {record.name: record for record in store.jobs()}
+    phases = [record.phase for record in records.values()]
     return {
         "time": view.time,
         "served": view.served,
         "policy": view.policy,
         "goodput": view.goodput,
-        "nodes": [plain_node(node) for node in view.nodes],
-        "phases": {phase.value: number for phase, number in view.phases.items()},
-        "jobs": [plain_job(job.record, job.point, len(job.spans)) for job in view.jobs],
+        "nodes": [plain_node(node) for node in occupancy(store.nodes(), records.values()).values()],
+        "phases": {phase.value: phases.count(phase) for phase in Phase},
+        "jobs": [
+            plain_job(records[job.name], job.point, job.generation)
+            for job in view.jobs.jobs
+            if job.name in records
+        ],
         "events": list(view.events),
     }
-
-
-def _watch(store: Store, directory: StateDir, console: Console, interval: float) -> None:
-    """Draw anew at every interval, and when the terminal's size changes, until told to end."""
-    with (
-        Interruption() as interruption,
-        Keyboard() as keyboard,
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
-        view, looked, drawn = None, 0.0, (0, 0)
-        while not interruption.count:
-            late = time.monotonic() - looked >= interval
-            if view is None or late:
-                view, looked = look(store, directory), time.monotonic()
-            if late or (console.width, console.height) != drawn:
-                drawn = (console.width, console.height)
-                live.update(Group(*frame(view, *drawn, HINT)), refresh=True)
-            if "q" in keyboard.read(KEY_WAIT).lower():
-                return

@@ -17,9 +17,10 @@ from .errors import (
     UnknownNodeError,
 )
 from .hints import ToldHints
+from .job_list import Holder, JobLine, JobOrder, JobPage, JobQuery, ListedPhase
 from .journal import Change
 from .launches import LaunchCounts
-from .overview import NoisePoint, Overview
+from .overview import Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
@@ -32,11 +33,18 @@ __all__ = [
     "ConflictError",
     "Discovery",
     "GenerationRecord",
+    "Glance",
+    "Holder",
     "JobEndedError",
     "JobExistsError",
+    "JobLine",
     "JobLivesError",
+    "JobOrder",
+    "JobPage",
+    "JobQuery",
     "JobRecord",
     "LaunchCounts",
+    "ListedPhase",
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from sqlalchemy import Select, func, or_, select
 
-from . import deletion, journal, launches
+from . import deletion, job_list, journal, launches, node_usage
 from .database import Database
+from .job_list import JobQuery, ListedPhase
 from .launches import LaunchCounts
-from .records import GenerationRecord, Point, generation_record
-from .tables import EventRow, GenerationRow, JobRow, PointRow
+from .records import GenerationRecord, Point
+from .tables import EventRow, JobRow, PointRow
+
+
+class Glance(NamedTuple):
+    """Figures over all jobs."""
+
+    phases: Mapping[ListedPhase, int]
+    """How many are in each phase that has any, in the order of lists."""
+    holders: tuple[job_list.Holder, ...]
+    """Those that hold slots."""
+    goodput: float | None
+    """Of all that run, in samples per second, as far as they told; None: none did."""
+    oldest_launch: float | None
+    """When the first launch was of those jobs that hold something, or where none does, of any."""
 
 
 class NoisePoint(NamedTuple):
@@ -48,18 +63,42 @@ class Overview:
             there, gone = launches.totals(session), deletion.counted(session)
         return LaunchCounts(*map(sum, zip(there, gone, strict=True)))
 
-    def launches_since(self, since: float, most: int) -> list[GenerationRecord]:
-        """Return the launches of all jobs that held something after a moment, oldest first.
+    def jobs(self, query: JobQuery, now: float) -> job_list.JobPage:
+        """Return a part of the list of jobs; ages of jobs that have not ended go up to `now`."""
+        with self._database.read() as session:
+            return job_list.page(session, query, now)
+
+    def glance(self) -> Glance:
+        """Return figures over all jobs."""
+        with self._database.read() as session:
+            goodput, num_told = job_list.goodput(session)
+            counts, holders = job_list.count_by_phase(session), job_list.holders(session)
+            oldest = node_usage.oldest_launch(session)
+            return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
+
+    def job_number(self, name: str) -> int:
+        """Return a job's place in the order in which jobs came, from 1; 0: there is none."""
+        with self._database.read() as session:
+            return session.scalar(select(JobRow.id).where(JobRow.name == name)) or 0
+
+    def launches_since(
+        self, since: float, most: int, nodes: Collection[str] | None = None
+    ) -> list[tuple[GenerationRecord, int]]:
+        """Return the launches that held something after a moment, with the numbers of their jobs.
 
         Args:
             since: seconds since the epoch.
-            most: so many at most, the newest.
+            most: so many at most, the newest; the oldest of them comes first.
+            nodes: only those with a replica on one of these; None: on any.
         """
-        row = GenerationRow
-        query = select(row).where(or_(row.ended_at.is_(None), row.ended_at > since))
         with self._database.read() as session:
-            found = session.scalars(query.order_by(row.id.desc()).limit(most)).all()
-            return [generation_record(entry) for entry in reversed(found)]
+            return node_usage.launches(session, since, most, nodes)
+
+    def node_usage(self, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
+        """Return the mean number of slots held of each node that was, in equal parts of a span."""
+        with self._database.read() as session:
+            found = node_usage.usage(session, begin, end, num_parts)
+            return {name: [round(slots, 2) for slots in parts] for name, parts in found.items()}
 
     def goodputs(self) -> dict[str, float]:
         """Return the goodput that each running job reported last, in samples per second."""

@@ -126,14 +126,7 @@ class Store:
         max_restarts: int,
         deadline: float | None = None,
     ) -> Change:
-        """Take a job in, or take up again one that failed or was cancelled.
-
-        Args:
-            name: of the job.
-            spec: the `JobSpec` as JSON.
-            token: what its processes show to the supervisor.
-            max_restarts: how many failures are made good by a restart.
-            deadline: seconds from now on after which the job is ended; None: never.
+        """Take a job in, or take up again one that failed or was cancelled: see `Submission`.
 
         Raises:
             JobExistsError: a job of this name is under way, or complete.

@@ -17,7 +17,9 @@ GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /nodes                      admin   nodes, their condition, and who is there
 PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again
 GET      /cluster                    admin   nodes and free slots, and the policy
-GET      /overview                   admin   nodes, jobs and launches at a glance
+GET      /overview                   admin   nodes, counts and a page of jobs at a glance
+GET      /launches                   admin   who held what
+GET      /usage                      admin   how full the nodes were
 GET      /events                     admin   the event log
 GET      /events/stream              admin   the same as it happens (server-sent events)
 GET      /metrics                    admin   figures for Prometheus

@@ -19,7 +19,6 @@ from .bodies import JsonObject, reader
 from .job_page import deleted_object, describe_job, explain_job
 from .limits import Limits, Places
 from .news import News
-from .overview import describe_all
 from .stream import EventStream, Tail, stream
 from .tokens import Gate
 
@@ -29,13 +28,6 @@ MOST_POINTS = 500
 _Points = Annotated[
     int, Query(ge=0, le=MOST_POINTS, description="Points of each curve at most; 0: no curves.")
 ]
-_Moment = Annotated[
-    float,
-    Query(
-        ge=0, allow_inf_nan=False, description="Only launches that held something after this time."
-    ),
-]
-_Last = Annotated[int, Query(ge=0, le=500, description="So many of the last events.")]
 _After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
 _Since = Annotated[
     int | None, Query(ge=0, le=2**62, description="Only events of larger ids; 0: from the first.")
@@ -173,11 +165,6 @@ def _add_nodes(router: APIRouter, store: Store, control: Control) -> None:
         """The allocator weighs all jobs at once, and not only at the next interval."""
         control.decide()
         return {"status": "deciding"}
-
-    @router.get("/overview", tags=["nodes"], summary="Everything at a glance")
-    def overview(since: _Moment = 0.0, events: _Last = 0) -> dict[str, Any]:
-        """Nodes, a line of every job, and the launches since a moment: what the web page shows."""
-        return describe_all(store, control, since, events)
 
     @router.get("/cluster", tags=["nodes"], summary="The cluster as the policy has it")
     def cluster() -> Mapping[str, Any]:

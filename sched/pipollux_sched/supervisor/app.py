@@ -23,6 +23,7 @@ from .limits import Limits
 from .metrics import RefusedCounter, SchedulerCollector, render
 from .news import News
 from .openapi import document
+from .overview_side import overview_side
 from .pages import add_pages
 from .tokens import Gate
 
@@ -64,6 +65,7 @@ def create_app(
     answer_errors(app)
     app.include_router(job_side(store, control, meters, gate, news, limits))
     app.include_router(admin_side(store, control, state_dir, gate, news, limits))
+    app.include_router(overview_side(store, control, gate))
     _add_health(app)
     _add_docs(app)
     add_pages(app)

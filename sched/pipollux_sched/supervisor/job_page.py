@@ -25,6 +25,7 @@ def describe_job(
     generations = store.generations(job.name)
     return {
         **job.to_json_object(),
+        "number": store.overview.job_number(job.name),
         "hints": store.hints().get(job.name),
         "generations": [asdict(entry) for entry in generations],
         "num_restarts": max(len(generations) - 1, 0),

@@ -49,6 +49,8 @@ REPLIES: dict[tuple[str, str], Any] = {
     ("put", "/nodes/{name}"): replies.NodeReply,
     ("get", "/cluster"): replies.ClusterReply,
     ("get", "/overview"): replies.OverviewReply,
+    ("get", "/launches"): list[replies.LaunchLine],
+    ("get", "/usage"): replies.UsageReply,
     ("get", "/events"): list[replies.EventReply],
     ("get", "/healthz"): replies.Health,
 }
@@ -82,7 +84,8 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
         made = get_openapi(
             title="Pipollux", version=version, description=DESCRIPTION, routes=app.routes
         )
-        schemas: dict[str, Any] = {}
+        found = made["components"]["schemas"]
+        schemas = {name: schema for name, schema in found.items() if "enum" in schema}  # of queries
         for path, operations in made["paths"].items():
             for method, operation in operations.items():
                 _complete(operation, (method, path), schemas)

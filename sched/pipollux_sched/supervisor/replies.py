@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from pipollux_sched.lifecycle import Intent, Phase
-from pipollux_sched.store import NodeCondition, Point
+from pipollux_sched.store import ListedPhase, NodeCondition, Point
 
 
 class _Reply(BaseModel):
@@ -115,8 +115,9 @@ class NoiseReply(_Reply):
 
 
 class JobPageReply(JobReply):
-    """A job with all that is known of it."""
+    """A job with all that is known of it; `number`: its place in the order in which jobs came."""
 
+    number: int
     hints: dict[str, Any] | None
     generations: list[GenerationReply]
     num_restarts: int
@@ -208,8 +209,9 @@ class EventReply(BaseModel):
 class JobLine(_Reply):
     """A job at a glance; the last eight fields are of its latest report."""
 
+    number: int
     name: str
-    phase: Phase
+    phase: ListedPhase
     reason: str
     message: str
     submitted_at: float
@@ -231,9 +233,10 @@ class JobLine(_Reply):
 
 
 class LaunchLine(_Reply):
-    """A launch at a glance."""
+    """A launch at a glance; `number` is that of its job."""
 
     job: str
+    number: int
     generation: int
     nodes: list[str]
     num_stages: int
@@ -256,14 +259,38 @@ class ToldEvent(_Reply):
     text: str
 
 
-class OverviewReply(ClusterReply):
-    """Everything at a glance, at this time by the scheduler's clock."""
+class OverviewNode(ClusterNodeReply):
+    """A node at a glance: so many of its slots are held, by so many jobs."""
+
+    used: int
+    num_jobs: int
+
+
+class OverviewReply(_Reply):
+    """Everything at a glance, at this time by the scheduler's clock.
+
+    `phases` counts all jobs; `jobs` are those of the page that was asked for, `num_found` how many
+    there are on all pages.
+    """
 
     time: float
+    policy: str
+    nodes: dict[str, OverviewNode]
+    phases: dict[ListedPhase, int]
+    goodput: float | None
+    oldest_launch: float | None
     jobs: list[JobLine]
-    launches: list[LaunchLine]
+    num_found: int
     events: list[ToldEvent]
     last_event: int
+
+
+class UsageReply(_Reply):
+    """How full the nodes were: the mean number of slots held, in equal parts from `since` on."""
+
+    since: float
+    until: float
+    nodes: dict[str, list[float]]
 
 
 class ReplicaPlace(_Reply):

@@ -29,7 +29,7 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** The class that gives an element its job's colour. */
+/** The class that gives an element its job's colour; none where its number is not known. */
 export function colour(number) {
-  return `job-${number % 8}`;
+  return number ? `job-${(number - 1) % 8}` : "";
 }

@@ -32,7 +32,7 @@ export class Gantt {
     this.svg.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** @param view { nodes: {name: {slots, condition}}, launches, numbers: Map, from, to, now } */
+  /** @param view { nodes: {name: {slots, condition}}, launches, from, to, now } */
   update(view) {
     this.view = view;
     this.draw();
@@ -53,7 +53,7 @@ export class Gantt {
       height += nodes[name].slots * row + GAP;
     }
     this.x = (time) => left + ((time - from) / (to - from)) * (this.width - left - EDGE);
-    this.blocks = layOut(launches, nodes, this.view.numbers);
+    this.blocks = layOut(launches, nodes);
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("height", height + AXIS);
     this.svg.setAttribute("aria-label", this.#describe(slots));
@@ -114,7 +114,7 @@ export class Gantt {
     part("pause", x0, x1);
     part("train", x1, x2);
     part("pause", x2, x3);
-    for (const piece of group.querySelectorAll(".pause")) piece.setAttribute("fill", `url(#hatch-${block.number % 8})`);
+    for (const piece of group.querySelectorAll(".pause")) piece.setAttribute("fill", `url(#hatch-${(block.number - 1) % 8})`);
     if (x3 - x0 <= 2) part("train", x0, Math.max(x3, x0 + 2));
     if (hasFailed(launch)) group.append(s("rect", { class: "broken", x: x3 - 1.5, y, width: 3, height }));
     const room = Math.floor((x2 - x1 - 12) / LETTER);
@@ -185,7 +185,7 @@ function state(launch) {
  * Give every replica slots of its node, the lowest that are free, oldest launch first. Which of a
  * node's slots a replica is drawn in is a matter of layout: the scheduler tells nodes, not slots.
  */
-export function layOut(launches, nodes, numbers) {
+export function layOut(launches, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));
   const blocks = [];
   const ordered = [...launches].sort((a, b) => a.launched_at - b.launched_at);
@@ -202,7 +202,7 @@ export function layOut(launches, nodes, numbers) {
       for (const slot of chosen) ends[slot] = launch.ended_at ?? Infinity;
       for (const [slot, slots] of runs(chosen)) {
         const key = `${launch.job} ${launch.generation} ${replica} ${slot}`;
-        blocks.push({ key, launch, node, slot, slots, begin, number: numbers.get(launch.job) ?? 0 });
+        blocks.push({ key, launch, node, slot, slots, begin, number: launch.number });
       }
     });
   }
@@ -222,7 +222,7 @@ function runs(slots) {
 
 function hatches() {
   return s("defs", {}, Array.from({ length: 8 }, (_, number) =>
-    s("pattern", { id: `hatch-${number}`, class: colour(number), width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    s("pattern", { id: `hatch-${number}`, class: colour(number + 1), width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       s("rect", { class: "hatch-ground", width: 6, height: 6 }),
       s("rect", { class: "hatch-line", width: 1.6, height: 6 }))));
 }

@@ -22,6 +22,7 @@ export class JobPage {
   #soon = false;
 
   constructor(live, name) {
+    live.query = "limit=0";
     Object.assign(this, { live, name, title: `${name} · Pipollux`, path: `/jobs/${encodeURIComponent(name)}` });
     this.charts = {
       goodput: new Chart("Goodput", "samples/s", [{ name: "goodput", kind: "" }], { smooth: true }),
@@ -90,8 +91,8 @@ export class JobPage {
   }
 
   #show(job) {
-    const number_ = this.live.data.jobs.findIndex((one) => one.name === this.name);
-    this.body.className = colour(Math.max(number_, 0));
+    this.live.note([[this.name, job.number]]);
+    this.body.className = colour(job.number);
     this.body.hidden = false;
     const text = phase(job);
     if (this.mark.textContent !== text) this.mark.replaceChildren(phaseMark(text));
@@ -194,8 +195,8 @@ const LAUNCHES = [
   { title: "Launched", kind: "short", text: (one) => moment(one.launched_at) },
   { title: "R×K", kind: "n", text: (one) => `${one.nodes.length}×${one.num_stages}` },
   { title: "Nodes", text: (one) => places(one.nodes), fill: fillPlaces },
-  { title: "To first step", kind: "n short roomy", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.launched_at)) },
-  { title: "Restart took", kind: "n short roomy", text: (one) => seconds(one.restart_seconds) },
+  { title: "To first step", kind: "n short", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.launched_at)) },
+  { title: "Restart took", kind: "n short", text: (one) => seconds(one.restart_seconds) },
   { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.launched_at)) },
   { title: "Ended", text: (one) => outcome(one) ?? DASH },
   { title: "Because", text: (one) => one.intent ?? DASH },

@@ -4,7 +4,7 @@ import { Away, Refusal, ask, listen } from "./api.js";
 
 const PAUSE_MS = 2000;
 const SHARE = 20; // of the time between two questions, one in so many parts is spent on answering
-const SOON_MS = 200;
+const SOON_MS = 50;
 const EVENTS = 100;
 
 /** Tells "update" when there is something new, "told" with an event, "refused" with a sentence. */
@@ -17,18 +17,26 @@ export class Live extends EventTarget {
   trouble = null;
   /** Seconds that its clock is ahead of ours. */
   ahead = 0;
-  /** Seconds back to which launches are asked for. */
-  span = 3600;
+  /** Which jobs are asked for, as the scheduler wants to be asked. */
+  query = "limit=0";
+  /** The numbers of jobs, as far as they were told: their colours. */
+  numbers = new Map();
 
   #ending = new AbortController();
   #timer = 0;
   #asking = false;
   #again = false;
   #last = 0;
+  #took = 0;
 
   /** Now, by the scheduler's clock. */
   get now() {
     return Date.now() / 1000 + this.ahead;
+  }
+
+  /** Take note of numbers of jobs: [[name, number], …]. */
+  note(numbers) {
+    for (const [name, number] of numbers) this.numbers.set(name, number);
   }
 
   async start() {
@@ -54,9 +62,10 @@ export class Live extends EventTarget {
     clearTimeout(this.#timer);
     const begun = performance.now();
     const first = this.data === null;
+    const { query } = this;
     try {
-      const since = Math.max(this.now - this.span, 0).toFixed(0);
-      this.data = await ask(`/overview?since=${since}&events=${first ? EVENTS : 0}`);
+      const found = await ask(`/overview?${query}&events=${first ? EVENTS : 0}`);
+      this.data = { ...found, query };
       this.ahead = this.data.time - Date.now() / 1000;
       if (first) {
         this.events = this.data.events;
@@ -69,8 +78,8 @@ export class Live extends EventTarget {
     this.#asking = false;
     if (this.#ending.signal.aborted) return;
     this.dispatchEvent(new Event("update"));
-    const wait = Math.max(PAUSE_MS, SHARE * (performance.now() - begun));
-    this.#soon(this.#again ? SOON_MS : wait);
+    this.#took = performance.now() - begun;
+    this.#soon(this.#again ? 0 : Math.max(PAUSE_MS, SHARE * this.#took));
     this.#again = false;
   }
 
@@ -97,7 +106,7 @@ export class Live extends EventTarget {
     this.#last = event.id;
     this.events = [...this.events, event].slice(-EVENTS);
     this.dispatchEvent(new CustomEvent("told", { detail: event }));
-    this.#soon(SOON_MS);
+    this.#soon(Math.max(SOON_MS, 2 * this.#took));
   }
 
   #failed(error) {

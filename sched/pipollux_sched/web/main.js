@@ -7,6 +7,7 @@ import { JobPage } from "./job.js";
 import { Live } from "./live.js";
 import { login } from "./login.js";
 import { Overview } from "./overview.js";
+import { place } from "./place.js";
 
 const TICK_MS = 1000;
 const CALM_TICKS = 10;
@@ -39,7 +40,7 @@ function leave(wrong = false) {
   close();
   token.forget();
   bar.replaceChildren();
-  document.title = "Pipollux";
+  document.title = "Admin token · Pipollux";
   main.replaceChildren(login(open, wrong));
 }
 
@@ -61,21 +62,15 @@ function route() {
     return open();
   }
   if (!live) return undefined;
+  const there = place();
+  if (page?.moved?.(there)) return undefined;
   page?.leave?.();
-  const [, name] = location.hash.match(/^#\/jobs\/([^/]+)$/) ?? [];
-  page = name ? new JobPage(live, decoded(name)) : new Overview(live);
+  page = there.job ? new JobPage(live, there.job) : new Overview(live);
   document.title = page.title;
   main.replaceChildren(page.element);
   scrollTo(0, 0);
+  live.refresh();
   return update();
-}
-
-function decoded(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
 }
 
 function update() {
@@ -89,6 +84,7 @@ function update() {
   main.classList.toggle("stale", away);
   if (live.data) say(policy, `${live.data.policy.replace(/Policy$/, "").toLowerCase()} policy`);
   if (live.data) page.update();
+  if (document.title !== page.title) document.title = page.title;
 }
 
 setInterval(() => {

@@ -26,7 +26,7 @@ export function phaseMark(text) {
 }
 
 export function jobLink(name, number) {
-  return h("a", { href: `#/jobs/${encodeURIComponent(name)}`, class: `job ${colour(number)}` }, h("i", { class: "chip" }), name);
+  return h("a", { href: `#/jobs/${encodeURIComponent(name)}`, class: `job ${colour(number)}` }, number ? h("i", { class: "chip" }) : null, name);
 }
 
 /** Fill a cell with nodes as `places` spells them; a line does not end within a name. */

@@ -1,0 +1,261 @@
+"""Lists of jobs, a part at a time: filtered, sorted, counted and cut into pages by the database.
+
+A store that was kept for months has many thousand jobs, and nobody looks at more than a screenful.
+The phase in lists is the one that people are told: see `ListedPhase`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement, String, and_, case, cast, func, or_, select
+from sqlalchemy.orm import Session, aliased
+
+from pipollux_sched.lifecycle import Intent, Phase
+
+from . import journal
+from .launches import ENDED
+from .records import Point
+from .tables import JobRow, PointRow
+
+
+class ListedPhase(StrEnum):
+    """The phase of a job as people are told it, in the order of lists."""
+
+    RUNNING = "Running"
+    STOPPING = "Stopping"
+    """It runs, and was asked to stop."""
+    RESTARTING = "Restarting"
+    CREATED = "Created"
+    QUEUED = "Queued"
+    SUSPENDED = "Suspended"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+    """It failed because its user cancelled it."""
+    COMPLETE = "Complete"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ListedPhase | None:
+        """Find a phase whose name was given in other letters."""
+        asked = str(value).lower()
+        return next((phase for phase in cls if phase.value.lower() == asked), None)
+
+
+class JobOrder(StrEnum):
+    """What a list of jobs can be sorted by."""
+
+    USUAL = "usual"
+    """Those that hold something first, those that ended last, the latest before the others."""
+    NAME = "name"
+    PHASE = "phase"
+    SLOTS = "slots"
+    NODES = "nodes"
+    EPOCH = "epoch"
+    STEP = "step"
+    LOSS = "loss"
+    GOODPUT = "goodput"
+    RESTARTS = "restarts"
+    AGE = "age"
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """Which jobs are wanted, in which order."""
+
+    phases: Collection[ListedPhase] = ()
+    """Only those in one of these; empty: in any."""
+    name: str = ""
+    """Only those with this in their name, in upper or lower case."""
+    order: JobOrder = JobOrder.USUAL
+    descending: bool = False
+    offset: int = 0
+    """How many to pass over."""
+    limit: int | None = None
+    """How many at most; None: all."""
+
+
+@dataclass(frozen=True)
+class JobLine:
+    """A job as lists have it."""
+
+    number: int
+    """Its place in the order in which jobs came, from 1: its colour and its badge."""
+    name: str
+    phase: ListedPhase
+    reason: str
+    message: str
+    submitted_at: float
+    ended_at: float | None
+    nodes: tuple[str, ...]
+    """Of each replica that holds slots."""
+    num_stages: int
+    """K of these replicas, or of those that it would have."""
+    generation: int
+    intent: Intent | None
+    held: bool
+    point: Point | None
+    """Its latest progress."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Launches after the first."""
+        return max(self.generation - 1, 0)
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """A part of a list of jobs."""
+
+    jobs: tuple[JobLine, ...]
+    num_found: int
+    """Jobs that the filter lets pass, on all pages."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A job that holds slots, or was promised them."""
+
+    job: str
+    number: int
+    nodes: tuple[str, ...]
+    """Of each replica."""
+    num_stages: int
+
+
+_HELD = func.json_array_length(JobRow.launched)
+_GIVEN = func.json_array_length(JobRow.allocation)
+_OWN_STAGES = func.coalesce(JobRow.spec["num_stages"].as_integer(), 1)
+_STAGES = case(
+    (_HELD > 0, func.coalesce(JobRow.launched_stages, _OWN_STAGES)),
+    else_=func.coalesce(JobRow.num_stages, _OWN_STAGES),
+)
+_REPLICAS = case((_HELD > 0, _HELD), else_=_GIVEN)
+# A quote within a message is written \", so this is met nowhere but in a condition's own reason.
+_CANCELLED = cast(JobRow.conditions, String).contains('"reason": "Cancelled"')
+_PHASE = case(
+    (and_(JobRow.phase == Phase.FAILED.value, _CANCELLED), ListedPhase.CANCELLED.value),
+    (
+        and_(JobRow.phase == Phase.RUNNING.value, JobRow.intent.is_not(None)),
+        ListedPhase.STOPPING.value,
+    ),
+    else_=JobRow.phase,
+)
+_RANK = case(
+    {phase.value: rank for rank, phase in enumerate(ListedPhase)}, value=_PHASE, else_=len(Phase)
+)
+_IS_LIVE = JobRow.phase.not_in(ENDED)
+
+
+def page(session: Session, query: JobQuery, now: float) -> JobPage:
+    """Return the jobs of a query; `now` is what the ages of those that have not ended go up to."""
+    wanted = _filter(query)
+    num_found = session.scalar(select(func.count()).select_from(JobRow).where(wanted)) or 0
+    ids = select(JobRow.id).where(wanted).outerjoin(PointRow, PointRow.event == _newest())
+    cut = ids.order_by(*_order(query, now)).offset(query.offset).limit(query.limit)
+    found = list(session.scalars(cut))
+    lines = _lines(session, found if query.limit is not None else None, wanted)
+    return JobPage(tuple(lines[number] for number in found if number in lines), num_found)
+
+
+def count_by_phase(session: Session) -> dict[ListedPhase, int]:
+    """Return how many jobs are in each phase that has any, in the order of lists."""
+    query = select(_PHASE, func.count()).group_by(_PHASE)
+    counts = {row[0]: row[1] for row in session.execute(query)}
+    return {phase: counts[phase.value] for phase in ListedPhase if phase.value in counts}
+
+
+def holders(session: Session) -> list[Holder]:
+    """Return the jobs that hold slots or were promised them: no more than there are slots."""
+    query = select(JobRow.id, JobRow.name, JobRow.launched, JobRow.allocation, _STAGES)
+    rows = session.execute(query.where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
+    return [
+        Holder(name, number, tuple(launched or allocation), num_stages)
+        for number, name, launched, allocation, num_stages in rows
+    ]
+
+
+def goodput(session: Session) -> tuple[float, int]:
+    """Return the goodput of all running jobs, in samples per second, and how many told theirs."""
+    query = (
+        select(func.sum(PointRow.goodput), func.count(PointRow.goodput))
+        .select_from(JobRow)
+        .join(PointRow, PointRow.event == _newest())
+        .where(JobRow.phase == Phase.RUNNING.value)
+    )
+    total, told = session.execute(query).one()
+    return float(total or 0.0), int(told)
+
+
+def _newest() -> Any:
+    """Return the id of a job's latest progress: one look into the index for each job."""
+    other = aliased(PointRow)
+    latest = select(func.max(other.event)).where(other.job == JobRow.name)
+    return latest.correlate(JobRow).scalar_subquery()
+
+
+def _filter(query: JobQuery) -> ColumnElement[bool]:
+    conditions: list[ColumnElement[bool]] = []
+    if query.phases:
+        conditions.append(_PHASE.in_([phase.value for phase in query.phases]))
+    if query.name:
+        conditions.append(JobRow.name.icontains(query.name, autoescape=True))
+    return and_(True, *conditions)
+
+
+def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
+    """Return what to sort by; what is not known comes last, whichever way."""
+    if query.order is JobOrder.USUAL:
+        rank = case((_IS_LIVE, _RANK), else_=len(ListedPhase))
+        return rank, JobRow.ended_at.desc(), JobRow.submitted_at, JobRow.id
+    holds = _REPLICAS > 0
+    values: dict[JobOrder, ColumnElement[Any]] = {
+        JobOrder.NAME: JobRow.name.expression,
+        JobOrder.PHASE: _RANK,
+        JobOrder.SLOTS: _REPLICAS * _STAGES,
+        JobOrder.NODES: case((holds, cast(JobRow.launched, String))),
+        JobOrder.EPOCH: PointRow.epoch.expression,
+        JobOrder.STEP: PointRow.step.expression,
+        JobOrder.LOSS: PointRow.loss.expression,
+        JobOrder.GOODPUT: case((holds, PointRow.goodput)),
+        JobOrder.RESTARTS: JobRow.generation.expression,
+        JobOrder.AGE: func.coalesce(JobRow.ended_at, now) - JobRow.submitted_at,
+    }
+    value = values[query.order]
+    return (value.desc() if query.descending else value.asc()).nulls_last(), JobRow.id.asc()
+
+
+def _lines(
+    session: Session, ids: Collection[int] | None, wanted: ColumnElement[bool]
+) -> dict[int, JobLine]:
+    """Return the lines of jobs by number; None: of all that are wanted."""
+    query = (
+        select(JobRow, _PHASE, _STAGES, PointRow)
+        .outerjoin(PointRow, PointRow.event == _newest())
+        .where(wanted if ids is None else or_(False, JobRow.id.in_(ids)))
+    )
+    return {
+        row.id: _line(row, ListedPhase(phase), num_stages, point)
+        for row, phase, num_stages, point in session.execute(query)
+    }
+
+
+def _line(row: JobRow, phase: ListedPhase, num_stages: int, point: PointRow | None) -> JobLine:
+    present = next((one for one in row.conditions if one["type"] == row.phase), None)
+    return JobLine(
+        number=row.id,
+        name=row.name,
+        phase=phase,
+        reason="" if present is None else present["reason"],
+        message="" if present is None else present["message"],
+        submitted_at=row.submitted_at,
+        ended_at=row.ended_at,
+        nodes=tuple(row.launched or row.allocation),
+        num_stages=num_stages,
+        generation=row.generation,
+        intent=Intent(row.intent) if row.intent else None,
+        held=row.held,
+        point=None if point is None else journal.point_of(point),
+    )

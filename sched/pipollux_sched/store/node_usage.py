@@ -1,0 +1,110 @@
+"""How full nodes were over time: the slots of each that launches held, in equal parts of a span."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from itertools import accumulate
+
+from sqlalchemy import ColumnElement, String, cast, false, func, or_, select
+from sqlalchemy.orm import Session
+
+from .records import GenerationRecord, generation_record
+from .tables import GenerationRow, JobRow
+
+
+def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
+    """Return the mean number of slots held of each node, in each of `num_parts` equal parts.
+
+    Args:
+        session: of the store.
+        begin: of the span, seconds since the epoch.
+        end: of the span, after `begin`.
+        num_parts: 1 or more.
+
+    Returns:
+        `num_parts` numbers by node. A node that nobody held is not in it.
+    """
+    row = GenerationRow
+    query = select(row.nodes, row.num_stages, row.launched_at, row.ended_at)
+    found: dict[str, _Usage] = {}
+    for nodes, num_stages, launched_at, ended_at in session.execute(
+        query.where(_held_after(begin), row.launched_at < end)
+    ):
+        for node in nodes:
+            parts = found.setdefault(node, _Usage(begin, end, num_parts))
+            parts.add(num_stages, launched_at, end if ended_at is None else ended_at)
+    return {node: parts.means() for node, parts in found.items()}
+
+
+def launches(
+    session: Session, since: float, most: int, nodes: Collection[str] | None = None
+) -> list[tuple[GenerationRecord, int]]:
+    """Return the launches that held something after a moment, oldest first, with job numbers.
+
+    Args:
+        session: of the store.
+        since: seconds since the epoch.
+        most: so many at most, the newest.
+        nodes: only those with a replica on one of these; None: on any.
+    """
+    row = GenerationRow
+    query = select(row, JobRow.id).join(JobRow, JobRow.name == row.job).where(_held_after(since))
+    if nodes is not None:
+        query = query.where(or_(false(), *map(_lies_on, nodes)))
+    rows = session.execute(query.order_by(row.id.desc()).limit(most)).all()
+    return [(generation_record(launch), number) for launch, number in reversed(rows)]
+
+
+def oldest_launch(session: Session) -> float | None:
+    """Return when the first launch was of those jobs that run now, or where none does, of any."""
+    row = GenerationRow
+    running = select(row.job).where(row.ended_at.is_(None))
+    first = select(func.min(row.launched_at))
+    return session.scalar(first.where(row.job.in_(running))) or session.scalar(first)
+
+
+def _held_after(moment: float) -> ColumnElement[bool]:
+    ended = GenerationRow.ended_at
+    return or_(ended.is_(None), ended > moment)
+
+
+def _lies_on(node: str) -> ColumnElement[bool]:
+    # A name stands in the list as JSON writes it, quotes and all, so no other name contains it.
+    return cast(GenerationRow.nodes, String).contains(json.dumps(node), autoescape=True)
+
+
+class _Usage:
+    """Slot-seconds in equal parts of a span; what is added costs the same however long it was."""
+
+    def __init__(self, begin: float, end: float, num_parts: int) -> None:
+        self._begin, self._end = begin, end
+        self._width = (end - begin) / num_parts
+        self._partial = [0.0] * num_parts
+        self._change = [0] * (num_parts + 1)
+        """By how many the slots held throughout a part are more than in the part before."""
+
+    def add(self, slots: int, begin: float, end: float) -> None:
+        """Add slots that were held from one time to another."""
+        begin, end = max(begin, self._begin), min(end, self._end)
+        if begin >= end:
+            return
+        first, last = self._part_of(begin), self._part_of(end)
+        if first == last:
+            self._partial[first] += slots * (end - begin)
+            return
+        self._partial[first] += slots * (self._begin + (first + 1) * self._width - begin)
+        self._partial[last] += slots * (end - self._begin - last * self._width)
+        self._change[first + 1] += slots
+        self._change[last] -= slots
+
+    def means(self) -> list[float]:
+        """Return the mean number of slots held in each part."""
+        whole = accumulate(self._change[:-1])
+        return [
+            slots + seconds / self._width
+            for slots, seconds in zip(whole, self._partial, strict=True)
+        ]
+
+    def _part_of(self, moment: float) -> int:
+        return min(int((moment - self._begin) / self._width), len(self._partial) - 1)

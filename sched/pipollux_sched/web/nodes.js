@@ -1,0 +1,191 @@
+// The nodes: a row each that tells how full it was, which opens to show who held its slots.
+
+import { actionButton } from "./actions.js";
+import { Away, Refusal, ask } from "./api.js";
+import { h, s, say } from "./dom.js";
+import { count, moment } from "./format.js";
+import { Gantt } from "./gantt.js";
+import { jobLink, phaseMark } from "./words.js";
+
+const SPANS = { "2 min": 120, "5 min": 300, "15 min": 900, "1 h": 3600, "3 h": 10800, "12 h": 43200, "1 d": 86400, "7 d": 604800 };
+const PARTS = 120;
+const SELDOM_MS = 2000;
+const FEW_SLOTS = 24; // where there are no more, every node is open until it is closed
+const MOST_NAMED = 100; // of more open nodes than that, launches are asked for without naming them
+
+export class Nodes {
+  constructor(live) {
+    this.live = live;
+    this.span = null; // as chosen; null: what shows the launches of all jobs that run
+    this.rows = new Map();
+    this.opened = live.opened ??= new Map(); // whether, by name; as the reader left it
+    this.usage = null;
+    this.launches = [];
+    this.list = h("div", { class: "nodes-list" });
+    this.about = h("span", { class: "about" });
+    this.from = h("span");
+    this.element = h("section", { class: "nodes" }, h("h2", {}, "Nodes"), this.about, this.#spans(), this.list,
+      h("p", { class: "time" }, this.from, h("span", {}, "now")));
+  }
+
+  update() {
+    const { nodes } = this.live.data;
+    const names = Object.keys(nodes);
+    const slots = names.reduce((sum, name) => sum + nodes[name].slots, 0);
+    this.few = slots <= FEW_SLOTS;
+    for (const name of names) if (!this.rows.has(name)) this.rows.set(name, this.#row(name));
+    for (const [name, row] of this.rows) if (!nodes[name]) this.#remove(name, row);
+    if (this.list.children.length !== names.length) this.list.replaceChildren(...names.map((name) => this.rows.get(name).element));
+    const away = names.filter((name) => nodes[name].condition !== "ready").length;
+    say(this.about, `${count(names.length, "node")}${away ? `, ${away} not ready` : ""}`);
+    for (const [name, row] of this.rows) this.#tell(name, row, nodes[name]);
+    this.#askUsage();
+    this.#askLaunches();
+    this.draw();
+  }
+
+  /** Draw what moves as time goes by. */
+  draw() {
+    const { data, now } = this.live;
+    if (!data) return;
+    const to = this.live.awaySince ?? now;
+    const from = to - this.#seconds(to);
+    say(this.from, moment(from));
+    for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.span === this.span));
+    for (const [name, row] of this.rows) {
+      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, launches: this.#on(name), from, to, now: to });
+    }
+  }
+
+  #seconds(now) {
+    const oldest = this.live.data.oldest_launch ?? now;
+    return this.span ?? Math.min(Math.max((now - oldest) * 1.04, SPANS["2 min"] / 2), SPANS["1 d"]);
+  }
+
+  #spans() {
+    const choose = (span) => () => {
+      this.span = span;
+      this.asked = 0;
+      this.update();
+    };
+    this.buttons = [["all", null], ...Object.entries(SPANS)].map(([title, span]) =>
+      Object.assign(h("button", { type: "button", click: choose(span) }, title), { span }));
+    return h("div", { class: "choice spans", role: "group", "aria-label": "Span of time" }, ...this.buttons);
+  }
+
+  #row(name) {
+    const path = s("path");
+    const strip = s("svg", { class: "strip", viewBox: `0 0 ${PARTS} 1`, preserveAspectRatio: "none", role: "img" }, path);
+    const row = { path, strip, used: h("span", { class: "used" }), mark: h("span"), body: h("div", { class: "node-body" }), gantt: null };
+    const open = this.opened.get(name) ?? this.few;
+    row.element = h("details", { class: "node", open, toggle: () => this.#toggle(name, row) },
+      h("summary", {}, h("span", { class: "name" }, name), strip, row.used, row.mark), row.body);
+    if (open) this.#open(row);
+    return row;
+  }
+
+  #remove(name, row) {
+    row.element.remove();
+    this.rows.delete(name);
+  }
+
+  #toggle(name, row) {
+    const { open } = row.element;
+    if (open === Boolean(row.gantt)) return;
+    this.opened.set(name, open);
+    if (open) this.#open(row);
+    else this.#close(row);
+    this.update();
+  }
+
+  #open(row) {
+    row.gantt = new Gantt();
+    row.holders = h("p", { class: "holders" });
+    row.actions = h("p", { class: "node-actions" });
+    row.body.replaceChildren(row.gantt.element, row.holders, row.actions);
+  }
+
+  #close(row) {
+    row.gantt = null;
+    row.body.replaceChildren();
+  }
+
+  #tell(name, row, node) {
+    say(row.used, `${node.used} of ${node.slots}`);
+    if (row.told !== node.condition) row.mark.replaceChildren(...(node.condition === "ready" ? [] : [phaseMark(node.condition)]));
+    row.told = node.condition;
+    const label = `${name}: ${node.used} of ${count(node.slots, "slot")} in use by ${count(node.num_jobs, "job")}`;
+    if (row.label !== label) row.strip.setAttribute("aria-label", label);
+    row.label = label;
+    if (row.gantt) this.#tellMore(name, row, node);
+  }
+
+  #tellMore(name, row, node) {
+    const since = node.reason || node.condition !== "ready" ? `${node.condition}${node.reason ? `: ${node.reason}` : ""} (since ${moment(node.since)})` : "";
+    if (row.actions.told !== node.condition + since) {
+      const kind = node.condition === "ready" ? "drain" : "undrain";
+      row.actions.replaceChildren(actionButton(kind, name, () => this.live.refresh()), h("span", { class: "reason" }, since));
+    }
+    row.actions.told = node.condition + since;
+    const holds = this.#on(name).filter((launch) => launch.ended_at === null);
+    const text = holds.map((launch) => launch.job).join();
+    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((launch) => jobLink(launch.job, launch.number)));
+    row.holders.told = text;
+  }
+
+  #on(name) {
+    return this.launches.filter((launch) => launch.nodes.includes(name));
+  }
+
+  // What is asked for besides
+
+  async #askUsage() {
+    const seconds = this.#seconds(this.live.now);
+    const pause = Math.max(SELDOM_MS, (seconds * 1000) / PARTS);
+    if (performance.now() - (this.asked || -Infinity) < pause || this.live.awaySince !== null) return;
+    this.asked = performance.now();
+    const found = await quietly(`/usage?since=${(this.live.now - seconds).toFixed(1)}&parts=${PARTS}`);
+    if (found) this.#drawUsage(found.nodes);
+  }
+
+  #drawUsage(usage) {
+    for (const [name, row] of this.rows) {
+      const slots = this.live.data.nodes[name]?.slots || 1;
+      const shape = steps((usage[name] ?? []).map((held) => Math.min(held / slots, 1)));
+      if (row.shape !== shape) row.path.setAttribute("d", shape);
+      row.shape = shape;
+    }
+  }
+
+  async #askLaunches() {
+    const open = [...this.rows].filter(([, row]) => row.gantt).map(([name]) => name);
+    if (!open.length || this.asking || this.live.awaySince !== null) return;
+    this.asking = true;
+    const since = (this.live.now - this.#seconds(this.live.now)).toFixed(0);
+    const named = open.length > MOST_NAMED ? [] : open.map((name) => ["node", name]);
+    const found = await quietly(`/launches?${new URLSearchParams([["since", since], ...named])}`);
+    this.asking = false;
+    if (!found) return;
+    this.launches = found;
+    this.live.note(found.map((launch) => [launch.job, launch.number]));
+    for (const [name, row] of this.rows) if (row.gantt && this.live.data.nodes[name]) this.#tellMore(name, row, this.live.data.nodes[name]);
+    this.draw();
+  }
+}
+
+/** Ask; null where there is no answer, which the bar says already. */
+async function quietly(path) {
+  try {
+    return await ask(path);
+  } catch (error) {
+    if (error instanceof Away || error instanceof Refusal) return null;
+    throw error;
+  }
+}
+
+/** The outline of bars beside each other, each a share of the height. */
+function steps(shares) {
+  if (!shares.length) return "";
+  const line = shares.map((share, i) => `V${(1 - share).toFixed(3)}H${i + 1}`).join("");
+  return `M0 1${line}V1Z`;
+}

@@ -1,0 +1,79 @@
+"""How far the tests go: the same few cases at every `make test`, all in `make test-exhaustive`.
+
+`make test` gives one verdict for one state of the sources: hypothesis tries the same examples each
+time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
+(`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
+`@pytest.mark.exhaustive`, and every hypothesis test with fresh seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+FRESH = "fresh"
+# How long an example takes says something about the machine, so nothing is made of it.
+settings.register_profile(
+    "usual",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    FRESH,
+    settings.get_profile("usual"),
+    derandomize=False,
+    print_blob=True,
+)
+
+
+def examples(usual: int, exhaustive: int | None = None) -> settings:
+    """Return how many examples hypothesis tries; with fresh seeds four times as many.
+
+    Args:
+        usual: in `make test`.
+        exhaustive: with fresh seeds, where four times as many are not what is wanted.
+    """
+    fresh = settings.get_current_profile_name() == FRESH
+    return settings(max_examples=(exhaustive or 4 * usual) if fresh else usual)
+
+
+def grid(*axes: Sequence[Any]) -> list[Any]:
+    """Return every point of a grid, for `parametrize`.
+
+    Those that are not needed to have each pair of values of two axes are marked exhaustive.
+    """
+    usual = {tuple(point) for point in pairs(*axes)}
+    return [
+        pytest.param(*point, marks=() if point in usual else pytest.mark.exhaustive)
+        for point in itertools.product(*axes)
+    ]
+
+
+def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return points of a grid such that each pair of values of two axes is in one of them."""
+    return [tuple(point) for point in AllPairs([list(axis) for axis in axes])]
+
+
+def first(usual: int, values: Sequence[Any]) -> list[Any]:
+    """Return values for `parametrize`; those after the first few are marked exhaustive."""
+    return [
+        pytest.param(value, marks=() if number < usual else pytest.mark.exhaustive)
+        for number, value in enumerate(values)
+    ]
+
+
+def is_exhaustive(item: pytest.Item) -> bool:
+    """Whether a test runs in `make test-exhaustive` alone."""
+    return item.get_closest_marker("exhaustive") is not None
+
+
+def explores(item: pytest.Item) -> bool:
+    """Whether a test finds something else to try with other seeds."""
+    return is_hypothesis_test(getattr(item, "function", None))
