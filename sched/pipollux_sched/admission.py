@@ -54,4 +54,5 @@ def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
         environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
+        first_generation=job.state.first_generation,
     )

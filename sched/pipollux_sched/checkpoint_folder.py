@@ -55,6 +55,22 @@ def check_checkpoint_folder(
         raise SpecError(f"job '{spec.name}': checkpoint_dir: {shown} {reason}")
 
 
+def check_empty(spec: JobSpec) -> None:
+    """Refuse a job that is to begin anew in a folder of its user's that holds something.
+
+    Raises:
+        SpecError: it is.
+    """
+    if spec.checkpoint_dir is None or spec.image is not None:
+        return  # in the state directory each run has a folder of its own
+    folder = Path(spec.checkpoint_dir)
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
+        raise SpecError(
+            f"job '{spec.name}': checkpoint_dir: {folder} holds checkpoints, which the scheduler "
+            "leaves as they are; to begin anew, move them away first"
+        )
+
+
 def _climbs(given: Path) -> str | None:
     return "climbs out of a folder by '..'; give the folder itself" if ".." in given.parts else None
 

@@ -17,6 +17,9 @@ from pipollux_sched.store import NodeCondition, StateDir
 TIMEOUT = 30.0
 """Seconds to wait for an answer."""
 
+DELETE_TIMEOUT = 600.0
+"""Seconds to wait until a job is deleted, whose checkpoints may be large."""
+
 
 class ClientError(SchedulerError):
     """The scheduler cannot be asked, or refuses; the text is one sentence for the user."""
@@ -88,6 +91,20 @@ class Client:
     def resume(self, name: str) -> dict[str, Any]:
         """Let a suspended job go on; return it as the scheduler now knows it."""
         return dict(self._ask("POST", f"/jobs/{name}/resume"))
+
+    def rerun(self, name: str, *, from_scratch: bool = False) -> dict[str, Any]:
+        """Run a job again that has ended; return it as the scheduler now knows it.
+
+        Args:
+            name: of the job.
+            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+        """
+        query = {"from_scratch": from_scratch}
+        return dict(self._ask("POST", f"/jobs/{name}/rerun", params=query))
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Delete a job that has ended; return how it had ended, and what is left of it."""
+        return dict(self._ask("POST", f"/jobs/{name}/delete", timeout=DELETE_TIMEOUT))
 
     def job(self, name: str, points: int = 0) -> dict[str, Any]:
         """Return a job, with its launches and latest hints.

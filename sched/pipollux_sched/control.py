@@ -15,13 +15,14 @@ from typing import Any
 
 from .admission import admitted
 from .backend import Backend
-from .checkpoint_folder import check_checkpoint_folder
+from .checkpoint_folder import check_checkpoint_folder, check_empty
+from .deletion import DeletedJob, JobDeletion
 from .errors import SchedulerError
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from .policy import NodeInfo
-from .spec import JobSpec
+from .spec import JobSpec, parse_job
 from .store import JobRecord, NodeCondition, NodeRecord, Store, Submission
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Control:
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
         state_dir: where the scheduler keeps everything, which jobs do not save over.
+        deletion: deletes jobs.
         heartbeats: when replicas were last heard of; None: new ones.
     """
 
@@ -57,6 +59,7 @@ class Control:
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
         state_dir: Path,
+        deletion: JobDeletion,
         heartbeats: Heartbeats | None = None,
     ) -> None:
         self._store = store
@@ -67,6 +70,7 @@ class Control:
         self._reconsider = reconsider
         self._stopping = stopping
         self._state_dir = state_dir
+        self._deletion = deletion
         self.heartbeats = heartbeats or Heartbeats()
         """When replicas were last heard of."""
 
@@ -139,6 +143,45 @@ class Control:
         record = self._executor.handle(name, Resume())
         self._reconsider()
         return record
+
+    def rerun(self, name: str, *, from_scratch: bool) -> JobRecord:
+        """Run a job again that has ended, as it was submitted.
+
+        Args:
+            name: of the job.
+            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+            JobEndedError: it is complete, and is not to begin anew.
+            SpecError: it cannot run here any more, as `submit` says, or is to begin anew where its
+                user lets it save, and there are checkpoints.
+        """
+        self._check_running()
+        job = self._store.job(name)
+        if job.phase.ended:
+            spec = parse_job(job.spec)
+            self._backend.check(spec)
+            admitted(spec, self._nodes)
+            if from_scratch:
+                check_empty(spec)
+        change = self._store.rerun(name, from_scratch=from_scratch)
+        self._reconsider()
+        return change.job
+
+    def delete(self, name: str) -> DeletedJob:
+        """Delete a job that has ended: see `JobDeletion.delete`.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+        """
+        self._check_running()
+        deleted = self._deletion.delete(name)
+        # Another job of the name counts its generations anew.
+        self.heartbeats.forget(name, deleted.job.state.generation)
+        return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
         """Let a node be ready, drain, or be dead: its jobs are then started elsewhere.

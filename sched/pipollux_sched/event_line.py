@@ -55,6 +55,11 @@ def _complete(event: Event) -> str:
     return f"complete at step {event['step']}, epochs done: {event['epoch']}"
 
 
+def _rerun(event: Event) -> str:
+    where = "the start" if event["from_scratch"] else "its last checkpoint"
+    return f"run again from {where}"
+
+
 def _autoscaling(event: Event) -> str:
     lists = {"to be left": event["drain"], "to be given back": event["release"]}
     parts = [f"{', '.join(names)} {what}" for what, names in lists.items() if names]
@@ -94,6 +99,8 @@ _TELLING: _Telling = {
     "cancelled": lambda _event: "cancelled",
     "suspended": lambda _event: "suspended by its user",
     "resumed": lambda _event: "resumed by its user",
+    "rerun": _rerun,
+    "deleted": lambda _event: "deleted by its user",
     "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
     "silent": lambda event: f"silent: {_first_line(event['why'])}",
     "hung": lambda event: f"hung: {_first_line(event['why'])}",

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipollux_sched.backend import Backend, BackendError, Report, Workload
@@ -33,7 +34,7 @@ from pipollux_sched.lifecycle import (
     Stop,
 )
 from pipollux_sched.spec import SpecError
-from pipollux_sched.store import GenerationRecord, JobRecord, Store
+from pipollux_sched.store import GenerationRecord, JobRecord, Store, UnknownJobError
 from pipollux_sched.unsent_report import take_unsent_report
 
 _LOG = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class Executor:
         """
         while self._retries and self._retries[0][0] <= time.monotonic():
             _, _, name, retry = self._retries[0]
-            self.handle(name, retry)
+            with suppress(UnknownJobError):  # it was cancelled meanwhile, and deleted
+                self.handle(name, retry)
             heapq.heappop(self._retries)
         self._act()
         self._reports.extend(self._backend.poll())

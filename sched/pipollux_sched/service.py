@@ -29,6 +29,7 @@ from pipollux_sched.amounts import check_seconds
 from pipollux_sched.autoscaler import Autoscaler
 from pipollux_sched.backend import Backend, LocalBackend, Node
 from pipollux_sched.control import Control
+from pipollux_sched.deletion import JobDeletion
 from pipollux_sched.event_feed import EventFeed, Listener
 from pipollux_sched.executor import Executor
 from pipollux_sched.expander import Expander
@@ -306,6 +307,8 @@ class Scheduler:
             grace=self._grace,
             on_ended=self._reconsider.set,
         )
+        self._deletion = JobDeletion(self._store, self.state_dir)
+        self._deletion.finish()
         self._control = Control(
             self._store,
             self._executor,
@@ -315,6 +318,7 @@ class Scheduler:
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
             state_dir=self.state_dir.path,
+            deletion=self._deletion,
         )
         resources.callback(self._end_processes)
         self._store.set_nodes(
@@ -361,6 +365,7 @@ class Scheduler:
             self._executor.handle,
             ending=self._ending,
             finished=self._backend.finished,
+            tidy=self._deletion.finish,
             silence_limit=self._silence_limit,
         )
 

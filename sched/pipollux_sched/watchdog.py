@@ -35,6 +35,7 @@ class Watchdog:
         ending: set when the scheduler ends.
         finished: tells which replicas of a job's generation have nothing left to do.
         silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+        tidy: called whenever the store has been tidied, for what is to be tidied besides.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Watchdog:
         ending: threading.Event,
         finished: Callable[[str, int], Collection[int]] = lambda _job, _generation: (),
         silence_limit: float = SILENCE_LIMIT,
+        tidy: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._heartbeats = heartbeats
@@ -53,6 +55,7 @@ class Watchdog:
         self._ending = ending
         self._finished = finished
         self._silence_limit = silence_limit
+        self._tidy = tidy
 
     def run(self) -> None:
         """Look every second, and let the store be tidied now and then, until the scheduler ends."""
@@ -62,6 +65,7 @@ class Watchdog:
                 self.look()
                 if time.monotonic() >= tidy_at:
                     self._store.prune(time.time())
+                    self._tidy()
                     tidy_at = time.monotonic() + TIDY_INTERVAL
             except Exception:  # a full disk, say, must not end the watch for ever
                 if self._ending.is_set():

@@ -15,9 +15,9 @@ import yaml
 from rich.console import Console
 
 from pipollux_sched.cli import main
-from pipollux_sched.cli.job_table import ShownPhase, job_table
+from pipollux_sched.cli.job_table import job_table
 from pipollux_sched.lifecycle import CANCELLED, Phase
-from pipollux_sched.store import Store
+from pipollux_sched.store import ListedPhase, Store
 from tests.sched import synthetic_log as synthetic
 
 from .kept import Clock, kept
@@ -75,7 +75,7 @@ def test_jobs_of_a_phase(say: Say) -> None:
     for phase, name in (("Cancelled", "gone"), ("cancelled", "gone"), ("FAILED", "broken")):
         (found,) = data(say, "jobs", "--phase", phase)
         assert (found["name"], found["phase"]) == (name, "Failed")
-    assert {*ShownPhase} == {*map(str, Phase), CANCELLED}
+    assert {phase.value for phase in ListedPhase} == {*map(str, Phase), CANCELLED, "Stopping"}
     assert say("jobs", "--phase", "Complete") == "No job is in that phase.\n"
     assert data(say, "jobs", "--phase", "Complete") == []
     first = data(say, "jobs")[0]

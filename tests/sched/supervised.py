@@ -12,6 +12,7 @@ import httpx
 from pipollux_sched.admission import workload
 from pipollux_sched.backend import LocalBackend, Node
 from pipollux_sched.control import Control
+from pipollux_sched.deletion import JobDeletion
 from pipollux_sched.executor import Executor
 from pipollux_sched.http_server import HttpServer
 from pipollux_sched.inventory import node_info
@@ -80,6 +81,7 @@ class Service:
             reconsider=self._reconsider,
             stopping=lambda: False,
             state_dir=self.state_dir.path,
+            deletion=JobDeletion(self.store, self.state_dir),
         )
         self.meters = Meters()
         self.app = create_app(

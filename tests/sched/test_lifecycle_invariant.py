@@ -27,7 +27,9 @@ from pipollux_sched.lifecycle import (
     NotAdopted,
     Outcome,
     Phase,
+    Record,
     Recover,
+    Rerun,
     Resume,
     Retry,
     Shutdown,
@@ -59,7 +61,10 @@ def events(generation: int) -> list[Event]:
     ]
 
 
-REQUESTS = (Submit(1), Cancel(), Suspend(), Resume(), Expire("late"), Shutdown(), Recover())
+REQUESTS = (
+    *(Submit(1), Rerun(1), Rerun(1, from_scratch=True)),
+    *(Cancel(), Suspend(), Resume(), Expire("late"), Shutdown(), Recover()),
+)
 
 
 def check(before: JobState, event: Event, after: JobState, actions: Sequence[Action]) -> None:
@@ -72,7 +77,11 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
         assert after.launched == after.allocation == launches[0].nodes != ()
         assert after.launched_stages == after.num_stages == launches[0].num_stages
         assert not after.held
-    if before.phase.ended and not isinstance(event, Submit):
+    if isinstance(event, Rerun) and event.from_scratch and before.phase.ended:
+        assert after.first_generation == before.generation + 1
+    else:
+        assert after.first_generation == before.first_generation
+    if before.phase.ended and not isinstance(event, Submit | Rerun):
         assert (after, actions) == (before, ())
     for action in actions:
         if isinstance(action, Stop):
@@ -89,7 +98,9 @@ def alike(state: JobState) -> JobState:
         for entry in state.conditions
         if entry.status
     )
-    return replace(state, conditions=conditions, generation=min(state.generation, 1))
+    generation = min(state.generation, 1)
+    first = generation + 1 if state.first_generation > state.generation else 1
+    return replace(state, conditions=conditions, generation=generation, first_generation=first)
 
 
 def test_every_state_that_a_job_can_come_to_makes_sense() -> None:
@@ -155,3 +166,31 @@ def test_an_ended_job_that_an_earlier_version_kept_as_held_is_read_as_ended() ->
     assert at_rest(kept) == JobState(phase=Phase.COMPLETE)
     living = JobState(phase=Phase.SUSPENDED, held=True)
     assert at_rest(living) is living
+
+
+def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
+    ended = {Outcome.COMPLETE: Phase.COMPLETE, Outcome.FAILED: Phase.FAILED}
+    for outcome, phase in ended.items():
+        state = JobState()
+        for event in (Submit(0), Allocate(["a"], "free")):
+            state, _ = advance(state, event, now=0.0)
+        assert advance(state, Rerun(from_scratch=True), now=0.0) == (state, ())
+        state, _ = advance(state, Exited(1, outcome), now=1.0)
+        assert state.phase is phase
+        again, actions = advance(state, Rerun(2, from_scratch=True), now=2.0)
+        assert (again.phase, again.failures, again.max_restarts) == (Phase.CREATED, 0, 2)
+        assert (again.first_generation, again.generation) == (2, 1)
+        assert actions == (Record("rerun", None, {"from_scratch": True}),)
+        again, _ = advance(again, Allocate(["b"], "free"), now=3.0)
+        assert (again.launched, again.generation, again.first_generation) == (("b",), 2, 2)
+        goes_on, _ = advance(state, Rerun(2), now=2.0)
+        assert (goes_on.phase, goes_on.first_generation) == (
+            (Phase.COMPLETE, 1) if phase is Phase.COMPLETE else (Phase.CREATED, 1)
+        )
+
+
+def test_a_run_from_scratch_begins_with_a_launch_that_there_is() -> None:
+    begun, _ = advance(JobState(), Submit(), now=0.0)
+    rule = "a run begins with a launch that there was, or with the next one"
+    for first, broken in ((0, [rule]), (1, []), (2, [rule])):
+        assert broken_rules(replace(begun, first_generation=first)) == broken

@@ -132,7 +132,7 @@ def test_an_old_store_is_brought_up_to_date(tmp_path: Path, version: int) -> Non
         sqlite3.connect(path)
     ) as connection:  # what the old version looks at, to refuse it
         (seen,) = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'")
-    assert seen == ("4",)
+    assert seen == ("5",)
 
 
 def test_killed_before_any_statement(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from pipollux_sched.spec import JobSpec
 from pipollux_sched.supervisor.openapi import BODIES, REPLIES, TEXTS
 from tests.sched.supervised import SCRIPT, Service, report
 
@@ -44,7 +45,7 @@ def test_every_path_is_described(document: dict[str, Any]) -> None:
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     }
-    assert len(operations) == 25
+    assert len(operations) == 27
     assert BODIES.keys() <= operations.keys()
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -87,7 +88,14 @@ def test_what_is_answered_is_what_is_described(service: Service) -> None:
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
     }
-    names = {"/nodes/{name}": "node-a"}
+    names = {
+        "/nodes/{name}": "node-a",
+        "/jobs/{name}/rerun": "ended",
+        "/jobs/{name}/delete": "gone",
+    }
+    for name in ("ended", "gone"):
+        service.control.submit(JobSpec(name=name, script=SCRIPT))
+        service.control.cancel(name)
     for (method, path), model in REPLIES.items():
         full = path.replace("{name}", names.get(path, "toy"))
         query = {"generation": 1} if path.endswith("/replicas") else None

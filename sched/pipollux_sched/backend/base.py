@@ -56,6 +56,9 @@ class Workload:
     """Working directory; None: that of the scheduler."""
     checkpoints: Path | None = None
     """Where it saves; None: in the state directory."""
+    first_generation: int = 1
+    """The launch that the present run began with: in the state directory, each run has a folder of
+    its own to save in, so that what is run from the start finds nothing to go on from."""
 
 
 class Report(NamedTuple):

@@ -281,6 +281,7 @@ class LocalBackend(Backend):
     def _launch(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
         """Start a generation: what it is to be is on the disk before its first process is there."""
         workload, generation, nodes = pending
+        first = workload.first_generation
         launch = LaunchRecord(
             job=workload.job,
             generation=generation,
@@ -289,7 +290,7 @@ class LocalBackend(Backend):
             devices=tuple(map(self._devices.of, nodes, slots)),
             port=free_port(),
             supervisor_url=workload.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
-            checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job),
+            checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job, first),
         )
         folder = self._state_dir.launch(workload.job, generation)
         logs = self._logs(launch)

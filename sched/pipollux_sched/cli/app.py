@@ -38,6 +38,8 @@ COMMANDS = {
     "cancel": _Entry("requests", "Cancel jobs."),
     "suspend": _Entry("requests", "Let jobs save and hold nothing until resumed."),
     "resume": _Entry("requests", "Let suspended jobs go on."),
+    "rerun": _Entry("requests", "Run jobs again that have ended."),
+    "delete": _Entry("requests", "Delete jobs that have ended."),
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
     "events": _Entry("events", "Print what has happened, and what happens."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,23 +11,9 @@ from rich.segment import Segment
 
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.occupancy import holding
-from pipollux_sched.store import JobRecord, Point
+from pipollux_sched.store import JobRecord, ListedPhase, Point
 
 from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
-
-
-class ShownPhase(StrEnum):
-    """The phases that people are told; what was cancelled is told from what failed."""
-
-    CREATED = Phase.CREATED.value
-    QUEUED = Phase.QUEUED.value
-    RUNNING = Phase.RUNNING.value
-    SUSPENDED = Phase.SUSPENDED.value
-    RESTARTING = Phase.RESTARTING.value
-    COMPLETE = Phase.COMPLETE.value
-    FAILED = Phase.FAILED.value
-    CANCELLED = CANCELLED
-
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -129,7 +114,7 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
     age = (job.ended_at or time.time()) - job.submitted_at
     return {
         "Job": job.name,
-        "Phase": shown_phase(job).value,
+        "Phase": listed_phase(job).value,
         "Stages": str(num_stages),
         "Replicas": str(len(held)) if held else DASH,
         "Nodes": spell_nodes(held),
@@ -142,9 +127,13 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
     }
 
 
-def shown_phase(job: JobRecord) -> ShownPhase:
+def listed_phase(job: JobRecord) -> ListedPhase:
     """Return a job's phase as people are told it."""
-    return ShownPhase(CANCELLED if job.state.cancelled else job.phase.value)
+    if job.state.cancelled:
+        return ListedPhase.CANCELLED
+    if job.phase is Phase.RUNNING and job.state.intent is not None:
+        return ListedPhase.STOPPING
+    return ListedPhase(job.phase.value)
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from pipollux_sched.event_line import event_line
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.store import JobRecord, Point, StateDir, Store
+from pipollux_sched.store import JobRecord, ListedPhase, Point, StateDir, Store
 
 from .console import (
     USAGE,
@@ -28,7 +28,7 @@ from .console import (
     print_result,
 )
 from .failure import one_sentence
-from .job_table import ShownPhase, job_table, shown_phase
+from .job_table import job_table, listed_phase
 from .log_reader import LogLine, LogReader
 from .options import JobName, LineOutput, StateDirectory, TableOutput
 from .wording import one_line
@@ -86,10 +86,11 @@ def submit(
 
 def jobs(
     phase: Annotated[
-        list[ShownPhase] | None,
+        list[ListedPhase] | None,
         typer.Option(
             case_sensitive=False,
-            help="Only jobs in this phase; may be repeated. Failed is without Cancelled.",
+            help="Only jobs in this phase; may be repeated. Running is without Stopping, "
+            "Failed without Cancelled.",
             show_default=False,
         ),
     ] = None,
@@ -200,12 +201,12 @@ def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> No
 _Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]
 
 
-def _look(store: Store, phases: Sequence[ShownPhase] | None) -> _Look:
-    found = [job for job in store.jobs() if not phases or shown_phase(job) in phases]
+def _look(store: Store, phases: Sequence[ListedPhase] | None) -> _Look:
+    found = [job for job in store.jobs() if not phases or listed_phase(job) in phases]
     return found, store.last_points(), store.num_launches()
 
 
-def _watch(store: Store, phases: Sequence[ShownPhase] | None, output: OutputFormat) -> None:
+def _watch(store: Store, phases: Sequence[ListedPhase] | None, output: OutputFormat) -> None:
     """Show the list anew every second, until Ctrl-C."""
     from rich.live import Live
 
@@ -247,9 +248,11 @@ def _wait_for(
                 line = event_line(event)
                 if event["job"] in names and line:
                     typer.echo(line, err=to_stderr)
-            ended = {job.name: job for job in store.jobs() if job.name in names and job.phase.ended}
-            if len(ended) == len(names):
-                return ended
+            found = {job.name: job for job in store.jobs() if job.name in names}
+            if len(found) < len(names):
+                raise CommandError(f"{min(names - found.keys())} was deleted meanwhile")
+            if all(job.phase.ended for job in found.values()):
+                return found
             if not served:
                 raise CommandError(
                     "the scheduler has ended before the jobs have; they go on when it is back"

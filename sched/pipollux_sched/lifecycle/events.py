@@ -17,6 +17,15 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Rerun:
+    """Somebody wants a job that has ended to be run again."""
+
+    max_restarts: int = 3
+    from_scratch: bool = False
+    """Whether it begins anew; else it goes on from its last checkpoint."""
+
+
+@dataclass(frozen=True)
 class Allocate:
     """The allocator decided; an empty `nodes` means that the job gets nothing for now."""
 
@@ -139,6 +148,7 @@ class Recover:
 
 Event: TypeAlias = (
     Submit
+    | Rerun
     | Allocate
     | Started
     | FirstStep

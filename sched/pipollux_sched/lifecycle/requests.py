@@ -1,7 +1,8 @@
 """What becomes of a job when people, the clock or the scheduler itself ask something of it.
 
-`cancel`, `suspend` and `resume` are asked by people, `expire` by the job's deadline, and the others
-by the scheduler: `shutdown` when it ends, `adopt`, `not_adopted` and `recover` when it begins.
+`cancel`, `suspend`, `resume` and `rerun` are asked by people, `expire` by the job's deadline, and
+the others by the scheduler: `shutdown` when it ends, `adopt`, `not_adopted` and `recover` when it
+begins.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .events import Action, Record, Stop
+from .events import Action, Record, Rerun, Stop
 from .state import Intent, JobState, Phase
 from .steps import DEADLINE, NOT_ADOPTED, Transition, ended_early, enter, set_aside, stop
 
@@ -62,6 +63,22 @@ def resume(state: JobState, now: float) -> Transition:
         return free, (record,)
     message = "The job was resumed, and waits for the allocator."
     return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
+
+
+def rerun(state: JobState, event: Rerun, now: float) -> Transition:
+    """Run a job again that has ended: from its last checkpoint, or from the start.
+
+    A job that is complete has nothing to go on with, so it is run from the start or not at all.
+    """
+    nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
+    if not state.phase.ended or nothing_left:
+        return state, ()
+    first = state.generation + 1 if event.from_scratch else state.first_generation
+    where = "the start" if event.from_scratch else "its last checkpoint"
+    fresh = replace(state, failures=0, max_restarts=event.max_restarts, first_generation=first)
+    record = Record("rerun", None, {"from_scratch": event.from_scratch})
+    message = f"The job is run again, from {where}."
+    return enter(fresh, Phase.CREATED, "RunAgain", message, now), (record,)
 
 
 def shutdown(state: JobState, now: float) -> Transition:

@@ -92,6 +92,9 @@ class JobState:
     """How often a generation ended by itself without being complete, since one trained for long."""
     max_restarts: int = 3
     """How many such failures are made good by a restart."""
+    first_generation: int = 1
+    """Number of the launch that the present run begins with: what was saved before is not gone on
+    from."""
 
     @property
     def condition(self) -> Condition | None:

@@ -34,6 +34,7 @@ from .events import (
     NotAdopted,
     Record,
     Recover,
+    Rerun,
     Resume,
     Retry,
     RetryAfter,
@@ -72,6 +73,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
     match event:
         case Submit():
             return _submit(state, event, now)
+        case Rerun():
+            return requests.rerun(state, event, now)
         case Allocate():
             return _allocate(state, event, now)
         case Started():

@@ -57,6 +57,7 @@ class Recorder:
             "complete": _complete,
             "failed": _failed,
             "cancelled": _cancelled,
+            "rerun": _rerun,
             "hints": _hints,
         }
 
@@ -73,6 +74,8 @@ class Recorder:
         run.end = time if run.end is None else max(run.end, time)
         if kind == "cluster":
             self._cluster(event)
+        elif kind == "deleted":
+            run.jobs.pop(name, None)  # one of the same name that comes later is another job
         elif name and (handler := self._on_job.get(kind)) is not None:
             handler(run.jobs.setdefault(name, JobRecord(name)), event, time)
 
@@ -252,6 +255,10 @@ def _failed(job: JobRecord, event: Event, time: float) -> None:
 def _cancelled(job: JobRecord, event: Event, time: float) -> None:
     _end(job, event, time, "cancelled")
     job.phase, job.ended, job.message = "Cancelled", time, text(event, "why")
+
+
+def _rerun(job: JobRecord, _event: Event, _time: float) -> None:
+    job.phase, job.ended, job.message = "Queued", None, ""
 
 
 def _hints(job: JobRecord, event: Event, _time: float) -> None:

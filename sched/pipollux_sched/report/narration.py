@@ -94,4 +94,6 @@ _WORDS: dict[str, Callable[[Event], str]] = {
     "complete": _complete,
     "failed": _failed,
     "cancelled": lambda _event: "cancelled",
+    "rerun": lambda _event: "run again",
+    "deleted": lambda _event: "deleted",
 }

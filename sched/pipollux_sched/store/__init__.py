@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .deletion import PendingDeletion
 from .errors import (
     ConflictError,
     JobEndedError,
     JobExistsError,
+    JobLivesError,
     StaleGenerationError,
     StateDirError,
     StoreError,
@@ -17,7 +19,8 @@ from .errors import (
 from .hints import ToldHints
 from .job_list import Holder, JobLine, JobOrder, JobPage, JobQuery, ListedPhase
 from .journal import Change
-from .overview import Glance, LaunchCounts, NoisePoint, Overview
+from .launches import LaunchCounts
+from .overview import Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
@@ -35,6 +38,7 @@ __all__ = [
     "JobEndedError",
     "JobExistsError",
     "JobLine",
+    "JobLivesError",
     "JobOrder",
     "JobPage",
     "JobQuery",
@@ -45,6 +49,7 @@ __all__ = [
     "NodeRecord",
     "NoisePoint",
     "Overview",
+    "PendingDeletion",
     "Point",
     "ReplicaAddresses",
     "ServerInfo",

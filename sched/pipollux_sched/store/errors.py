@@ -41,5 +41,9 @@ class JobEndedError(ConflictError):
     """What was asked of a job is only for one that has not ended."""
 
 
+class JobLivesError(ConflictError):
+    """What was asked of a job is only for one that has ended."""
+
+
 class StaleGenerationError(ConflictError):
     """Whoever reports belongs to a generation that is no longer the present one."""

@@ -37,6 +37,12 @@ class ListedPhase(StrEnum):
     """It failed because its user cancelled it."""
     COMPLETE = "Complete"
 
+    @classmethod
+    def _missing_(cls, value: object) -> ListedPhase | None:
+        """Find a phase whose name was given in other letters."""
+        asked = str(value).lower()
+        return next((phase for phase in cls if phase.value.lower() == asked), None)
+
 
 class JobOrder(StrEnum):
     """What a list of jobs can be sorted by."""

@@ -6,18 +6,43 @@ that the store has begun.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, case, func, select, true
+from sqlalchemy import ColumnElement, case, distinct, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from pipollux_sched.lifecycle import Phase
+from pipollux_sched.lifecycle import Intent, Outcome, Phase
 
 from .records import GenerationRecord, generation_record
 from .tables import GenerationRow, JobRow
 
 ENDED = tuple(phase.value for phase in Phase if phase.ended)
 """Phases of jobs that have ended: of a store that was kept for months nearly all."""
+
+
+class LaunchCounts(NamedTuple):
+    """How often jobs were launched, and why again, since the store was made."""
+
+    restarts: int
+    """Launches of a job after its first."""
+    reallocations: int
+    """Generations that were stopped for the job to go on elsewhere."""
+    failures: int
+    """Generations that failed by themselves."""
+
+
+def totals(session: Session, name: str | None = None) -> LaunchCounts:
+    """Return how often a job was launched, and why again; without a name, of all that there are."""
+    row = GenerationRow
+    failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
+    query = select(
+        func.count() - func.count(distinct(row.job)),
+        func.count().filter(row.intent == Intent.MOVE.value),
+        func.count().filter(failed),
+    ).select_from(row)
+    if name is not None:
+        query = query.where(row.job == name)
+    return LaunchCounts(*session.execute(query).one())
 
 
 def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:

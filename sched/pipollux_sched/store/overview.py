@@ -6,26 +6,14 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, distinct, func, or_, select
+from sqlalchemy import Select, func, or_, select
 
-from pipollux_sched.lifecycle import Intent, Outcome
-
-from . import job_list, journal, node_usage
+from . import deletion, job_list, journal, launches, node_usage
 from .database import Database
 from .job_list import JobQuery, ListedPhase
+from .launches import LaunchCounts
 from .records import GenerationRecord, Point
-from .tables import EventRow, GenerationRow, JobRow, PointRow
-
-
-class LaunchCounts(NamedTuple):
-    """How often jobs were launched, and why again, since the store was made."""
-
-    restarts: int
-    """Launches of a job after its first."""
-    reallocations: int
-    """Generations that were stopped for the job to go on elsewhere."""
-    failures: int
-    """Generations that failed by themselves."""
+from .tables import EventRow, JobRow, PointRow
 
 
 class Glance(NamedTuple):
@@ -70,16 +58,10 @@ class Overview:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def launches(self) -> LaunchCounts:
-        """Return how often jobs were launched."""
-        row = GenerationRow
-        failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
-        query = select(
-            func.count() - func.count(distinct(row.job)),
-            func.count().filter(row.intent == Intent.MOVE.value),
-            func.count().filter(failed),
-        ).select_from(row)
+        """Return how often jobs were launched; those that were deleted count as well."""
         with self._database.read() as session:
-            return LaunchCounts(*session.execute(query).one())
+            there, gone = launches.totals(session), deletion.counted(session)
+        return LaunchCounts(*map(sum, zip(there, gone, strict=True)))
 
     def jobs(self, query: JobQuery, now: float) -> job_list.JobPage:
         """Return a part of the list of jobs; ages of jobs that have not ended go up to `now`."""

@@ -154,6 +154,7 @@ def job_state(row: JobRow) -> JobState:
         held=row.held,
         failures=row.failures,
         max_restarts=row.max_restarts,
+        first_generation=row.first_generation,
     )
     return at_rest(state)
 
@@ -172,6 +173,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.held = state.held
     row.failures = state.failures
     row.max_restarts = state.max_restarts
+    row.first_generation = state.first_generation
 
 
 def job_record(row: JobRow) -> JobRecord:

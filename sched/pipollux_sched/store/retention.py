@@ -127,11 +127,12 @@ def _prune_batch(session: Session, rule: Rule, now: float) -> int:
             superfluous.append(row.id)
     if place is not None:
         session.merge(MetaRow(key=f"thinned to {rule.name}", value=str(place)))
-    _delete(session, superfluous)
+    delete_events(session, superfluous)
     return len(superfluous)
 
 
-def _delete(session: Session, ids: Sequence[int]) -> None:
+def delete_events(session: Session, ids: Sequence[int]) -> None:
+    """Delete events, and the progress that they stand for."""
     if ids:
         session.execute(delete(PointRow).where(PointRow.event.in_(ids)))
         session.execute(delete(EventRow).where(EventRow.id.in_(ids)))

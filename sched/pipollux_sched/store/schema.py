@@ -15,7 +15,7 @@ from .errors import StoreError
 from .location import Location
 from .tables import Base, MetaRow
 
-REVISION = "0004"
+REVISION = "0005"
 """The newest of alembic's revisions, which this version needs."""
 
 _BASELINE = "0003"

@@ -6,6 +6,7 @@
 <state dir>/admin.token                     opens everything (mode 0600)
 <state dir>/server.json                     where it listens, and its admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          what the job saved
+<state dir>/jobs/NAME/checkpoints-G/        the same, since it was run from the start by launch G
 <state dir>/jobs/NAME/launches/gen-G/       what was launched last, and how its processes are
 <state dir>/jobs/NAME/logs/gen-G-replica-R.log
 """
@@ -119,9 +120,10 @@ class StateDir:
         """Return the directory of a job."""
         return self.path / "jobs" / name
 
-    def checkpoints(self, name: str) -> Path:
-        """Return the directory of a job's checkpoints."""
-        return self.job(name) / "checkpoints"
+    def checkpoints(self, name: str, first_generation: int = 1) -> Path:
+        """Return the directory of a job's checkpoints, of the run that began with that launch."""
+        number = "" if first_generation == 1 else f"-{first_generation}"
+        return self.job(name) / f"checkpoints{number}"
 
     def launch(self, name: str, generation: int) -> Path:
         """Return the directory of what is known of a launch and its processes."""

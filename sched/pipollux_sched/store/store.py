@@ -24,6 +24,7 @@ from . import hints as hint_rows
 from . import journal, launches, retention
 from . import nodes as node_rows
 from .database import Database
+from .deletion import Deletions
 from .errors import StoreError
 from .hints import ToldHints
 from .journal import Change
@@ -39,7 +40,7 @@ from .records import (
 )
 from .replicas import ReplicaAddresses
 from .restart_cost import moving_average
-from .submissions import Submission, take_in
+from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
@@ -75,6 +76,8 @@ class Store:
         """Where the replicas of running jobs can be reached."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
+        self.deletions = Deletions(self._database, clock)
+        """Deletes jobs that have ended."""
 
     def claim(self) -> None:
         """Be the one scheduler that serves the store, until it is closed.
@@ -140,6 +143,21 @@ class Store:
             changes = take_in(session, submissions, self._clock())
         self.num_submissions += len(submissions)
         return changes
+
+    def rerun(self, name: str, *, from_scratch: bool) -> Change:
+        """Let a job that has ended be run again, as it was submitted.
+
+        Args:
+            name: of the job.
+            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+            JobEndedError: it is complete, and is not to begin anew.
+        """
+        with self._database.write() as session:
+            return run_again(session, name, self._clock(), from_scratch=from_scratch)
 
     def job(self, name: str) -> JobRecord:
         """Return a job.

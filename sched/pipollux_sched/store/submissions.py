@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from pipollux_sched.lifecycle import JobState, Submit
+from pipollux_sched.lifecycle import JobState, Phase, Rerun, Submit
 from pipollux_sched.variables import hide_values
 
-from . import journal
-from .errors import JobExistsError
+from . import deletion, journal
+from .errors import JobEndedError, JobExistsError, JobLivesError
 from .journal import Change
 from .records import write_job_state
-from .tables import JobRow
+from .tables import HintsRow, JobRow
 
 _MOST_NAMED = 5
 """Jobs that a refusal names at most."""
@@ -46,6 +46,7 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
     names = [entry.name for entry in submissions]
     found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
     rows = {row.name: row for row in found}
+    deletion.check_free(session, names)
     _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
     for entry in submissions:
         row = rows.get(entry.name)
@@ -62,6 +63,31 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
         submit = Submit(entry.max_restarts)
         changes.append(journal.advance_job(session, rows[entry.name], submit, now))
     return changes
+
+
+def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:
+    """Let a job that has ended be run again, as it was submitted.
+
+    Raises:
+        UnknownJobError: there is no job of this name.
+        JobLivesError: it has not ended.
+        JobEndedError: it is complete, and is to go on nevertheless.
+    """
+    row = journal.find_job(session, name)
+    phase = Phase(row.phase)
+    if not phase.ended:
+        raise JobLivesError(f"job {name!r} is {phase}; only a job that has ended is run again")
+    if phase is Phase.COMPLETE and not from_scratch:
+        raise JobEndedError(
+            f"job {name!r} is complete and has nothing to go on with; to train it again from the "
+            f"start: pipollux rerun {name} --from-scratch"
+        )
+    if from_scratch:  # a model of its training is one of the end of it
+        session.execute(delete(HintsRow).where(HintsRow.job == name))
+    deadline = row.spec.get("deadline")
+    row.ended_at = None
+    row.deadline_at = None if deadline is None else now + deadline
+    return journal.advance_job(session, row, Rerun(row.max_restarts, from_scratch), now)
 
 
 def _check_free(taken: Sequence[JobRow]) -> None:

@@ -62,6 +62,7 @@ class JobRow(Base):
     held: Mapped[bool]
     failures: Mapped[int]
     max_restarts: Mapped[int]
+    first_generation: Mapped[int]
 
 
 class HintsRow(Base):

@@ -16,7 +16,7 @@ from pipollux_sched.spec import parse_job, parse_jobs
 from pipollux_sched.store import NodeCondition, StateDir, Store
 
 from .bodies import JsonObject, reader
-from .job_page import describe_job, explain_job
+from .job_page import deleted_object, describe_job, explain_job
 from .limits import Limits, Places
 from .news import News
 from .stream import EventStream, Tail, stream
@@ -34,6 +34,9 @@ _Since = Annotated[
 ]
 _Told = Annotated[
     bool, Query(description="Only what people are told, each with a sentence, `text`.")
+]
+_FromScratch = Annotated[
+    bool, Query(description="Begin anew, and do not go on from its last checkpoint.")
 ]
 _Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
 
@@ -103,6 +106,18 @@ def _add_jobs(router: APIRouter, store: Store, control: Control, state_dir: Stat
     def resume(name: str) -> dict[str, Any]:
         """It goes on from its checkpoint as soon as something is free; 409 where it has ended."""
         return control.resume(name).to_json_object()
+
+    @router.post("/jobs/{name}/rerun", tags=["jobs"], summary="Run a job again that has ended")
+    def rerun(name: str, from_scratch: _FromScratch = False) -> dict[str, Any]:
+        """As it was submitted; 409 where it has not ended, or is complete and not to begin anew."""
+        return control.rerun(name, from_scratch=from_scratch).to_json_object()
+
+    @router.post("/jobs/{name}/delete", tags=["jobs"], summary="Delete a job that has ended")
+    def delete(name: str) -> dict[str, Any]:
+        """With its logs, events and checkpoints, but for a `checkpoint_dir` of its own; 409 where
+        it has not ended.
+        """
+        return deleted_object(control.delete(name))
 
     @router.get("/jobs/{name}/explanation", tags=["jobs"], summary="Why a job has what it has")
     def explanation(name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipollux_sched.account import account_object, find_standing
+from pipollux_sched.deletion import DeletedJob
 from pipollux_sched.heartbeats import Heartbeats
 from pipollux_sched.store import JobRecord, StaleGenerationError, Store
 
@@ -38,6 +39,17 @@ def explain_job(store: Store, job: JobRecord) -> dict[str, Any]:
     """Say why a job has what it has, as `pipollux explain --output json` does."""
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     return account_object(job, find_standing(store, job), decisions[-1] if decisions else None)
+
+
+def deleted_object(deleted: DeletedJob) -> dict[str, Any]:
+    """Return what is told of a job that was deleted: how it had ended, and what is left of it."""
+    state = deleted.job.state
+    return {
+        "name": deleted.job.name,
+        "phase": state.phase,
+        "reason": state.reason,
+        "left": [str(folder) for folder in deleted.left],
+    }
 
 
 def _replicas(store: Store, heartbeats: Heartbeats, job: JobRecord) -> list[dict[str, Any]]:

@@ -40,6 +40,8 @@ REPLIES: dict[tuple[str, str], Any] = {
     ("delete", "/jobs/{name}"): replies.JobReply,
     ("post", "/jobs/{name}/suspend"): replies.JobReply,
     ("post", "/jobs/{name}/resume"): replies.JobReply,
+    ("post", "/jobs/{name}/rerun"): replies.JobReply,
+    ("post", "/jobs/{name}/delete"): replies.DeletedReply,
     ("get", "/jobs/{name}/explanation"): replies.ExplanationReply,
     ("get", "/jobs/{name}/logs"): list[replies.LogReply],
     ("get", "/nodes"): list[replies.NodeReply],

@@ -63,7 +63,17 @@ class JobReply(_Reply):
     held: bool
     failures: int
     max_restarts: int
+    first_generation: int
     spec: dict[str, Any]
+
+
+class DeletedReply(_Reply):
+    """A job that is gone: how it had ended, and the folders that are left of it."""
+
+    name: str
+    phase: Phase
+    reason: str
+    left: list[str]
 
 
 class GenerationReply(_Reply):

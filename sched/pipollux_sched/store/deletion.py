@@ -1,0 +1,143 @@
+"""How the store forgets a job that has ended, by its user's wish.
+
+Three steps, each a transaction or many small ones, so that whoever is killed between them leaves
+nothing half done. First the job is gone for everybody, and it is written down that it is being
+deleted: its name is not given to another one until all of it is. Then whoever asked removes its
+files. At last its events are deleted, but for the one that says that there was such a job, and what
+was written down. What the store counts over all launches goes on counting those of deleted jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from pipollux_sched.lifecycle import CANCELLED
+
+from . import journal
+from .database import Database
+from .errors import JobExistsError, JobLivesError
+from .launches import LaunchCounts, totals
+from .records import JobRecord, job_record
+from .retention import delete_events
+from .tables import EventRow, GenerationRow, HintsRow, MetaRow, ReplicaRow
+
+_MARK = "deleting "
+"""What the name of a job stands behind that is being deleted."""
+_COUNTED = "deleted launches: "
+"""What the name of a figure stands behind that the launches of deleted jobs amount to."""
+BATCH = 1000
+"""Events that are deleted in one transaction."""
+
+
+class PendingDeletion(NamedTuple):
+    """A job that is being deleted."""
+
+    name: str
+    event: int
+    """Id of the event that says so."""
+
+
+class Deletions:
+    """Deletes jobs.
+
+    Args:
+        database: of the store.
+        clock: tells the time, in seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def begin(self, name: str) -> JobRecord:
+        """Let a job be gone, and write down that the rest of it is to be deleted.
+
+        Returns:
+            The job as it was.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+        """
+        with self._database.write() as session:
+            return _begin(session, name, self._clock())
+
+    def pending(self) -> list[PendingDeletion]:
+        """Return the jobs that are being deleted."""
+        query = select(MetaRow).where(MetaRow.key.startswith(_MARK)).order_by(MetaRow.key)
+        with self._database.read() as session:
+            rows = session.scalars(query)
+            return [PendingDeletion(row.key.removeprefix(_MARK), int(row.value)) for row in rows]
+
+    def finish(self, deletion: PendingDeletion) -> None:
+        """Delete the events of a job that is being deleted, and be done with it."""
+        mine = (EventRow.job == deletion.name, EventRow.id < deletion.event)
+        query = select(EventRow.id).where(*mine).limit(BATCH)
+        while True:
+            began = time.monotonic()
+            with self._database.write() as session:
+                ids = session.scalars(query).all()
+                delete_events(session, ids)
+                if len(ids) < BATCH:
+                    session.execute(delete(MetaRow).where(MetaRow.key == _MARK + deletion.name))
+                    return
+            # Whoever waits to write gets as much of the time as this.
+            time.sleep(time.monotonic() - began)
+
+
+def check_free(session: Session, names: Sequence[str]) -> None:
+    """Refuse names of jobs that are being deleted.
+
+    Raises:
+        JobExistsError: one is.
+    """
+    marks = session.scalars(select(MetaRow.key).where(MetaRow.key.startswith(_MARK)))
+    taken = {mark.removeprefix(_MARK) for mark in marks} & set(names)
+    if taken:
+        raise JobExistsError(
+            f"a job named {min(taken)!r} is still being deleted; wait, or give the new one another "
+            "name (files that cannot be removed are named in the scheduler's log)"
+        )
+
+
+def counted(session: Session) -> LaunchCounts:
+    """Return what the launches of all deleted jobs amount to."""
+    rows = session.scalars(select(MetaRow).where(MetaRow.key.startswith(_COUNTED)))
+    found = {row.key.removeprefix(_COUNTED): int(row.value) for row in rows}
+    return LaunchCounts(*(found.get(figure, 0) for figure in LaunchCounts._fields))
+
+
+def _begin(session: Session, name: str, now: float) -> JobRecord:
+    row = journal.find_job(session, name)
+    job = job_record(row)
+    if not job.phase.ended:
+        raise JobLivesError(
+            f"job {name!r} is {job.phase} and cannot be deleted; cancel it first, with: "
+            f"pipollux cancel {name}"
+        )
+    _count(session, name)
+    told = {
+        "phase": CANCELLED if job.state.cancelled else job.phase.value,
+        "submitted_at": job.submitted_at,
+        "ended_at": job.ended_at,
+        "num_launches": job.state.generation,
+    }
+    event = journal.log(session, now, "deleted", name, None, told)
+    session.flush()  # gives it its id
+    session.add(MetaRow(key=_MARK + name, value=str(event.id)))
+    for table in (HintsRow, ReplicaRow, GenerationRow):
+        session.execute(delete(table).where(table.job == name))
+    session.delete(row)
+    return job
+
+
+def _count(session: Session, name: str) -> None:
+    """Add the launches of a job that is to be gone to what is counted of such."""
+    before = counted(session)._asdict()
+    for figure, value in totals(session, name)._asdict().items():
+        session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))
