@@ -16,10 +16,10 @@ from pipollux_hybrid import (
     HybridParallel,
     remaining_epochs_until,
 )
-from pipollux_hybrid import job_model as job_models
 from pipollux_hybrid.context import context
 from pipollux_hybrid.metrics import Metrics
 from pipollux_hybrid.profile import Configuration
+from pipollux_perfmodel import wire
 from tests.hybrid.replicas import run_replicas
 
 
@@ -67,7 +67,7 @@ def tell_everything() -> None:
     assert unknown.remaining_samples is None
 
     # Too many layers to be sent: the rest is.
-    job_models.MAX_LAYERS = 3  # type: ignore[attr-defined]  # imported there, not handed on
+    wire.MAX_LAYERS = 3  # in this process alone
     fewer = metrics.hints()
     assert fewer is not None
     assert (fewer.layers, fewer.balance) == (None, None)
