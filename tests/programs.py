@@ -1,9 +1,10 @@
-"""Programs in processes of their own: started as a user does, or forked without importing torch.
+"""Programs in processes of their own: started as a user does, or forked where imports are paid.
 
 `Forked(script)` stands for `Command([sys.executable, script])`: a process of its own, with its own
-environment, folder, output and exit status, that takes signals and runs as `__main__`. It is
-forked from a server that has imported torch, which saves the seconds that this takes. That a
-Python of its own does as well is left to a few tests that start one.
+environment, folder, input, output and exit status, that takes signals and runs as `__main__`. It is
+forked from a server that has imported torch, Pipollux and what they need, which saves the seconds
+that this takes. `run_pipollux` so runs the command line. That a Python of its own does as well is
+left to a few tests that start one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.context import ForkServerContext
@@ -26,9 +28,12 @@ from typing import Any, Self
 
 PRELOADED = [
     *("torch._dynamo", "torchgpipe", "scipy.optimize", "pipollux_hybrid"),
-    # What the package imports when it is needed.
+    # What the packages import when it is needed.
     *("pipollux_hybrid.reporter", "pipollux_perfmodel.fit", "pipollux_perfmodel.hints"),
+    *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_sched.simulator"),
 ]
+PIPOLLUX = Path(sys.executable).with_name("pipollux")
+WRITTEN = os.O_WRONLY | os.O_APPEND
 LIMIT = 150.0
 """Seconds that a program may take: machines that run tests are busy."""
 
@@ -60,17 +65,17 @@ class Started:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        self._files = [Path(self._folder.name) / name for name in ("stdin", "stdout", "stderr")]
         for path in self._files:
             path.touch()
 
     @property
     def output(self) -> str:
-        return self._files[0].read_text()
+        return self._files[1].read_text()
 
     @property
     def errors(self) -> str:
-        return self._files[1].read_text()
+        return self._files[2].read_text()
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
@@ -117,7 +122,7 @@ class Command(Started):
     ) -> None:
         super().__init__()
         with ExitStack() as files:
-            output, errors = (files.enter_context(path.open("ab")) for path in self._files)
+            output, errors = (files.enter_context(path.open("ab")) for path in self._files[1:])
             self._process = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=output, stderr=errors
             )
@@ -139,6 +144,7 @@ class Forked(Started):
         args: its arguments.
         environment: the whole of it; None: this process's.
         folder: where it runs; None: here.
+        stdin: what it can read.
     """
 
     def __init__(
@@ -147,8 +153,10 @@ class Forked(Started):
         args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        stdin: str = "",
     ) -> None:
         super().__init__()
+        self._files[0].write_text(stdin)
         argv = [str(script), *args]
         env = dict(os.environ if environment is None else environment)
         told = (argv, env, str(folder or Path.cwd()), [str(path) for path in self._files])
@@ -235,16 +243,32 @@ def ranks(rank: int, num_replicas: int, port: int) -> dict[str, str]:
     return {**told, **meeting} if num_replicas > 1 else told
 
 
+def run_pipollux(
+    *args: str | Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    stdin: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, where a warning is an error."""
+    words = [str(arg) for arg in args]
+    with Forked(PIPOLLUX, words, environment, folder, stdin) as program:
+        code = program.wait()
+        return subprocess.CompletedProcess(words, code, program.output, program.errors)
+
+
 def _become(argv: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:
     """Go on as `python SCRIPT ARGS`."""
-    for number, path in enumerate(files, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for number, (path, mode) in enumerate(zip(files, (os.O_RDONLY, *[WRITTEN] * 2), strict=True)):
+        file = os.open(path, mode)
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # the process's own
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # a Python's own, not how we came to be
+    if argv[0] == str(PIPOLLUX):
+        warnings.simplefilter("error")
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from pipollux_perfmodel import (
     perf_params_to_json,
 )
 from pipollux_sched.cli import main
-
-PROGRAM = [sys.executable, "-W", "error", "-c", "from pipollux_sched.cli import main; main()"]
+from tests.programs import run_pipollux
 
 ONE_STAGE = PerfParams(0.02, 0.003, 0.05, 0.004, 0.02, 0.002, 1.6)
 TWO_STAGES = PerfParams(
@@ -57,18 +55,10 @@ LAYERS = LayerProfile.from_layers(
 
 
 def pipollux(
-    *args: str | Path, cwd: Path | None = None, stdin: str | None = None
+    *args: str | Path, cwd: Path | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does."""
-    return subprocess.run(
-        [*PROGRAM, *map(str, args)],
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=120,
-        cwd=cwd,
-        check=False,
-    )
+    """Run the command line as a user does, but for the time that imports take."""
+    return run_pipollux(*args, folder=cwd, stdin=stdin)
 
 
 def here(capsys: pytest.CaptureFixture[str], *args: str | Path) -> subprocess.CompletedProcess[str]:

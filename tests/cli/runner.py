@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 import psutil
 
 from pipollux_sched.store import Store
+from tests import programs
+from tests.programs import run_pipollux
 
 TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
-PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
+PIPOLLUX = str(programs.PIPOLLUX)
 CLUSTER = """
 nodes:
   - {name: node-a, slots: 2, kind: cpu}
@@ -43,16 +44,7 @@ class Cli:
         """What the last scheduler said before it served."""
 
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [PIPOLLUX, *args],
-            cwd=self.folder,
-            env=self.environment,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return run_pipollux(*args, environment=self.environment, folder=self.folder, stdin=stdin)
 
     def serve(self, *args: str, cluster: str | None = "cluster.yaml") -> subprocess.Popen[str]:
         """Start a scheduler, and return when it answers."""

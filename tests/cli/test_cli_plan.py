@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pipollux_sched.policy import POLICIES
+from tests.programs import run_pipollux
 
 CLUSTER = "nodes:\n- {name: node-a, slots: 4}\n- {name: node-b, slots: 2}\n"
 JOBS = "jobs:\n- {name: a, script: a.py, num_stages: 2}\n- {name: b, script: b.py}\n"
@@ -27,14 +28,7 @@ def start(*args: str, cwd: Path) -> subprocess.Popen[bytes]:
 
 
 def pipollux(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        check=False,
-    )
+    return run_pipollux(*args, folder=cwd)
 
 
 def plan_files(
