@@ -1,44 +1,79 @@
-"""`pipollux report`: the HTML report of an event log, drawn anew."""
+"""`pipollux report`: the HTML report of a run, from a scheduler's records or from an event log."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.report import EventLogError, write_report
+from pipollux_sched.amounts import parse_duration
+from pipollux_sched.report import Event, EventLogError, read_events, write_report
+from pipollux_sched.run_events import clipped, of_jobs, store_events
+from pipollux_sched.store import StateDir, Store
 
+from .completion import complete_jobs
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .options import TableOutput
+from .failure import one_sentence
+from .options import StateDirectory, TableOutput
 
 
 def report(
     events: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="EVENTS.jsonl",
-            help="The event log: one JSON object per line, as `pipollux demo` writes it.",
-            show_default=False,
+            help="An event log: one JSON object per line, as `pipollux demo` writes it.",
+            show_default="the scheduler's own records",
         ),
-    ],
+    ] = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only of this job; may be repeated.",
+            show_default=False,
+            autocompletion=complete_jobs,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="Only the last so long, as in 2h.", show_default=False
+        ),
+    ] = None,
     save: Annotated[
         Path, typer.Option("--save", metavar="FILE", help="The HTML file to write.")
     ] = Path("report.html"),
     output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
 ) -> None:
-    """Draw the report of a run anew from its event log.
+    """Draw the report of a run: of the scheduler that runs or ran last, or of an event log.
 
     The report is one HTML file that needs no network: who held which slots when,
     the loss over the restarts, goodput, predicted against measured step time, the
-    pipeline's bubble, and every allocation with its reason.
+    pipeline's bubble, and the allocations with their reasons. Of what jobs report
+    again and again it shows a part, evenly spread, where there is much of it.
 
-        pipollux report demo-report/events.jsonl --save report.html
+        pipollux report --since 2h
+        pipollux report --job char-lm --save char-lm.html
+        pipollux report demo-report/events.jsonl
     """
+    seconds = _seconds(since)
+    names = job or []
+    with one_sentence():
+        found = (
+            _kept(StateDir.choose(state_dir), names, seconds)
+            if events is None
+            else _logged(events, names, seconds)
+        )
+    nothing = not isinstance(found, Path) and not any(event.get("job") for event in found)
+    if nothing:
+        raise CommandError("there is nothing to report: no job is told of in this time")
     try:
-        path = write_report(events, save)
-    except EventLogError as error:
-        raise CommandError(str(error), USAGE) from error
+        path = write_report(found, save)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CommandError(
@@ -49,3 +84,33 @@ def report(
         typer.echo(f"Wrote {path}")
     else:
         print_data({"report": str(path)}, output)
+
+
+def _seconds(since: str | None) -> float | None:
+    if since is None:
+        return None
+    try:
+        return parse_duration(since)
+    except ValueError as error:
+        raise CommandError(f"--since: {error}", USAGE) from None
+
+
+def _kept(directory: StateDir, jobs: Sequence[str], seconds: float | None) -> Sequence[Event]:
+    """Return the events that a scheduler has kept."""
+    with Store(directory.store) as store:
+        return store_events(store, jobs, None if seconds is None else time.time() - seconds)
+
+
+def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> Path | Sequence[Event]:
+    """Return a log, or the events of it that are wanted: since so long before its end."""
+    try:
+        found: Sequence[Any] = read_events(path).events
+    except EventLogError as error:
+        raise CommandError(str(error), USAGE) from error
+    if not jobs and seconds is None:
+        return path
+    unknown = set(jobs) - {event.get("job") for event in found}
+    if unknown:
+        raise CommandError(f"{path}: no event tells of a job named {min(unknown)!r}")
+    end = max(event["time"] for event in found)
+    return clipped(of_jobs(found, jobs), None if seconds is None else end - seconds)

@@ -255,8 +255,12 @@ def continuations(job: JobRecord) -> str:
     return f"It {'; '.join(parts[:3])}{tail}."
 
 
+MAX_ALLOCATIONS = 1000
+"""Decisions that are listed, the newest."""
+
+
 def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:
-    """Return every decision about every job in words."""
+    """Return the decisions about all jobs in words, the newest `MAX_ALLOCATIONS` of them."""
     return [
         AllocationRow(
             time=clock(a.time - (run.start or 0.0)),
@@ -269,5 +273,5 @@ def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:
             speedup=f"{number(a.speedup)}×" if a.speedup is not None else DASH,
             why=clean(a.why),
         )
-        for a in run.allocations
+        for a in run.allocations[-MAX_ALLOCATIONS:]
     ]

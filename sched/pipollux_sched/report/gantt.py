@@ -7,7 +7,7 @@ its job had on that node before when that one is free, so that the picture stays
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -21,6 +21,8 @@ LEFT, RIGHT = 108.0, 16.0
 NODE_GAP = 16.0
 MAX_NAMED = 16
 """Flags with words over the chart; when there are more, their words come by hovering."""
+MAX_HOLDS = 5000
+"""Blocks that are drawn, the longest: more could not be told apart."""
 TOLERANCE = 0.5
 """Seconds by which two holds of a slot may overlap, for events are written one after another."""
 
@@ -57,25 +59,31 @@ def holds(run: Run) -> list[Hold]:
 def pack(wanted: Sequence[Hold], slots: Mapping[str, int]) -> list[Hold]:
     """Give each hold, in order of their beginnings, the first of its run of slots on its node."""
     placed: list[Hold] = []
+    present: dict[str, list[Hold]] = {}
+    had: dict[tuple[str, str], list[int]] = {}
     for hold in wanted:
         width = hold.generation.num_stages
         last = max(0, slots.get(hold.node, 0) - width)
-        before = [p.first_slot for p in placed if p.node == hold.node and p.job is hold.job]
-        choices = [*reversed(before), *range(last + 1)]
-        neighbours = [p for p in placed if p.node == hold.node and p.end - TOLERANCE > hold.start]
+        before = had.setdefault((hold.node, hold.job.name), [])
+        neighbours = [p for p in present.get(hold.node, ()) if p.end - TOLERANCE > hold.start]
         taken = {
             slot
             for p in neighbours
             for slot in range(p.first_slot, p.first_slot + p.generation.num_stages)
         }
-        placed.append(
-            hold._replace(
-                first_slot=min(
-                    choices, key=lambda first: len(taken & set(range(first, first + width)))
-                )
-            )
-        )
+        found = _least_taken([*reversed(before), *range(last + 1)], width, taken)
+        put = hold._replace(first_slot=found)
+        placed.append(put)
+        present[hold.node] = [*neighbours, put]
+        if found in before:
+            before.remove(found)
+        before.append(found)
     return placed
+
+
+def _least_taken(choices: Sequence[int], width: int, taken: Collection[int]) -> int:
+    """Return the first of the slots from which on the fewest of `width` are taken."""
+    return min(choices, key=lambda first: sum(first + i in taken for i in range(width)))
 
 
 class Use(NamedTuple):
@@ -198,7 +206,7 @@ def draw_gantt(run: Run, colours: Mapping[str, int]) -> Markup | None:
     offset = run.start
     drawing_marks = [tick + offset for tick in clock_ticks(0, run.end - offset, 9)]
     panel.draw_x(drawing, drawing_marks, lambda t: clock(t - offset))
-    for hold in placed:
+    for hold in _longest(placed):
         _draw_hold(drawing, x, tops[hold.node], row, hold, colours[hold.job.name], offset)
     for mark, (lane, flipped) in zip(marks, flags, strict=True):
         height = top - 8 - 18.0 * lane
@@ -211,6 +219,14 @@ def draw_gantt(run: Run, colours: Mapping[str, int]) -> Markup | None:
             at = "end" if flipped else "start"
             drawing.text(place + (-9 if flipped else 9), height - 4.5, mark.words, "flag", at=at)
     return drawing.markup()
+
+
+def _longest(placed: Sequence[Hold]) -> list[Hold]:
+    """Return the longest holds, in the order they have."""
+    if len(placed) <= MAX_HOLDS:
+        return list(placed)
+    least = sorted((hold.end - hold.start for hold in placed), reverse=True)[MAX_HOLDS - 1]
+    return [hold for hold in placed if hold.end - hold.start >= least][:MAX_HOLDS]
 
 
 def _draw_nodes(

@@ -19,10 +19,11 @@ from pipollux_sched.write_aside import write_aside
 from . import facts
 from .bubble import bubble, draw_bubble, missing, verdict
 from .curves import draw_goodput, draw_loss
-from .gantt import draw_gantt, slot_use
+from .gantt import MAX_HOLDS, draw_gantt, slot_use
 from .history import Recorder
 from .log import Event, EventLog, read_events
 from .prediction import (
+    MAX_DRAWN,
     Accuracy,
     accuracies,
     draw_predictions,
@@ -118,10 +119,11 @@ def _render(run: Run, log: EventLog) -> str:
             losses=[_loss(job, colours[job.name], start) for job in detailed],
             goodputs=[_goodput(job, colours[job.name], start) for job in detailed],
             predictions=draw_predictions(entries, colours),
-            prediction_rows=[_prediction_row(e, colours) for e in entries],
+            prediction_rows=[_prediction_row(e, colours) for e in entries[:MAX_DRAWN]],
             prediction_words=_prediction_words(entries),
             bubbles=[_bubble(j, colours[j.name], run) for j in detailed if j.num_stages > 1],
             allocations=facts.allocation_rows(run, colours),
+            allocations_left_out=max(len(run.allocations) - facts.MAX_ALLOCATIONS, 0),
             footer=_footer(log),
         )
     )
@@ -153,6 +155,9 @@ def _gantt_words(run: Run) -> str:
         )
     if run.nodes and not run.nodes_declared:
         words += " The log does not say how large the nodes are; what was put on them is shown."
+    num_holds = sum(len(g.nodes) for j in run.jobs.values() for g in j.launched)
+    if num_holds > MAX_HOLDS:
+        words += f" Of {num_holds} blocks the {MAX_HOLDS} longest are drawn."
     open_ends = [clean(j.name, 32) for j in run.jobs.values() if j.current is not None]
     if open_ends:
         words += f" The log ends while {', '.join(open_ends[:6])} still ran."
@@ -197,6 +202,7 @@ def _prediction_words(entries: Sequence[Accuracy]) -> str:
         f"Over {count(len(entries), 'configuration')} the mean absolute error is {percent(error)}. "
         "The model is fitted to what the job measures while it runs, so a dot (median prediction) "
         "mostly knows its configuration; a ring is the first prediction made in it."
+        + (f" The first {MAX_DRAWN} are shown." if len(entries) > MAX_DRAWN else "")
     )
 
 

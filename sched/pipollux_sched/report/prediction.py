@@ -62,6 +62,10 @@ def _of_job(job: JobRecord) -> list[Accuracy]:
     return out
 
 
+MAX_DRAWN = 200
+"""Configurations that are drawn and listed; the mean error is over all of them."""
+
+
 def mean_absolute_error(entries: Sequence[Accuracy]) -> float | None:
     """Return the mean over configurations of the size of the relative error."""
     return fmean(abs(e.error) for e in entries) if entries else None
@@ -86,9 +90,10 @@ def draw_predictions(entries: Sequence[Accuracy], colours: Mapping[str, int]) ->
     panel.draw_x(drawing, marks, _tick, label="measured step time")
     drawing.text(0, 14, "predicted step time", "axis-label")
     drawing.path(panel.points([(low, low), (high, high)]), "diagonal")
-    for entry in entries:
+    drawn = entries[:MAX_DRAWN]
+    for entry in drawn:
         _draw_entry(drawing, panel, entry, colours[entry.job.name])
-    _draw_labels(drawing, panel, entries)
+    _draw_labels(drawing, panel, drawn)
     return drawing.markup()
 
 

@@ -128,6 +128,37 @@ class Overview:
             rows = session.scalars(query.order_by(PointRow.event))
             return [journal.point_of(row) for row in rows]
 
+    def progress_events(
+        self, most: int, jobs: Collection[str] = (), since: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the progress of many jobs as events, of each job thinned as `points` does.
+
+        Args:
+            most: of each job, at least 1.
+            jobs: only of these; empty: of all.
+            since: only from this moment on, seconds since the epoch.
+        """
+        ids = select(PointRow.event, PointRow.job)
+        if jobs:
+            ids = ids.where(PointRow.job.in_(jobs))
+        if since is not None:
+            ids = ids.join(EventRow, EventRow.id == PointRow.event).where(EventRow.time >= since)
+        head = (EventRow.id, EventRow.type, EventRow.job, EventRow.generation)
+        told = (getattr(PointRow, name) for name in Point.__dataclass_fields__)
+        query = select(*head, *told).join(PointRow, PointRow.event == EventRow.id)
+        wanted = query.where(EventRow.id.in_(_thinned(ids, most, each=True)))
+        with self._database.read() as session:
+            return [dict(row._mapping) for row in session.execute(wanted)]
+
+    def last_timelines(self, jobs: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Return the newest timeline of each job (of some jobs), as events."""
+        newest = select(func.max(EventRow.id)).where(EventRow.type == "timeline")
+        if jobs:
+            newest = newest.where(EventRow.job.in_(jobs))
+        query = select(EventRow).where(EventRow.id.in_(newest.group_by(EventRow.job)))
+        with self._database.read() as session:
+            return [journal.event_object(row, None) for row in session.scalars(query)]
+
     def noise(self, job: str, most: int) -> list[NoisePoint]:
         """Return at most `most` of a job's measurements of its gradient, as `points` thins them."""
         if most < 1:
@@ -140,15 +171,18 @@ class Overview:
             return [point for point in found if point is not None]
 
 
-def _thinned(ids: Select[int], most: int) -> Select[Any]:
+def _thinned(ids: Select[*tuple[Any, ...]], most: int, *, each: bool = False) -> Select[Any]:
     """Keep at most `most` of the ids that a query finds, evenly spread, the first and the last too.
 
-    Of n ids that at position p is kept where p (most - 1) / (n - 1) passes a whole number.
+    Where `each`, so many of each job, whose name is the second column. Of n ids that at position p
+    is kept where p (most - 1) / (n - 1) passes a whole number.
     """
     inner = ids.subquery()
     found = inner.c[0].label("id")
-    place = (func.row_number().over(order_by=inner.c[0]) - 1).label("position")
-    numbered = select(found, place, func.count().over().label("total")).subquery()
+    of_one = [inner.c[1]] if each else None
+    place = func.row_number().over(partition_by=of_one, order_by=inner.c[0]) - 1
+    total_of = func.count().over(partition_by=of_one)
+    numbered = select(found, place.label("position"), total_of.label("total")).subquery()
     position, total = numbered.c.position, numbered.c.total
     if most == 1:
         return select(numbered.c.id).where(position == total - 1)
