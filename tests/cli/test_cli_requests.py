@@ -31,7 +31,7 @@ def follow(cli: Cli) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
 
 
 def test_suspending_and_draining(cli: Cli, follow: Callable[[], subprocess.Popen[str]]) -> None:
@@ -99,7 +99,7 @@ jobs:
     assert [job["intent"] for job in json.loads(cancelled.stdout)] == ["cancel", "cancel"]
     wait_until(lambda: both("reason") == {"Cancelled"})
     following.terminate()
-    told = [*begun, *following.communicate(timeout=30)[0].splitlines()]
+    told = [*begun, *following.communicate(timeout=240)[0].splitlines()]
     events = [json.loads(line) for line in told]
     kinds = [event["type"] for event in events]
     assert kinds.count("suspended") == kinds.count("resumed") == 2

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.programs import fork_server, free_port, ranks
 
-TIMEOUT = 90.0
+TIMEOUT = 240.0
 
 
 def run_replicas(

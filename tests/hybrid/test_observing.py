@@ -147,7 +147,7 @@ def test_on_a_terminal_there_is_a_bar_and_prints_stay_whole() -> None:
     except OSError:
         pass  # how a pseudo-terminal says that nobody writes any more
     os.close(ours)
-    assert process.wait(30) == 0, shown.decode()
+    assert process.wait(240) == 0, shown.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     own = [line for line in lines if line.startswith("the script's own line")]

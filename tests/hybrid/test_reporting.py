@@ -65,7 +65,7 @@ def listener() -> Iterator[Listener]:
     thread.start()
     yield heard
     server.shutdown()
-    thread.join(10)
+    thread.join(240)
     server.server_close()
 
 
@@ -183,7 +183,7 @@ class Supervisor:
     def stop(self) -> None:
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
-            self._thread.join(10)
+            self._thread.join(240)
             self._server.server_close()
             self._server = None
 
@@ -217,7 +217,7 @@ def tell(reporter: Reporter, step: int) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
