@@ -6,11 +6,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test test-exhaustive lint format docs clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
-	@echo "make test    lint, types, layers, and every test"
+	@echo "make test    lint, types, layers, and the tests: the same verdict each time"
+	@echo "make test-exhaustive  what that leaves out: whole grids, fresh seeds, long runs"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the API reference, in site/"
@@ -31,9 +32,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pipollux demo --folder demo-report
 
-# A process for each core, up to eight; the tests of a file stay together, as they share fixtures.
+# A process for each core, up to eight. Tests of a file begin together, as they share fixtures; who
+# has nothing left to do takes over from the others.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(PYTEST)
+
+test-exhaustive: $(STAMP)
+	$(PYTEST) --exhaustive
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

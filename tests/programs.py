@@ -34,7 +34,7 @@ PRELOADED = [
 ]
 PIPOLLUX = Path(sys.executable).with_name("pipollux")
 WRITTEN = os.O_WRONLY | os.O_APPEND
-LIMIT = 150.0
+LIMIT = 240.0
 """Seconds that a program may take: machines that run tests are busy."""
 
 

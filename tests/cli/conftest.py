@@ -19,7 +19,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         if server.poll() is None:
             server.terminate()
             try:
-                server.wait(60)
+                server.wait(240)
             except subprocess.TimeoutExpired:
                 server.kill()
         if server.stdout is not None:

@@ -85,7 +85,7 @@ def run(shell: str | None, *args: str, home: Path, **environment: str) -> str:
         env={**os.environ, **known, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -130,7 +130,7 @@ def test_help_imports_nothing_slow() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     imported = done.stdout.partition("imported:")[2].split()

@@ -98,7 +98,7 @@ class Run:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(60)
+            self.process.wait(240)
         self._log.close()
 
 

@@ -245,7 +245,7 @@ def test_what_a_report_was_written_to(tmp_path: Path) -> None:
             [PIPOLLUX, "report", str(log), "--save", str(output), "--output", form],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         )
         assert (json.loads(done.stdout) if form == "json" else done.stdout) == says

@@ -31,7 +31,7 @@ def follow(cli: Cli) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
 
 
 def test_suspending_and_draining(cli: Cli, follow: Callable[[], subprocess.Popen[str]]) -> None:
@@ -101,7 +101,7 @@ jobs:
     refused = one_sentence(cli("resume", "quick"), 1)
     assert refused == ("Error: job 'quick' has ended (Complete, Finished) and cannot be resumed\n")
     following.terminate()
-    told = [*begun, *following.communicate(timeout=30)[0].splitlines()]
+    told = [*begun, *following.communicate(timeout=240)[0].splitlines()]
     events = [json.loads(line) for line in told]
     kinds = [event["type"] for event in events]
     assert kinds.count("suspended") == kinds.count("resumed") == 2

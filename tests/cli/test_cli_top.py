@@ -180,7 +180,7 @@ def test_windows() -> None:
 
 def test_one_look_for_programs(state_dir: StateDir) -> None:
     command = [PIPOLLUX, "top", "--output", "json", "--state-dir", str(state_dir.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     told = json.loads(done.stdout)
     assert (told["policy"], told["served"], told["goodput"]) == ("exact", False, 870.0)
     assert {name: number for name, number in told["phases"].items() if number} == {
@@ -255,7 +255,7 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def read_until(self, what: str, seconds: float = 60.0) -> str:
+    def read_until(self, what: str, seconds: float = 240.0) -> str:
         """Return what was written since the last call, once `what` (a pattern) is in it."""
         deadline = time.monotonic() + seconds
         begun = len(self.said)
@@ -270,7 +270,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(240)
         os.close(self.master)
         os.close(self.slave)
 
@@ -294,7 +294,7 @@ def test_leaving_restores_the_terminal(terminal: Terminal, way: str) -> None:
         terminal.type(way)
     last = terminal.read_until(r"\x1b\[\?1049l")
     assert "Traceback" not in last
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(240) == 0
     terminal.read_until(r"\x1b\[\?25h") if "\x1b[?25h" not in last else None
     assert termios.tcgetattr(terminal.slave) == terminal.before
 
@@ -316,4 +316,4 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.read_until("newcomer-39")
     terminal.type("\rq")
     terminal.read_until(r"\x1b\[\?1049l")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(240) == 0

@@ -6,6 +6,7 @@ takes a fraction of a second. Each is told its rank as torchrun would.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import traceback
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.programs import fork_server, free_port, ranks
 
-TIMEOUT = 90.0
+TIMEOUT = 240.0
 
 
 def run_replicas(
@@ -84,6 +85,7 @@ def _replica(
     function: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str], pipe: Connection
 ) -> None:
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # for loaders' workers, as in any script
     warnings.simplefilter("error")
     import torch
 

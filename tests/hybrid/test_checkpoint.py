@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from pipollux_hybrid.checkpoint_files import KEPT
 from pipollux_perfmodel import PerfParams
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
+from tests.programs import Forked
 
 
 class Number(State):
@@ -274,7 +274,7 @@ from pipollux_hybrid import State, init_process_group, save_all_states
 class Big(State):
     value = 0
     def save(self, fileobj):
-        for _ in range(64):
+        for _ in range(16):
             fileobj.write(json.dumps(self.value).encode().ljust(1 << 20))
     def load(self, fileobj):
         raise NotImplementedError
@@ -287,20 +287,19 @@ while True:
 """
 
 
-def test_killed_in_the_middle_of_saves(directory: Path) -> None:
+def test_killed_in_the_middle_of_saves(directory: Path, tmp_path: Path) -> None:
     """SIGKILL at moments spread over a save: the newest whole checkpoint is what was announced."""
+    script = tmp_path / "saver.py"
+    script.write_text(SAVER)
     for delay in (0.0, 0.01, 0.03, 0.06):
-        process = subprocess.Popen([sys.executable, "-c", SAVER], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        announced = int(process.stdout.readline())
-        deadline = time.monotonic() + delay
-        while time.monotonic() < deadline:
-            pass
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read().split()
-        process.stdout.close()
-        process.wait(10)
-        announced = int(rest[-1]) if rest else announced
+        with Forked(script) as process:
+            while not process.output.endswith("\n"):
+                assert process.poll() is None, process.errors
+                time.sleep(0.005)
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            announced = int(process.output.split()[-1])
         contexts.reset()
         found = _largest_value(directory)
         assert found in (announced, announced + 1)
@@ -315,7 +314,7 @@ def _largest_value(directory: Path) -> int:
 
         def load(self, fileobj: BinaryIO) -> None:
             content = fileobj.read()
-            assert len(content) == 64 << 20
+            assert len(content) == 16 << 20
             self.value = int(content.split()[0])
 
     reader = Reader("big")

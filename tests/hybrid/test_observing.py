@@ -38,6 +38,7 @@ from pipollux_hybrid.trace import bubble, trace_events
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
+from tests.programs import Forked
 
 
 def point(**fields: Any) -> Point:
@@ -109,34 +110,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **more}
 
 
-def test_in_a_pipe_there_are_lines(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"the script's own line {epoch}" for epoch in range(40)]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("pipollux: epoch")]
-    assert lines
-    assert "\x1b" not in done.stderr
-    assert re.search(
-        r"epoch 39/40 100% step 320 loss 0\.\d+ batch size 8 throughput \d+", lines[-1]
-    )
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
 
 
-def test_progress_can_be_switched_off() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment(PIPOLLUX_PROGRESS="0"),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0
-    assert done.stderr == ""
+def test_in_a_pipe_there_are_lines(script: Path) -> None:
+    with Forked(script, environment=environment()) as done:
+        assert done.wait() == 0, done.errors
+        assert done.output.splitlines() == [f"the script's own line {epoch}" for epoch in range(40)]
+        lines = [line for line in done.errors.splitlines() if line.startswith("pipollux: epoch")]
+        assert lines
+        assert "\x1b" not in done.errors
+        assert re.search(
+            r"epoch 39/40 100% step 320 loss 0\.\d+ batch size 8 throughput \d+", lines[-1]
+        )
+
+
+def test_progress_can_be_switched_off(script: Path) -> None:
+    with Forked(script, environment=environment(PIPOLLUX_PROGRESS="0")) as done:
+        assert done.wait() == 0
+        assert done.errors == ""
 
 
 def test_on_a_terminal_there_is_a_bar_and_prints_stay_whole() -> None:
@@ -152,7 +148,7 @@ def test_on_a_terminal_there_is_a_bar_and_prints_stay_whole() -> None:
     except OSError:
         pass  # how a pseudo-terminal says that nobody writes any more
     os.close(ours)
-    assert process.wait(30) == 0, shown.decode()
+    assert process.wait(240) == 0, shown.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     own = [line for line in lines if line.startswith("the script's own line")]

@@ -66,7 +66,7 @@ def listener() -> Iterator[Listener]:
     thread.start()
     yield heard
     server.shutdown()
-    thread.join(10)
+    thread.join(240)
     server.server_close()
 
 
@@ -184,7 +184,7 @@ class Supervisor:
     def stop(self) -> None:
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
-            self._thread.join(10)
+            self._thread.join(240)
             self._server.server_close()
             self._server = None
 
@@ -220,7 +220,7 @@ def tell(reporter: Reporter, step: int, **known: Any) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

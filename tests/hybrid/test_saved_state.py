@@ -227,7 +227,7 @@ class Slow(State):
         write = super().snapshot()
 
         def late(fileobj: BinaryIO) -> None:
-            assert self.gate.wait(30)
+            assert self.gate.wait(240)
             if self.fails:
                 raise OSError(28, "No space left on device")
             write(fileobj)
@@ -293,7 +293,7 @@ def test_a_background_failure_is_said_at_a_boundary(
     save_all_states(background=True)
     saving = contexts.context().background_save
     assert saving._thread is not None
-    saving._thread.join(30)
+    saving._thread.join(240)
     assert capsys.readouterr().err == ""
     contexts.context().metrics.checkpoint_due()
     contexts.context().metrics.checkpoint_due()

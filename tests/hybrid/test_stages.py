@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,43 +13,8 @@ from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
 from pipollux_hybrid.profile import WARMUP, Configuration, StepProfile
 from pipollux_hybrid.stagetimer import StageTimer, align, stage_times
 from pipollux_perfmodel import StageEvent
+from tests.hybrid.clock import Clock, Work
 from tests.hybrid.models import make_model
-
-
-class Clock:
-    """Time that passes only while something works."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class _Work(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, clock: Clock, seconds: float) -> Tensor:
-        clock.now += seconds
-        ctx.clock, ctx.seconds = clock, seconds
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.clock.now += 2 * ctx.seconds
-        return gradient, gradient.sum().reshape(1), None, None
-
-
-class Work(nn.Module):
-    """Takes a known time forward, and twice that backward."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.clock, self.seconds = clock, seconds
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Work.apply(x, self.weight, self.clock, self.seconds)
-        return result
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Leaves(nn.Module):
 
 @pytest.mark.parametrize("reason", [SystemExit(3), KeyboardInterrupt()])
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(240)
 def test_system_exit_in_a_layer(reason: BaseException, checkpoint: str) -> None:
     # The worker ended, and the script waited for it for ever.
     pipeline = engine(nn.Sequential(nn.Linear(4, 4), Leaves(reason)), [1, 1], checkpoint)

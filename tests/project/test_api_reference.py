@@ -28,7 +28,7 @@ def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         [sys.executable, "-W", "error", "-c", BUILD, str(folder)],
         cwd=repository,
         check=True,
-        timeout=120,
+        timeout=240,
     )
     return (folder / "pipollux_hybrid.html").read_text()
 

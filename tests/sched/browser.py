@@ -16,7 +16,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 """How long something may take to show: machines that run tests are busy."""
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -38,7 +38,7 @@ def chromium(path: str) -> Iterator[Browser]:
             # While it runs, tests take no notice of what it starts; nothing of it may stay.
             started = _processes()
             browser.close()
-            _, left = psutil.wait_procs({*started, *_processes()}, timeout=60)
+            _, left = psutil.wait_procs({*started, *_processes()}, timeout=240)
             assert left == [], f"the browser left {left}"
 
 

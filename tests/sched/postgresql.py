@@ -15,7 +15,7 @@ import psycopg
 USER = "nobody"
 """Who runs the server where the tests are run by root, for whom it does not start."""
 PROGRAMS = ("initdb", "postgres", "setpriv")
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 
 
 def find(program: str) -> str | None:

@@ -102,7 +102,7 @@ class Service:
         """Return a client that shows a token; it is closed with the service."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         client = httpx.Client(
-            base_url=self.server.url, headers=headers, trust_env=False, timeout=30
+            base_url=self.server.url, headers=headers, trust_env=False, timeout=240
         )
         self._clients.append(client)
         return client

@@ -46,7 +46,7 @@ def launch(state_dir: StateDir, *args: str) -> None:
     """Launch generation 1 of `toy` from a process that then is no more."""
     command = [sys.executable, "-c", LAUNCHER, str(state_dir.path), str(TOY), URL, *args]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 9
+    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 9
 
 
 def wait_for_training(state_dir: StateDir) -> None:

@@ -69,13 +69,13 @@ def test_nodes_are_drained_before_they_are_given_back() -> None:
     assert scaler.round({"job": JOB}, marked, held, {"a"}) == drain
     assert heard[-1] == NodePlan(drain, drain, 2)
     scaler.start()
-    assert cloud.asked.get(timeout=10) == (2, drain)
+    assert cloud.asked.get(timeout=240) == (2, drain)
     # More jobs than two nodes hold in comfort: what drained is needed again.
     jobs = {str(number): JOB for number in range(6)}
     full = {name: ["ab"[int(name) % 2]] for name in "0123"}
     left = [scaler.round(jobs, marked, full, {"a", "b"}) for _ in range(3)]
     assert left[-1] == ()
-    assert cloud.asked.get(timeout=10)[0] >= 3
+    assert cloud.asked.get(timeout=240)[0] >= 3
     scaler.stop()
 
 
@@ -101,12 +101,11 @@ def test_a_refusal_is_said_and_asked_again(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             scaler.round({}, NODES, {}, ())
-            assert cloud.asked.get(timeout=10) == (5, ())
+            assert cloud.asked.get(timeout=240) == (5, ())
         scaler.stop()
     assert str(refusal) in caplog.text
 
 
-@pytest.mark.timeout(180)
 def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
     """Two jobs fill a node each by half; one node is allowed."""
     names = ("node-a", "node-b")
@@ -129,7 +128,7 @@ def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
         def given_back(_: object) -> bool:
             return told.exists() and any("node-" in line for line in told.read_text().splitlines())
 
-        assert scheduler.wait(given_back, timeout=90)
+        assert scheduler.wait(given_back, timeout=240)
         first = next(line for line in told.read_text().splitlines() if "node-" in line)
         (gone,) = first.removeprefix("1 of 2 ").split(",")
         (stays,) = set(names) - {gone}
@@ -138,7 +137,7 @@ def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
             states = [job.state for job in scheduler.jobs().values()]
             return all(s.launched == (stays,) and s.reason == "Training" for s in states)
 
-        assert scheduler.wait(together, timeout=90)
+        assert scheduler.wait(together, timeout=240)
         events = scheduler.store.events(types=["autoscaling"])
     lines = [event_line(event) for event in events]
     assert lines[-1] is not None

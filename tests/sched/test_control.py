@@ -26,17 +26,17 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def test_a_suspended_job_holds_nothing_until_it_is_resumed(directory: Path) -> None:
     with scheduler_on(directory) as scheduler:
         scheduler.submit(toy("toy"))
-        assert scheduler.wait(training("toy"), timeout=60)
+        assert scheduler.wait(training("toy"), timeout=240)
         scheduler.control.suspend("toy")
-        assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=60)
+        assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=240)
         assert scheduler.jobs()["toy"].state.reason == "SuspendedByUser"
         assert processes_of(directory) == []
         # Room there is, but it is not given any: another job is decided on meanwhile.
         scheduler.submit(toy("other", "--steps", "3"))
-        assert scheduler.wait(lambda jobs: jobs["other"].phase.ended, timeout=60)
+        assert scheduler.wait(lambda jobs: jobs["other"].phase.ended, timeout=240)
         assert scheduler.jobs()["toy"].phase is Phase.SUSPENDED
         scheduler.control.resume("toy")
-        assert scheduler.wait(training("toy"), timeout=60)
+        assert scheduler.wait(training("toy"), timeout=240)
         told = [kind for kind in types(scheduler.store.events(), "toy") if kind != "started"]
         assert told == [
             *("submitted", "allocated", "first_step", "suspended", "stopping", "stopped"),
@@ -50,7 +50,7 @@ def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> 
     """A drained one is left when it has saved, a dead one at once; neither counts as a failure."""
     with Scheduler(directory, CLUSTER, interval=0.3) as scheduler:
         scheduler.submit(toy("toy", num_stages=2, max_replicas=1))
-        assert scheduler.wait(training("toy"), timeout=60)
+        assert scheduler.wait(training("toy"), timeout=240)
         first = scheduler.jobs()["toy"].state.launched[0]
         other = {"node-a": "node-b", "node-b": "node-a"}[first]
         scheduler.control.set_node(first, NodeCondition.DRAINING, "new disk")
@@ -78,7 +78,7 @@ def test_where_a_job_saves_and_what_its_stages_need(directory: Path, tmp_path: P
         scheduler.submit(toy("toy", "--steps", "3", checkpoint_dir=str(tmp_path / "kept")))
         with pytest.raises(SpecError, match="is job 'toy''s; give each job a folder of its own"):
             scheduler.submit(toy("other", checkpoint_dir=str(tmp_path / "kept")))
-        assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, timeout=60)
+        assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, timeout=240)
         log = scheduler.state_dir.log("toy", 1, 0).read_text()
         assert json.loads(log.splitlines()[0])["PIPOLLUX_CHECKPOINT_DIR"] == str(tmp_path / "kept")
     wide = toy(

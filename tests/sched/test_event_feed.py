@@ -39,7 +39,7 @@ def test_every_event_once_and_in_order(tmp_path: Path, types: Collection[str] | 
             if types:
                 store.add_event("passed over", {"data": -number})
             store.add_event("told", {"data": number})
-        assert listener.done.wait(30)
+        assert listener.done.wait(240)
         if types:
             store.add_event("passed over", {"data": -1})
         feed.stop()

@@ -34,7 +34,7 @@ def test_connections_that_are_accepted_while_it_stops(monkeypatch: pytest.Monkey
 
     async def accept_one_more(self: uvicorn.Server, sockets: list[socket.socket] | None) -> None:
         before = set(self.server_state.connections)
-        late.append(socket.create_connection((host, int(port)), timeout=20))
+        late.append(socket.create_connection((host, int(port)), timeout=240))
         loop_turns = 0
         while not self.server_state.connections - before:
             await asyncio.sleep(0.001)

@@ -35,7 +35,7 @@ def workload(*args: str, job: str = "toy", num_stages: int = 1) -> Workload:
     return Workload(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
-def wait_for(backend: LocalBackend, kind: type[Started | Exited], seconds: float = 60.0) -> object:
+def wait_for(backend: LocalBackend, kind: type[Started | Exited], seconds: float = 240.0) -> object:
     """Poll until the backend reports something of this kind."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -46,7 +46,7 @@ def wait_for(backend: LocalBackend, kind: type[Started | Exited], seconds: float
     raise AssertionError(f"no {kind.__name__} within {seconds} s")
 
 
-def wait_for_text(path: Path, text: str, seconds: float = 60.0) -> str:
+def wait_for_text(path: Path, text: str, seconds: float = 240.0) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         content = path.read_text() if path.exists() else ""
@@ -104,7 +104,7 @@ def test_a_replica_that_ends_before_the_others(backend: LocalBackend, state_dir:
     backend.apply(workload("--only-rank", "0"), 1, ["node-a", "node-b"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
     wait_for_text(state_dir.log("toy", 1, 1), "goes on from step 0")
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240
     while backend.finished("toy", 1) != {1}:
         assert time.monotonic() < deadline
         assert backend.poll() in ([], [Report("toy", ANY)])

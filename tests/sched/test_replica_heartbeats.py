@@ -20,7 +20,7 @@ from pipollux_sched.lifecycle import Allocate, Exited, Outcome
 from tests.hybrid.replicas import run_replicas
 from tests.sched.supervised import Service, detail
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 @pytest.fixture

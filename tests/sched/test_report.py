@@ -371,7 +371,7 @@ def test_command_draws_the_report_anew(events: list[Event], tmp_path: Path) -> N
         [*program, str(log), "--output", str(tmp_path / "r.html")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -381,7 +381,7 @@ def test_command_draws_the_report_anew(events: list[Event], tmp_path: Path) -> N
         ([str(log), "-o", str(tmp_path)], 1),
     ):
         bad = subprocess.run(
-            [*program, *arguments], capture_output=True, text=True, timeout=60, check=False
+            [*program, *arguments], capture_output=True, text=True, timeout=240, check=False
         )
         assert bad.returncode == code
         assert "Traceback" not in bad.stderr

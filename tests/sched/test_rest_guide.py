@@ -47,7 +47,7 @@ def test_every_command(repository: Path, tmp_path: Path) -> None:
                 cwd=repository,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=240,
             )
             assert done.returncode == 0, (block, done.stdout, done.stderr)
             said += done.stdout

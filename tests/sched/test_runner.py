@@ -28,7 +28,7 @@ sys.exit(40 + len(asked))
 """
 
 
-def until(what: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(what: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -55,7 +55,7 @@ class Case:
     def ended(self) -> int:
         """How it ended, once it has."""
         assert self.process is not None
-        self.process.wait(30.0)
+        self.process.wait(240)
         code = self.process.poll()
         assert code is not None
         return code
@@ -67,7 +67,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
     yield case
     if case.process is not None and case.process.poll() is None:
         case.process.signal(signal.SIGKILL)
-        case.process.wait(10.0)
+        case.process.wait(240)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_another_process_of_the_same_id_is_not_taken_for_it(case: Case) -> None:
         assert ReplicaProcess(case.status).poll() is None
     finally:
         sleeper.kill()
-        sleeper.wait(10)
+        sleeper.wait(240)
     assert runner.birth(sleeper.pid) is None
 
 

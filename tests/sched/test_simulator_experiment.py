@@ -157,9 +157,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         # As a terminal does it: to all of them.
         for process in [*children, parent]:
             process.send_signal(signal.SIGINT)
-        _, errors = parent.communicate(timeout=60)
+        _, errors = parent.communicate(timeout=240)
     assert parent.returncode != 0
     # The parent tells of its interrupt, the children say nothing.
     assert errors.count("Traceback") == 1
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=240)
     assert alive == []

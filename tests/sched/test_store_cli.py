@@ -25,7 +25,7 @@ def test_a_store_in_postgresql(postgresql: Server, tmp_path: Path) -> None:
     def pipollux(*args: str) -> subprocess.CompletedProcess[str]:
         command = [PIPOLLUX, *args]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
         )
 
     serve = [PIPOLLUX, "serve", "--cluster", "cluster.yaml"]
@@ -38,7 +38,7 @@ def test_a_store_in_postgresql(postgresql: Server, tmp_path: Path) -> None:
         done = pipollux("submit", "jobs.yaml", "--wait")
         assert done.returncode == 0, done.stderr
         server.send_signal(signal.SIGINT)
-        said += server.communicate(timeout=60)[0]
+        said += server.communicate(timeout=240)[0]
     listed = pipollux("jobs", "--output", "json")
     assert [(job["name"], job["phase"]) for job in json.loads(listed.stdout)] == [
         ("toy", "Complete")

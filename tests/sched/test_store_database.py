@@ -188,7 +188,7 @@ def test_a_server_that_is_started_again(postgresql: Server) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     """Whoever writes is told; what was acknowledged stays, and with room again it goes on."""
     filling = [sys.executable, "-c", FILL, str(tmp_path / "pipollux.db")]
-    done = subprocess.run(filling, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(filling, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     taken, refused, *names = done.stdout.splitlines()
     assert int(taken) > 5

@@ -139,7 +139,7 @@ def test_killed_before_any_statement(tmp_path: Path) -> None:
     """Of a migration: what is left is an old store as it was, and the next one migrates it."""
     make_old_store(tmp_path / "old.db", 1)
     script = [sys.executable, "-c", KILLED, str(tmp_path / "old.db")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) > 20  # statements, and so many children
@@ -171,7 +171,7 @@ def test_opened_by_several_at_once(place: Path | str, old: bool) -> None:
         assert opener.stdin is not None
         opener.stdin.write("\n")
         opener.stdin.flush()
-    said = [opener.communicate(timeout=60) for opener in openers]
+    said = [opener.communicate(timeout=240) for opener in openers]
     jobs = 0 if not old else 1 if isinstance(place, str) else 2
     assert said == [(f"{jobs}\n", "")] * 2
     with Store(place) as store:

@@ -25,14 +25,14 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
     with Scheduler(tmp_path / "state", ClusterSpec(nodes=NODES), interval=0.3) as scheduler:
         listener = threading.Thread(target=listen)
         listener.start()
-        assert listening.wait(20)
+        assert listening.wait(240)
         with Client(scheduler.state_dir) as client:
             client.submit(JobSpec(name="toy", script=SCRIPT, args=("--steps", "3")))
             assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, 60)
             lines = client.metrics().splitlines()
             shown = client.job("toy", 500)
         all_events = scheduler.store.events()
-    listener.join(20)
+    listener.join(240)
     assert not listener.is_alive()
     assert [event["id"] for event in heard][: len(all_events)] == [e["id"] for e in all_events]
     figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
