@@ -241,6 +241,11 @@ def test_mistakes(say: Say, command: list[str], code: int, says: str) -> None:
     assert says in say(*command, code=code)
 
 
+def test_what_has_ended_had_what_it_had(say: Say) -> None:
+    assert say("explain", "broken").startswith("broken had 1 replica of 1 stage on node-c at last.")
+    assert say("explain", "gone").startswith("gone held nothing when it ended.")
+
+
 def test_a_report_of_what_a_scheduler_has_kept(say: Say, store: Store, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert data(say, "report", "--save", str(page)) == {"report": str(page)}
