@@ -231,10 +231,35 @@ def test_events_of_so_long_ago(
         (["drain", "node-a"], 1, "no scheduler serves"),
         (["suspend", "grown"], 1, "no scheduler serves"),
         (["resume"], 2, "NAME"),
+        (["rerun", "gone"], 1, "no scheduler serves"),
+        (["delete", "gone", "--yes"], 1, "no scheduler serves"),
+        (["delete", "gone"], 2, "nobody to ask: give --yes"),
+        (["delete", "gone", "--output", "json"], 2, "nobody to ask: give --yes"),
     ],
 )
 def test_mistakes(say: Say, command: list[str], code: int, says: str) -> None:
     assert says in say(*command, code=code)
+
+
+def test_what_has_ended_had_what_it_had(say: Say) -> None:
+    assert say("explain", "broken").startswith("broken had 1 replica of 1 stage on node-c at last.")
+    assert say("explain", "gone").startswith("gone held nothing when it ended.")
+
+
+def test_a_report_of_what_a_scheduler_has_kept(say: Say, store: Store, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert data(say, "report", "--save", str(page)) == {"report": str(page)}
+    whole = page.read_text()
+    assert all(name in whole for name in ("grown", "wide", "broken", "ExactPolicy"))
+    say("report", "--job", "grown", "--save", str(page))
+    one = page.read_text()
+    assert "grown" in one
+    assert ">broken<" in whole
+    assert ">broken<" not in one
+    assert "no job is named 'nobody'" in say("report", "--job", "nobody", code=1)
+    ended = ("report", "--job", "gone", "--since", "1h", "--save", str(page))
+    assert "nothing to report" in say(*ended, code=1)
+    assert "--since: 'soon' is not a duration" in say("report", "--since", "soon", code=2)
 
 
 def test_what_a_report_was_written_to(tmp_path: Path) -> None:

@@ -208,3 +208,21 @@ def test_what_a_user_has_saved_is_moved_away_by_the_user(
         client.rerun("mine", from_scratch=True)
     own.rename(tmp_path / "moved")
     assert client.rerun("mine", from_scratch=True)["phase"] == "Created"
+
+
+def test_a_retry_of_a_job_that_was_deleted_meanwhile_is_dropped(
+    service: Service, client: Client
+) -> None:
+    """It waits after a failure, is cancelled and deleted, and then the wait is over."""
+    executor = service.control._executor
+    client.submit(JobSpec(name="failing", script=SCRIPT))
+    service.store.transition("failing", Allocate(["node-a"], "it is free"))
+    executor.handle("failing", Exited(1, Outcome.FAILED, message="it broke"))
+    executor.step()
+    ((_, order, name, retry),) = executor._retries
+    assert name == "failing"
+    client.cancel("failing")
+    client.delete("failing")
+    executor._retries[0] = (0.0, order, name, retry)  # the wait is over
+    executor.step()
+    assert executor._retries == []

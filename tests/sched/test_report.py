@@ -368,7 +368,7 @@ def test_command_draws_the_report_anew(events: list[Event], tmp_path: Path) -> N
     log = synthetic.write_log(tmp_path / "events.jsonl", events[:300])
     program = [sys.executable, "-c", "from pipollux_sched.cli import main; main()", "report"]
     done = subprocess.run(
-        [*program, str(log), "--output", str(tmp_path / "r.html")],
+        [*program, str(log), "--save", str(tmp_path / "r.html")],
         capture_output=True,
         text=True,
         timeout=240,
@@ -378,7 +378,7 @@ def test_command_draws_the_report_anew(events: list[Event], tmp_path: Path) -> N
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     for arguments, code in (
         ([str(tmp_path / "no.jsonl")], 2),
-        ([str(log), "-o", str(tmp_path)], 1),
+        ([str(log), "--save", str(tmp_path)], 1),
     ):
         bad = subprocess.run(
             [*program, *arguments], capture_output=True, text=True, timeout=240, check=False

@@ -158,6 +158,7 @@ def test_opened_by_several_at_once(place: Path | str, old: bool) -> None:
             execute(place, "DROP INDEX events_by_job")
             execute(place, "CREATE INDEX events_by_job ON events (job, type)")
             execute(place, "ALTER TABLE generations DROP COLUMN num_replicas")
+            execute(place, "ALTER TABLE jobs DROP COLUMN first_generation")
             execute(place, "UPDATE alembic_version SET version_num = '0003'")
         else:
             make_old_store(place, 1)

@@ -21,7 +21,7 @@ def account_text(
     job: JobRecord, found: Standing, decision: Mapping[str, Any] | None
 ) -> RenderableType:
     """Return the account of a job for a terminal."""
-    parts: list[RenderableType] = [Text(_has(job))]
+    parts: list[RenderableType] = [Text(_has(job, decision))]
     parts.append(Text(f"{job.phase.value}: {one_line(first_line(job.state.message))}"))
     if decision is not None:
         parts += [Text(), Text("Last decision", style="bold"), _inset(_decision(decision))]
@@ -40,13 +40,25 @@ def _inset(content: RenderableType) -> RenderableType:
     return Padding(content, (0, 0, 0, 2))
 
 
-def _has(job: JobRecord) -> str:
+def _has(job: JobRecord, decision: Mapping[str, Any] | None) -> str:
     where, num_stages = holding(job)
-    if job.phase.ended or not where:
+    if job.phase.ended:
+        return _had(job, decision)
+    if not where:
         return f"{job.name} holds nothing."
     replicas = f"{count(len(where), 'replica')} of {count(num_stages, 'stage')}"
     moving = " and makes way" if job.state.launched and job.state.intent else ""
     return f"{job.name} has {replicas} on {spell_nodes(where)}{moving}."
+
+
+def _had(job: JobRecord, decision: Mapping[str, Any] | None) -> str:
+    """Say what a job that has ended was given last."""
+    nodes = decision["nodes"] if decision is not None else ()
+    if decision is None or not nodes:
+        return f"{job.name} held nothing when it ended."
+    stages = decision["num_stages"] or job.spec.get("num_stages", 1)
+    replicas = f"{count(len(nodes), 'replica')} of {count(stages, 'stage')}"
+    return f"{job.name} had {replicas} on {spell_nodes(nodes)} at last."
 
 
 def _decision(decision: Mapping[str, Any]) -> Text:

@@ -19,8 +19,15 @@ export function explanation(why) {
 }
 
 function has(why) {
-  if (!why.nodes.length || ["Complete", "Failed"].includes(why.phase)) return "It holds nothing.";
+  if (["Complete", "Failed"].includes(why.phase)) return had(why.last_decision);
+  if (!why.nodes.length) return "It holds nothing.";
   return `It has ${count(why.nodes.length, "replica")} of ${count(why.num_stages, "stage")} on ${places(why.nodes)}.`;
+}
+
+/** What a job that has ended was given last. */
+function had(last) {
+  if (!last?.nodes.length) return "It held nothing when it ended.";
+  return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} at last.`;
 }
 
 function decision(last) {

@@ -84,7 +84,7 @@ export class JobPage {
       this.message,
       this.tiles.element,
       section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "launched anew")), h("div", { class: "curves" }, ...all)),
-      section("Why it has what it has", this.why),
+      section("What it has or had, and why", this.why),
       section("Launches", this.launches.element),
       section("Conditions", this.conditions.element),
       section("Log", h("div", { class: "choice" }, this.which), this.lines));
