@@ -45,7 +45,7 @@ def stage_speedups(
         is not known yet.
 
     Example:
-        >>> from pipollux_perfmodel import GradParams, Layer
+        >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
         >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
         >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
         >>> hints = SchedHints(

@@ -244,7 +244,11 @@ def test_bad_rows_alone_are_an_error_even_when_skipped(tmp_path: Path) -> None:
         (["."], 2, ".: cannot be read: Is a directory"),
         (["good.jsonl", "--plot", "fit.gif"], 2, "name end in .png, .svg, .pdf"),
         (["good.jsonl", "--grad-sqr", "1"], 2, "--grad-var is missing; give both"),
-        (["good.jsonl", "--grad-sqr", "inf", "--grad-var", "1"], 2, "--grad-sqr is inf"),
+        (
+            ["good.jsonl", "--grad-sqr", "inf", "--grad-var", "1"],
+            2,
+            "'--grad-sqr': inf is not a finite number",
+        ),
         (["good.jsonl", "--grad-sqr", "-1", "--grad-var", "1"], 2, "'--grad-sqr'"),
         (["good.jsonl", "--init-batch-size", "0"], 2, "'--init-batch-size'"),
         (["good.jsonl", "--outptu", "x"], 2, "'pipollux fit --help'"),

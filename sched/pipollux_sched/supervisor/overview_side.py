@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
+from pydantic import StringConstraints
 
 from pipollux_sched.control import Control
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase, Store
@@ -30,7 +31,8 @@ _Descending = Annotated[bool, Query(description="The greatest first; what is not
 _Offset = Annotated[int, Query(ge=0, le=2**31, description="So many jobs are passed over.")]
 _Limit = Annotated[int, Query(ge=0, le=MOST_JOBS, description="So many jobs at most.")]
 _Nodes = Annotated[
-    list[str] | None, Query(max_length=1000, description="Only on these nodes; none: on any.")
+    list[Annotated[str, StringConstraints(max_length=255)]] | None,
+    Query(max_length=1000, description="Only on these nodes; none: on any."),
 ]
 _Parts = Annotated[
     int, Query(ge=1, le=MOST_PARTS, description="Into so many equal parts the time is cut.")
