@@ -15,6 +15,7 @@ from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_gro
 from pipollux_hybrid import context as contexts
 from pipollux_hybrid.context import context
 from pipollux_hybrid.engine import microbatch_sizes
+from tests.extent import grid, pairs
 from tests.hybrid.models import (
     assert_close,
     freeze_statistics,
@@ -43,7 +44,9 @@ class Case(NamedTuple):
     accum_steps: int
 
 
-CASES = [Case(*case) for case in itertools.product((1, 2, 3, 4), MODES, (0, 1, 2))]
+AXES = (1, 2, 3, 4), MODES, (0, 1, 2)
+PAIRS = [Case(*case) for case in pairs(*AXES)]
+REPLICAS = (1, 2, 3)
 
 
 def optimizer_for(module: nn.Module, adam: bool) -> torch.optim.Optimizer:
@@ -101,17 +104,14 @@ def plain(name: str, epochs: int, adam: bool, dtype: torch.dtype) -> Trained:
     return history, dict(module.state_dict())
 
 
-def train_all(name: str) -> list[Trained]:
+def train_all(name: str, cases: list[Case]) -> list[Trained]:
     init_process_group("gloo")
-    return [train(name, case, 1, False, torch.float64) for case in CASES]
+    return [train(name, case, 1, False, torch.float64) for case in cases]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_are_the_plain_models(name: str, num_replicas: int) -> None:
-    """Stages 1 to 4, checkpoint modes, accumulation steps 0 to 2, micro-batches 1 to 8."""
+def check_all(name: str, num_replicas: int, cases: list[Case]) -> None:
     expected_gradients, expected_state = plain(name, 1, False, torch.float64)
-    for results in run_replicas(train_all, num_replicas, name):
+    for results in run_replicas(train_all, num_replicas, name, cases):
         for history, state in results:
             assert len(history) == len(expected_gradients)
             for ours, theirs in zip(history, expected_gradients, strict=True):
@@ -119,28 +119,48 @@ def test_gradients_are_the_plain_models(name: str, num_replicas: int) -> None:
             assert_close(state, expected_state, 1e-12)
 
 
-def train_long(name: str, num_stages: int, adam: bool, dtype: torch.dtype) -> list[Trained]:
+@pytest.mark.parametrize("num_replicas", REPLICAS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_the_plain_models(name: str, num_replicas: int) -> None:
+    """Stages 1 to 4, checkpoint modes, accumulation steps 0 to 2, micro-batches 1 to 8.
+
+    For each model every pair of these is tried, on one of the numbers of replicas.
+    """
+    check_all(name, num_replicas, PAIRS[REPLICAS.index(num_replicas) :: len(REPLICAS)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_replicas", REPLICAS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_the_plain_models_in_every_case(name: str, num_replicas: int) -> None:
+    check_all(name, num_replicas, [Case(*case) for case in itertools.product(*AXES)])
+
+
+def train_long(name: str, case: Case, adam: bool, dtype: torch.dtype) -> Trained:
     init_process_group("gloo")
-    return [train(name, Case(num_stages, mode, 1), 17, adam, dtype) for mode in MODES]
+    return train(name, case, 17, adam, dtype)
 
 
-@pytest.mark.parametrize("adam", [False, True], ids=["SGD", "AdamW"])
-@pytest.mark.parametrize(("name", "num_stages"), [("mlp", 4), ("transformer", 2), ("unet", 3)])
+@pytest.mark.parametrize(
+    ("model", "adam", "mode"),
+    grid([("mlp", 4), ("transformer", 2), ("unet", 3)], [False, True], MODES),
+)
 def test_parameters_after_50_steps_are_the_plain_models(
-    name: str, num_stages: int, adam: bool
+    model: tuple[str, int], adam: bool, mode: str
 ) -> None:
     """Gradients of the first step to 1e-6 in float32, parameters in the end to 1e-5.
 
     AdamW in float64: the keys' bias of an attention has no gradient but rounding, which AdamW
     blows up to steps of full size. In float64 that is below its epsilon.
     """
+    name, num_stages = model
     dtype = torch.float64 if adam else torch.float32
     expected_gradients, expected_state = plain(name, 17, adam, dtype)
-    for results in run_replicas(train_long, 2, name, num_stages, adam, dtype):
-        for history, state in results:
-            assert len(history) == len(expected_gradients) == 51
-            assert_close(history[0], expected_gradients[0], 1e-6)
-            assert_close(state, expected_state, 1e-5)
+    case = Case(num_stages, mode, 1)
+    for history, state in run_replicas(train_long, 2, name, case, adam, dtype):
+        assert len(history) == len(expected_gradients) == 51
+        assert_close(history[0], expected_gradients[0], 1e-6)
+        assert_close(state, expected_state, 1e-5)
 
 
 def train_on_small_batches(name: str, batch_size: int, size: int, local_bsz: int) -> Trained:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pipollux_hybrid as pipollux
+from pipollux_hybrid import interrupt
 from pipollux_hybrid.context import context
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
@@ -45,6 +46,8 @@ def hold(step: int) -> None:
         return
     (RESULTS / f"reached-{step}-{pipollux.replica_rank()}").touch()
     while gate.exists():
+        if interrupt.stop_requested():
+            (RESULTS / f"asked-{step}-{pipollux.replica_rank()}").touch()
         time.sleep(0.002)
 
 
