@@ -10,9 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import settings
 
-from tests.extent import FRESH, explores, is_exhaustive
+from tests.extent import explores, is_exhaustive, load_profile
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile(FRESH if config.getoption("exhaustive") else "usual")
+    load_profile(exhaustive=config.getoption("exhaustive"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
 
-FRESH = "fresh"
+USUAL, FRESH = "usual", "fresh"
 # How long an example takes says something about the machine, so nothing is made of it.
 settings.register_profile(
-    "usual",
+    USUAL,
     derandomize=True,
     deadline=None,
     database=None,
@@ -27,10 +28,20 @@ settings.register_profile(
 )
 settings.register_profile(
     FRESH,
-    settings.get_profile("usual"),
+    settings.get_profile(USUAL),
     derandomize=False,
     print_blob=True,
 )
+
+
+def load_profile(*, exhaustive: bool) -> None:
+    """Have hypothesis try the same examples each time, or others each time."""
+    settings.load_profile(FRESH if exhaustive else USUAL)
+    if not exhaustive:
+        # It also draws from the constants of whatever modules are imported by then: what a test
+        # is given must not depend on which tests ran before it in the same process.
+        nothing = providers._local_constants
+        providers._get_local_constants = lambda: nothing
 
 
 def examples(usual: int, exhaustive: int | None = None) -> settings:

@@ -114,8 +114,10 @@ class Every:
         limit = self.question.memory_limit
         if plan is None or limit is None:
             return lambda atomic_bsz: np.ones(atomic_bsz.shape, bool)
-        return lambda atomic_bsz: np.all(
-            plan.memory(np.ceil(atomic_bsz / count), count) <= limit * (1 + 1e-9), axis=0
+        # Memory is counted in whole samples, at least one in each micro-batch.
+        return lambda atomic_bsz: (
+            (atomic_bsz >= count)
+            & np.all(plan.memory(np.ceil(atomic_bsz / count), count) <= limit * (1 + 1e-9), axis=0)
         )
 
 
@@ -220,7 +222,7 @@ def plans(draw: st.DrawFn) -> list[StagePlan]:
     ]
 
 
-@examples(20, 100)
+@examples(150)
 @given(plans(), grad_params(), questions(), st.floats(0.05, 3.0))
 def test_against_every_number_of_stages_within_memory(
     plans: list[StagePlan], gradient: GradParams, question: Question, scarcity: float

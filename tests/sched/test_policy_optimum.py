@@ -11,6 +11,7 @@ import pytest
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, genetic, usable_nodes
 from pipollux_sched.policy.cluster import Cluster, build_cluster
 from pipollux_sched.policy.problem import FLOOR, AllocationProblem, restart_factor
+from tests.extent import first
 from tests.sched.policy_cases import (
     TEMPLATE,
     Case,
@@ -24,7 +25,7 @@ from tests.sched.policy_cases import (
 )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", first(12, range(40)))
 def test_the_best_of_all_allocations_is_found(seed: int) -> None:
     """On every one of these: up to 3 nodes of up to 4 slots and 3 jobs, some of them running."""
     case = random_case(seed, max_nodes=3, max_jobs=3, max_replicas=4)
@@ -33,7 +34,7 @@ def test_the_best_of_all_allocations_is_found(seed: int) -> None:
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", first(12, range(40)))
 def test_the_best_of_all_shapes_and_types_is_found(seed: int) -> None:
     """The same where jobs have up to 3 shapes, GPUs are of 2 types, and nodes drain or are ill."""
     case = random_case(1000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, mixed=True)
@@ -43,7 +44,7 @@ def test_the_best_of_all_shapes_and_types_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", first(8, range(20)))
 def test_the_objective_is_the_stated_one(seed: int, mixed: bool) -> None:
     case = random_case(seed, max_nodes=3, max_jobs=2, max_replicas=3, mixed=mixed)
     if not usable_nodes(case.nodes):

@@ -24,7 +24,7 @@ from tests.sched.policy_cases import (
     violations,
 )
 
-QUICK = examples(40)
+QUICK = examples(15, 80)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
