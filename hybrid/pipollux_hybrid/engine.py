@@ -64,6 +64,11 @@ class PipelineEngine:
         self._layout = layout_of(module, self.stages)
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
+    def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+        """The parameters of each stage, by the names that they have in the whole module."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return [[(names[p], p) for p in stage.parameters()] for stage in self.stages]
+
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
         """How many of the micro-batches are recomputed in the backward."""
         if not training or self.checkpoint == "never":

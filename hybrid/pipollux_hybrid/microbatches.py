@@ -7,10 +7,12 @@ micro-batches fill the pipeline and save memory, few large ones keep the devices
 
 from __future__ import annotations
 
+import sys
+
 from .allowed import at_least, check_values
 from .engine import microbatch_sizes
 
-__all__ = ["candidate_microbatches", "check_count", "cut_sizes", "initial_microbatches"]
+__all__ = ["candidate_microbatches", "chosen_microbatches", "cut_sizes", "initial_microbatches"]
 
 FIRST_PER_STAGE = 4
 """Micro-batches per stage to begin with."""
@@ -29,13 +31,17 @@ COUNT = {
 """What the number of micro-batches may be set to."""
 
 
-def check_count(num_microbatches: int) -> None:
-    """Refuse what is no number of micro-batches.
+def chosen_microbatches(value: int | None, num_stages: int) -> int:
+    """Micro-batches M that the script asks for; None: what is begun with.
 
     Raises:
-        ConfigurationError: Names the value and what is allowed.
+        ConfigurationError: It is no number of micro-batches; the message says what is allowed.
     """
-    check_values(COUNT, {"num_microbatches": num_microbatches})
+    if value is None:
+        # A batch of fewer samples is cut into as many micro-batches as it has samples.
+        return initial_microbatches(num_stages, sys.maxsize)
+    check_values(COUNT, {"num_microbatches": value})
+    return value
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
@@ -24,7 +23,7 @@ from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from .checkpoint import load_state
 from .context import context
 from .engine import PipelineEngine
-from .microbatches import FEWEST_NORMALISED, check_count, cut_sizes, initial_microbatches
+from .microbatches import FEWEST_NORMALISED, chosen_microbatches, cut_sizes
 from .modelstate import ModelState
 from .nest import Nest, map_tensors, tensors_of
 from .noise_meter import NoiseMeter
@@ -163,7 +162,7 @@ class HybridParallel(PlainFace):
         self._result: SyncResult | None = None
         self._timing = StepTiming(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
-            [self._named_parameters(stage) for stage in self._engine.stages],
+            self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
@@ -231,12 +230,7 @@ class HybridParallel(PlainFace):
     def num_microbatches(self, value: int | None) -> None:
         ctx = self._context
         ctx.microbatches_follow = value is None
-        if value is None:
-            # A batch of fewer samples is cut into as many micro-batches as it has samples.
-            ctx.num_microbatches = initial_microbatches(ctx.metrics.num_stages, sys.maxsize)
-            return
-        check_count(value)
-        ctx.num_microbatches = value
+        ctx.num_microbatches = chosen_microbatches(value, ctx.metrics.num_stages)
 
     def forward(self, *inputs: Nest, **keywords: Nest) -> Nest:
         """Run a batch through the pipeline.
@@ -404,7 +398,3 @@ class HybridParallel(PlainFace):
             self._context.metrics.note_step(self._result.batch_size, self._context.scale)
         self._check.stepped(self._context.metrics.step)
         self._same_samples.compare()
-
-    def _named_parameters(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return [(names[parameter], parameter) for parameter in stage.parameters()]

@@ -6,11 +6,11 @@ store has begun and will commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import (
@@ -170,6 +170,14 @@ def log(
 def point_of(row: PointRow) -> Point:
     """Copy a row of progress."""
     return Point(**{name: getattr(row, name) for name in Point.__dataclass_fields__})
+
+
+def events_of(job: str | None, types: Collection[str] | None) -> Select[EventRow, PointRow]:
+    """Return the query for events with their points; None: of all jobs, of all types."""
+    query = select(EventRow, PointRow).join(PointRow, PointRow.event == EventRow.id, isouter=True)
+    if job is not None:
+        query = query.where(EventRow.job == job)
+    return query if types is None else query.where(EventRow.type.in_(types))
 
 
 def event_object(row: EventRow, point: PointRow | None) -> dict[str, Any]:

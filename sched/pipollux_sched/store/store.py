@@ -343,18 +343,9 @@ class Store:
             types: only those of these types.
             limit: at most so many, the oldest of them.
         """
-        query = (
-            select(EventRow, PointRow)
-            .join(PointRow, PointRow.event == EventRow.id, isouter=True)
-            .where(EventRow.id > after)
-            .order_by(EventRow.id)
-        )
-        if job is not None:
-            query = query.where(EventRow.job == job)
-        if types is not None:
-            query = query.where(EventRow.type.in_(types))
+        query = journal.events_of(job, types).where(EventRow.id > after)
         with self._database.read() as session:
-            rows = session.execute(query.limit(limit))
+            rows = session.execute(query.order_by(EventRow.id).limit(limit))
             return [journal.event_object(event, point) for event, point in rows]
 
     def prune(self, now: float) -> int:
@@ -376,18 +367,9 @@ class Store:
         self, limit: int, *, job: str | None = None, types: Collection[str] | None = None
     ) -> list[dict[str, Any]]:
         """Return the newest events, at most `limit`, in the order they happened; see `events`."""
-        query = (
-            select(EventRow, PointRow)
-            .join(PointRow, PointRow.event == EventRow.id, isouter=True)
-            .order_by(EventRow.id.desc())
-            .limit(limit)
-        )
-        if job is not None:
-            query = query.where(EventRow.job == job)
-        if types is not None:
-            query = query.where(EventRow.type.in_(types))
+        query = journal.events_of(job, types).order_by(EventRow.id.desc())
         with self._database.read() as session:
-            rows = session.execute(query).all()
+            rows = session.execute(query.limit(limit)).all()
             return [journal.event_object(event, point) for event, point in reversed(rows)]
 
     # Nodes
