@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipollux_sched import service
+from pipollux_sched import vital_thread
 from pipollux_sched.backend import BackendError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy import JobInfo, NodeInfo
@@ -272,7 +272,7 @@ def test_jobs_that_can_never_run_are_refused(directory: Path, tmp_path: Path) ->
 
 def test_a_slow_policy_holds_nobody_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it thinks, requests are answered, and the scheduler can be stopped."""
-    monkeypatch.setattr(service, "JOIN_TIMEOUT", 0.1)
+    monkeypatch.setattr(vital_thread, "JOIN_TIMEOUT", 0.1)
     policy = Wish()
     policy.may_decide.clear()
     with scheduler_on(directory, policy) as scheduler:
