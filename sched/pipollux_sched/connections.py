@@ -91,7 +91,10 @@ class BoundedConfig(uvicorn.Config):
     """
 
     def __init__(self, app: Any, *, most: int, head_timeout: float, **options: Any) -> None:
-        super().__init__(app, http=BoundedProtocol, **options)
+        # Who was accepted is counted two turns of the loop later, and who has to go for it closed
+        # another one later; until then all of them have descriptors.
+        accepted_at_a_turn = max(most // 8, 1)
+        super().__init__(app, http=BoundedProtocol, backlog=accepted_at_a_turn, **options)
         self.most = most
         self.head_timeout = head_timeout
         self.crowded = QuietLog(

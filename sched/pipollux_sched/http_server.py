@@ -17,8 +17,8 @@ from pipollux_sched.vital_thread import VitalThread
 
 START_TIMEOUT = 10.0
 STOP_TIMEOUT = 5.0
-BACKLOG = 64
-"""Connections accepted at one turn of the loop, before any of them is counted."""
+QUEUED = 1024
+"""Connections that the kernel holds until they are accepted."""
 
 
 class HttpServerError(SchedulerError):
@@ -55,7 +55,6 @@ class HttpServer:
             app,
             most=most_connections() if most is None else most,
             head_timeout=head_timeout,
-            backlog=BACKLOG,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -109,6 +108,9 @@ class _Server(uvicorn.Server):
         """Begin to serve; that no connection can be accepted is said without a traceback each."""
         asyncio.get_running_loop().set_exception_handler(self._note_failure)
         await super().startup(sockets)
+        # asyncio takes the number accepted at a turn for the length of the kernel's queue too.
+        for listener in sockets or ():
+            listener.listen(QUEUED)
 
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if str(context.get("message", "")).startswith("socket.accept()"):
