@@ -6,6 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start Python some hundred times: it is not to compile the sources each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-exhaustive lint format docs clean
 
 help:

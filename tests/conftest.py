@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,17 +45,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def _children() -> set[int]:
+def _children(known: set[int]) -> set[int]:
+    """Return which processes were started by this one, but those that are known."""
     found = set()
-    for process in psutil.Process().children(recursive=True):
+    for pid in set(psutil.pids()) - known:
         try:
-            command = " ".join(process.cmdline())
-            # One without a command line is about to be a zombie.
-            ended = not command or process.status() == psutil.STATUS_ZOMBIE
+            process = psutil.Process(pid)
+            if not any(parent.pid == os.getpid() for parent in process.parents()):
+                continue
+            # One without a command line is about to have one, or to be a zombie.
+            while not (words := process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            command = " ".join(words)
             lasting = any(name in command for name in LASTING) or BROWSERS_OWN.search(command)
             # Whom the fork server forked has its command line.
             lasting = lasting or ("forkserver" in command and process.ppid() == os.getpid())
-            if not ended and not lasting:
+            if command and not lasting:
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue
@@ -64,9 +70,9 @@ def _children() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process or an environment variable."""
-    processes, environment = _children(), dict(os.environ)
+    processes, environment = set(psutil.pids()), dict(os.environ)
     yield
-    left = [psutil.Process(pid).cmdline() for pid in _children() - processes]
+    left = [psutil.Process(pid).cmdline() for pid in _children(processes)]
     assert not left, f"processes left behind: {left}"
     changed = {
         name

@@ -212,6 +212,7 @@ def interrupted(run: Run, number: signal.Signals) -> dict[str, Any]:
     return jobs["char-lm"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.exhaustive
 def test_interrupted_and_run_again(start: Callable[..., Run]) -> None:
     """A signal ends every process; the store can be read; the next demonstration begins.
 

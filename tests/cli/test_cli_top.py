@@ -17,14 +17,16 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import Static, Tab, Tabs
 
-from pipollux_sched.cli import main
+from pipollux_sched.cli import main, top_details
 from pipollux_sched.cli.cluster_view import FIRST_JOBS
+from pipollux_sched.cli.describe import describe_job
 from pipollux_sched.cli.sparkline import Span, bars, sparkline, window_for
 from pipollux_sched.cli.top_app import TopApp
 from pipollux_sched.cli.top_details import JobScreen, NodeScreen
@@ -48,7 +50,7 @@ def state_dir(tmp_path: Path) -> Iterator[StateDir]:
 
 async def shown(app: TopApp, pilot: Pilot[None], what: Callable[[], bool]) -> None:
     """Wait until something is shown."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while app.view is None or not what():
         assert time.monotonic() < deadline, [names(app), app.view and app.view.query]
         await pilot.pause(0.02)
@@ -104,6 +106,34 @@ def test_what_the_screen_shows(state_dir: StateDir) -> None:
                 await shown(app, pilot, lambda: "2 slots of kind cpu, 0 free" in details(app))
                 assert re.search(r"(?m)^grown +2\b", details(app))
                 await pilot.press("q")
+            assert app.return_code == 0
+
+    asyncio.run(look_at_it())
+
+
+def test_a_job_that_is_left_while_it_is_read(
+    state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its screen's text goes first, then the screen, and a look may end in between."""
+    read: list[str] = []
+
+    def describe(store: Store, job: str) -> Any:
+        read.append(job)
+        return describe_job(store, job)
+
+    monkeypatch.setattr(top_details, "describe_job", describe)
+
+    async def look_at_it() -> None:
+        with Store(state_dir.store) as store:
+            app = TopApp(store, state_dir, 0.1)
+            async with app.run_test(size=(160, 40)) as pilot:
+                await shown(app, pilot, lambda: len(names(app)) == 6)
+                await pilot.press("enter")
+                await shown(app, pilot, lambda: isinstance(app.screen, JobScreen))
+                await app.screen.query_one("#details").remove()
+                before = len(read)
+                await shown(app, pilot, lambda: len(read) > before + 1)
+                await pilot.press("escape", "q")
             assert app.return_code == 0
 
     asyncio.run(look_at_it())

@@ -98,6 +98,7 @@ def test_the_language_model_on_two_nodes(repository: Path, tmp_path: Path) -> No
     assert list((tmp_path / "checkpoints").glob("checkpoint-*/model.pt"))
 
 
+@pytest.mark.exhaustive
 def test_two_nodes_stop_together_and_go_on(repository: Path, tmp_path: Path) -> None:
     checkpoints, traces = tmp_path / "checkpoints", tmp_path / "traces"
     told = {"PIPOLLUX_TRACE_DIR": str(traces), "PIPOLLUX_CHECKPOINT_DIR": str(checkpoints)}

@@ -59,6 +59,7 @@ def curve(directory: Path) -> dict[int, float]:
     return {step: sums[step] / counts[step] for step in sorted(sums)}
 
 
+@pytest.mark.exhaustive
 def test_five_restarts_with_other_stages_and_replicas(tmp_path: Path) -> None:
     steady, changing = tmp_path / "steady", tmp_path / "changing"
     for directory in (steady, changing):

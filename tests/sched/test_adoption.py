@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +10,7 @@ from pipollux_sched.backend import LocalBackend, Node, Workload
 from pipollux_sched.backend.launch import LaunchRecord
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
+from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.test_local_backend import TOY, TWO_NODES, wait_for, wait_for_text
 
@@ -44,9 +42,10 @@ def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
 
 def launch(state_dir: StateDir, *args: str) -> None:
     """Launch generation 1 of `toy` from a process that then is no more."""
-    command = [sys.executable, "-c", LAUNCHER, str(state_dir.path), str(TOY), URL, *args]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 9
+    script = state_dir.path.parent / "launcher.py"
+    script.write_text(LAUNCHER)
+    with Forked(script, [str(state_dir.path), str(TOY), URL, *args]) as launcher:
+        assert launcher.wait() == 9, launcher.errors
 
 
 def wait_for_training(state_dir: StateDir) -> None:

@@ -15,6 +15,7 @@ PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
 TOY = Path(__file__).with_name("toy_job.py")
 
 
+@pytest.mark.exhaustive
 def test_a_store_in_postgresql(postgresql: Server, tmp_path: Path) -> None:
     """Other commands find it by the state directory; no password is printed, nor in the log."""
     (tmp_path / "cluster.yaml").write_text("nodes: [{name: a, slots: 1, kind: cpu}]")

@@ -130,7 +130,8 @@ class TopApp(App[None]):
         try:
             view = await asyncio.to_thread(self._read)
         except SchedulerError as error:
-            self._main.query_one("#head", Static).update(Text(one_line(error), style="bold red"))
+            for head in self._main.query("#head").results(Static):  # none once it was left
+                head.update(Text(one_line(error), style="bold red"))
             return
         if not self._main.query("#jobs"):  # it was left meanwhile
             return

@@ -44,7 +44,8 @@ class _Details(Screen[None]):
         yield Footer()
 
     def tell(self, content: RenderableType) -> None:
-        self.query_one("#details", Static).update(content)
+        for shown in self.query("#details").results(Static):  # none once the screen was left
+            shown.update(content)
 
 
 class JobScreen(_Details):
