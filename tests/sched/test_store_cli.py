@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.sched.postgresql import Server
 
 PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
