@@ -206,6 +206,8 @@ class ElasticLoop(Generic[T]):
         """An optimizer step was taken; subclasses note what it means for their position."""
 
     def _place(self, part: Part) -> str:
+        if self._context.env.num_replicas == 1:
+            return ""  # nobody is elsewhere
         end = " and the epoch's last" if part.is_last else ""
         return (
             f"samples {self._state.index} to {part.next_index}{end} of loop "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from .context import JobContext
@@ -135,9 +136,24 @@ class NoiseMeter:
             )
             self._measured_at = self._steps
         if self._is_due(self._steps + 1):
-            # A copy, as the script may clip gradients in place, or set them to zero.
-            copies = [None if g is None else g.detach().clone() for g in self._gradients()]
+            copies = self._copies(before.gradients if before is not None else ())
             self._previous = _Step(self._steps, copies, batch_size, loss_scale)
+
+    def _copies(self, used: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Copies, as the script may clip gradients in place, or set them to zero.
+
+        Args:
+            used: Those of the step before, whose memory is taken where they fit: fresh memory
+                costs a page fault every 4 KiB.
+        """
+        gradients = self._gradients()
+        present = [gradient.detach() for gradient in gradients if gradient is not None]
+        memory = [copy for copy in used if copy is not None]
+        alike = [_kind(gradient) for gradient in gradients] == [_kind(copy) for copy in used]
+        if not alike or not present:
+            return [None if g is None else g.detach().clone() for g in gradients]
+        torch._foreach_copy_(memory, present)
+        return used
 
     def _compare(self, before: _Step, batch_size: int, loss_scale: float) -> _Estimates:
         """|G|², S and B of two steps together, over parameters that have a gradient in both."""
@@ -172,3 +188,8 @@ class NoiseMeter:
     def _preconditioned(self) -> bool:
         first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
         return first is not None and self._preconditioner(first) is not None
+
+
+def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:
+    """What a parameter's gradient may change between two steps; its shape is the parameter's."""
+    return None if tensor is None else (tensor.device, tensor.dtype)

@@ -79,7 +79,7 @@ class Watched:
 
     def __init__(self, stages: Named) -> None:
         self._stages = stages
-        self._before = [_state(p) for named in stages for _, p in named]
+        self._before = [_state(p.grad) for named in stages for _, p in named]
 
     def changed(self) -> bool:
         """Whether any parameter has received a gradient since.
@@ -98,8 +98,7 @@ class Watched:
         return changed
 
 
-def _state(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
-    gradient = parameter.grad
+def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
     return gradient, 0 if gradient is None else gradient._version
 
 

@@ -169,13 +169,15 @@ class GradientSynchronizer:
 
     def _begin_arrivals(self, plan: BackwardPlan) -> None:
         """Have gradients counted as they arrive, if anything depends on it."""
+        if not (self._num_replicas > 1 or self._measures or plan.timed):
+            self._hooks.set((), arrivals=False, gradients=False)
+            self._watched = Watched(self._stages)
+            return
         trainable = [[(n, p) for n, p in named if p.requires_grad] for named in self._stages]
-        counts = self._num_replicas > 1 or self._measures or plan.timed
-        self._hooks.set(trainable, arrivals=counts, gradients=self._measures)
-        if counts:
-            stages = [[parameter for _, parameter in named] for named in trainable]
-            self._arrivals.begin(stages, plan, self._weight())
-        self._watched = None if counts else Watched(trainable)
+        self._hooks.set(trainable, arrivals=True, gradients=self._measures)
+        stages = [[parameter for _, parameter in named] for named in trainable]
+        self._arrivals.begin(stages, plan, self._weight())
+        self._watched = None
 
     def _rewind(self) -> Callable[[], None]:
         """What takes back the beginning of a backward that turns out to be none."""
