@@ -35,9 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pipollux demo --folder demo-report
 
-# A process for each core, up to eight. Tests of a file begin together, as they share fixtures; who
-# has nothing left to do takes over from the others.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# How many processes `auto` is stands in tests/conftest.py. Tests of a file begin together, as they
+# share fixtures; who has nothing left to do takes over from the others.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: lint
 	$(PYTEST)

@@ -101,6 +101,7 @@ def test_a_scheduler_that_was_killed(cli: Cli) -> None:
     assert cli.alive() == []
 
 
+@pytest.mark.exhaustive
 def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cli) -> None:
     """Jobs that could not tell it anything are ended, and go on from what they saved."""
     cli.serve()

@@ -34,6 +34,7 @@ def follow(cli: Cli) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         process.communicate(timeout=240)
 
 
+@pytest.mark.exhaustive
 def test_suspending_and_draining(cli: Cli, follow: Callable[[], subprocess.Popen[str]]) -> None:
     def both(field: str) -> set[Any]:
         return {

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.extent import first
 from tests.hybrid.elastic_training import EPOCHS, SIZE
 from tests.hybrid.test_restart import Job, run_and_stop
 from tests.programs import LIMIT, Replicas
@@ -27,7 +28,7 @@ def kill_all(replicas: Replicas) -> list[psutil.Process]:
     return left
 
 
-@pytest.mark.parametrize("data", ["workers", "stream-worker", "text"])
+@pytest.mark.parametrize("data", first(2, ["stream-worker", "text", "workers"]))
 def test_stopped_killed_and_restarted(job: Job, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """From two replicas to one, killed there, and on with two: all once an epoch."""
     monkeypatch.setenv("DATA", data)

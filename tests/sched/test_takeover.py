@@ -73,6 +73,7 @@ def run(code: str, *args: str) -> None:
     assert subprocess.run(command, env=environment, timeout=90, check=False).returncode == 9
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> None:
     """The end of a job that none of them saw is known, with what it last told; each step once.
 
