@@ -143,6 +143,13 @@ if __name__ == "__main__":
 """
 
 
+def is_deaf_to_ctrl_c(process: psutil.Process) -> bool:
+    """Whether SIGINT is blocked or ignored."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    masks = re.findall(r"^Sig(?:Blk|Ign):\t([0-9a-f]+)$", status, re.MULTILINE)
+    return any(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
+
+
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS, encoding="utf-8")
@@ -154,6 +161,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
             seen.add(parent.stdout.readline())
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) >= 2
+        assert all(map(is_deaf_to_ctrl_c, children))
         # As a terminal does it: to all of them.
         for process in [*children, parent]:
             process.send_signal(signal.SIGINT)

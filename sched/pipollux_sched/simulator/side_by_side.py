@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -128,6 +129,8 @@ def _work(sender: Connection, experiment: Experiment, pair: Pair) -> None:
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
     """Block Ctrl-C for what is started meanwhile; one that comes is delivered afterwards."""
+    # The first process that multiprocessing starts has a companion, whose start unblocks Ctrl-C.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
