@@ -31,7 +31,7 @@ def times_of(params: PerfParams, configuration: Sizes) -> StepTime:
     return GoodputFunction(params, (1.0, 1.0), 1).step_time(*configuration)
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), grad_params(), sizes(), st.integers(1, 64))
 def test_efficiency_and_goodput(
     params: PerfParams, gradient: GradParams, configuration: Sizes, init_batch_size: int
@@ -48,7 +48,7 @@ def test_efficiency_and_goodput(
     assert throughput == pytest.approx(batch_size / times_of(params, configuration).total)
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes())
 def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration: Sizes) -> None:
     times = times_of(params, configuration)
@@ -62,7 +62,7 @@ def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration
     assert all(isinstance(value, float) and np.isfinite(value) for value in times)
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes())
 def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration: Sizes) -> None:
     assume(params.gradient_shares)
@@ -79,7 +79,7 @@ def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration:
     )
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes(), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_of_stages_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -92,7 +92,7 @@ def test_more_overlap_of_stages_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes(), st.floats(1, 10), st.floats(1, 10))
 def test_more_overlap_of_network_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -104,7 +104,7 @@ def test_more_overlap_of_network_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes())
 def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     params: PerfParams, configuration: Sizes
@@ -124,7 +124,7 @@ def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     )
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes())
 def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     params: PerfParams, configuration: Sizes
@@ -139,7 +139,7 @@ def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     assert never == all_of_them
 
 
-@examples(50)
+@examples(50, 400)
 @given(pipelines(), sizes())
 def test_more_samples_micro_batches_and_replicas_take_longer(
     params: PerfParams, configuration: Sizes
@@ -156,7 +156,7 @@ def test_more_samples_micro_batches_and_replicas_take_longer(
     assert times_of(params, more_replicas).network_time * SLACK >= times.network_time
 
 
-@examples(50)
+@examples(50, 400)
 @given(perf_params(max_stages=1), sizes())
 def test_every_extra_has_a_neutral_default(params: PerfParams, configuration: Sizes) -> None:
     spelled_out = params._replace(
@@ -190,7 +190,7 @@ def test_arrays_give_what_scalars_give(params: PerfParams, configurations: list[
 BYTES = st.floats(0.0, 1e6)
 
 
-@examples(50)
+@examples(50, 400)
 @given(
     st.lists(
         st.builds(Layer, *[st.just(1.0)] * 4, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6
