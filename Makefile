@@ -42,8 +42,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: lint
 	$(PYTEST)
 
+# Other examples each time, unless SEED says which: it stands in the command that make prints.
+test-exhaustive: SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-exhaustive: $(STAMP)
-	$(PYTEST) --exhaustive
+	$(PYTEST) --exhaustive --hypothesis-seed=$(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 `make test` gives one verdict for one state of the sources: hypothesis tries the same examples each
 time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
 (`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
-`@pytest.mark.exhaustive`, and every hypothesis test with fresh seeds.
+`@pytest.mark.exhaustive`, and every hypothesis test with a fresh seed; `SEED=` repeats a run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ settings.register_profile(
 def load_profile(*, exhaustive: bool) -> None:
     """Have hypothesis try the same examples each time, or others each time."""
     settings.load_profile(FRESH if exhaustive else USUAL)
-    if not exhaustive:
-        # It also draws from the constants of whatever modules are imported by then: what a test
-        # is given must not depend on which tests ran before it in the same process.
-        nothing = providers._local_constants
-        providers._get_local_constants = lambda: nothing
+    # It also draws from the constants of whatever modules are imported by then: what a test is
+    # given must not depend on which tests ran before it in the same process.
+    nothing = providers._local_constants
+    providers._get_local_constants = lambda: nothing
 
 
 def examples(usual: int, exhaustive: int | None = None) -> settings:

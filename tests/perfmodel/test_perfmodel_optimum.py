@@ -95,14 +95,14 @@ class Every:
             indexing="ij",
         )
         batch_size = replicas * atomic_bsz * (accum_steps + 1)
-        allowed = batch_size <= largest
+        allowed, room = batch_size <= largest, has_room(atomic_bsz)
         if question.max_batch_size is None:
             # Rounded up by less than a sample a replica, or, in as few steps as possible, a step.
-            fewest = np.ceil(largest / (replicas * (question.high or largest)))
+            fewest = np.ceil(largest / (replicas * atomic_bsz[room].max(initial=1)))
             steps = accum_steps + 1
             allowed |= batch_size - largest < replicas
             allowed |= (steps <= fewest) & (batch_size - largest < replicas * steps)
-        allowed &= (batch_size >= question.init_batch_size) & has_room(atomic_bsz)
+        allowed &= (batch_size >= question.init_batch_size) & room
         if num_microbatches == 1 and replicas == 1:
             allowed &= (accum_steps > 0) | (batch_size <= question.init_batch_size)
         # Multiples of M come first, if there are any.

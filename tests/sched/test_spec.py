@@ -304,10 +304,12 @@ def test_the_script_of_an_image_is_not_looked_for_here(
 
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
+# No program can be started with a NUL among its arguments or in its environment.
+TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
 JOBS = st.fixed_dictionaries(
     {"name": NAMES, "script": st.just("train.py")},
     optional={
-        "args": st.lists(st.text(max_size=8), max_size=3),
+        "args": st.lists(TEXT, max_size=3),
         "num_stages": st.integers(1, 8),
         "num_microbatches": st.integers(1, 32),
         "min_replicas": st.integers(1, 4),
@@ -316,7 +318,7 @@ JOBS = st.fixed_dictionaries(
         "resources": st.fixed_dictionaries(
             {}, optional={"cpus": st.integers(0, 9), "memory": st.sampled_from(["8GiB", 5, "1 kB"])}
         ),
-        "environment": st.dictionaries(st.sampled_from(["A", "B_1"]), st.text(max_size=5)),
+        "environment": st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT),
         "working_dir": st.sampled_from([None, "/tmp"]),
         "image": st.sampled_from([None, "train", "registry.example/train:2.1"]),
         "max_restarts": st.integers(0, 9),
