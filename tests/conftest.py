@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What a shell runs in the background is deaf to Ctrl-C, and so would be whatever tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     load_profile(exhaustive=config.getoption("exhaustive"))
 
 
