@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memory
-from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint
 
 from .context import JobContext
 from .devices import find_devices

@@ -26,7 +26,7 @@ from .heartbeat import Heartbeat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipollux_perfmodel.params import Checkpoint
+    from pipollux_perfmodel.timing.params import Checkpoint
 
     from .checkpoint import State
     from .metrics import Metrics

@@ -128,7 +128,7 @@ class JobModel:
     def hints(self) -> SchedHints | None:
         """What the scheduler is to know; None before the first fit of this number of stages."""
         from pipollux_perfmodel import SchedHints  # imports pydantic
-        from pipollux_perfmodel.wire import MAX_LAYERS
+        from pipollux_perfmodel.hints.codec import MAX_LAYERS
 
         if self.perf_params is None or self.noise is None:
             return None

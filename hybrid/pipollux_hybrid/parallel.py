@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_perfmodel import LayerProfile
-from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint
 
 from .agreement import agree, model_settings
 from .arguments import batch_of, batch_size_of, check_arguments, check_single

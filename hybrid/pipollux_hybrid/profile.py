@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from pipollux_perfmodel import even_shares
-from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint
 
 __all__ = ["Configuration", "Measurements", "StepProfile"]
 

@@ -22,13 +22,28 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .report.facts import epochs, job_row
-from .report.history import Recorder
-from .report.log import Event, real, text
-from .report.narration import describe
-from .report.records import FINISHED, AllocationRecord, JobRecord, NodeRecord, Run
-from .report.terminal import AllocationRow, allocation_table, cell, open_table, plain_spaces
-from .report.words import DASH, amount, clean, clock, count, duration, number, placement
+from pipollux_sched.report.facts import epochs, job_row
+from pipollux_sched.report.history import Recorder
+from pipollux_sched.report.log import Event, real, text
+from pipollux_sched.report.narration import describe
+from pipollux_sched.report.records import FINISHED, AllocationRecord, JobRecord, NodeRecord, Run
+from pipollux_sched.report.terminal import (
+    AllocationRow,
+    allocation_table,
+    cell,
+    open_table,
+    plain_spaces,
+)
+from pipollux_sched.report.words import (
+    DASH,
+    amount,
+    clean,
+    clock,
+    count,
+    duration,
+    number,
+    placement,
+)
 
 __all__ = ["AllocationRow", "LiveView", "allocation_table"]
 

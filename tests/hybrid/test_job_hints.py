@@ -19,7 +19,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.context import context
 from pipollux_hybrid.metrics import Metrics
 from pipollux_hybrid.profile import Configuration
-from pipollux_perfmodel import wire
+from pipollux_perfmodel.hints import codec
 from tests.hybrid.replicas import run_replicas
 
 
@@ -67,7 +67,7 @@ def tell_everything() -> None:
     assert unknown.remaining_samples is None
 
     # Too many layers to be sent: the rest is.
-    wire.MAX_LAYERS = 3  # in this process alone
+    codec.MAX_LAYERS = 3  # in this process alone
     fewer = metrics.hints()
     assert fewer is not None
     assert (fewer.layers, fewer.balance) == (None, None)

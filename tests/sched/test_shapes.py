@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import LayerProfile, PerfParams, SchedHints, SpeedupFunction
-from pipollux_perfmodel.layers import Layer
+from pipollux_perfmodel.partitioning.layer_profile import Layer
 from pipollux_sched.allocator import (
     Allocator,
     Candidate,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import LayerProfile, StagePlan
-from pipollux_perfmodel.layers import Layer
-from pipollux_perfmodel.steptime import step_time
+from pipollux_perfmodel.partitioning.layer_profile import Layer
+from pipollux_perfmodel.timing.step_time import step_time
 from pipollux_sched.simulator import (
     A100_40G,
     DEVICES,

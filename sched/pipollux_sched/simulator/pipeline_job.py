@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipollux_perfmodel import LayerProfile, PerfParams, StagePlan, partition, price_stages
-from pipollux_perfmodel.params import Checkpoint
-from pipollux_perfmodel.steptime import EPSILON
+from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.step_time import EPSILON
 
 from .application import Running
 from .devices import Device

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipollux_perfmodel import PerfParams, StagePlan, StepTime, fit_perf_params
-from pipollux_perfmodel.params import Checkpoint
-from pipollux_perfmodel.steptime import step_time
+from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.step_time import step_time
 
 from .application import Running, StepTimes
 from .pipeline_job import UNKNOWN, PipelineJob, price

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_perfmodel import Schedule, StagePlan
-from pipollux_perfmodel.memory import state_bytes
-from pipollux_perfmodel.pipeline import network_end
+from pipollux_perfmodel.partitioning.memory import state_bytes
+from pipollux_perfmodel.timing.gpipe import network_end
 
 from .application import Running, StepTimes
 from .devices import Device

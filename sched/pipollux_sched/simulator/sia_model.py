@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams
-from pipollux_perfmodel.steptime import network_time
+from pipollux_perfmodel.timing.step_time import network_time
 from pipollux_sched.policy import ReplicaShape
 
 from .application import Running, StepTimes
