@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                micro_step, step = context().micro_step, context().metrics.step
+                micro_step, step = context().batch.micro_step, context().component(Metrics).step
                 assert micro_step is not None
                 print(step, micro_step.num_samples, repr(loss.item()), file=log, flush=True)
                 if step == stop_at and rank == pipollux.num_replicas() - 1:

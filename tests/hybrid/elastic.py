@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid import interrupt
-from pipollux_hybrid.context import JobContext
-from pipollux_hybrid.control import ControlMessage, ControlPlane
-from pipollux_hybrid.env import JobEnvironment
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage, ControlPlane
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 Script = Callable[[], Iterator[list[int]]]
 """Yields, for each batch of a replica, what there is in it that counts."""
@@ -120,14 +121,14 @@ class Job:
         scripts = []
         for ctx in replicas:
             contexts._context = ctx
-            _ = ctx.metrics  # restores itself from the context of its replica
+            _ = ctx.component(Metrics)  # restores itself from the context of its replica
             scripts.append(self.script())
         passes = 0
         try:
             while passes != crash_at:
                 metrics = replicas[0].metrics
                 if passes == stop_at:
-                    interrupt.request_stop()
+                    signals.request_stop()
                 metrics.checkpoint_due = lambda now=passes: now == save_at  # type: ignore[method-assign]  # a clock would decide
                 metrics._proposal = (propose or {}).get(passes, (0, 0, 0))
                 taken: list[list[int]] = []
@@ -159,7 +160,7 @@ class Job:
                 contexts._context = ctx
                 script.close()  # type: ignore[attr-defined]  # scripts are generators
             contexts._context = None
-            interrupt.reset()
+            signals.reset()
 
     def finish(self, num_replicas: int) -> None:
         """Run to the end."""

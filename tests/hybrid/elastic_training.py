@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.training import RESULTS, hold
 
 SIZE = 121
@@ -63,18 +64,18 @@ def main() -> None:
     log = (RESULTS / f"samples-{context().env.generation}-{rank}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(EPOCHS):
         for batch in loader:
-            hold(context().metrics.step)
+            hold(context().component(Metrics).step)
             numbers = batch[-1]
             optimizer.zero_grad()
             output = model(numbers)
             F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
             optimizer.step()
-            micro_step = context().micro_step
+            micro_step = context().batch.micro_step
             assert micro_step is not None
             counted = numbers[: micro_step.num_samples].flatten()
             accum["sum"] += counted.sum()
             accum["count"] += len(counted)
-            print(context().metrics.step, epoch, *counted.tolist(), file=log, flush=True)
+            print(context().component(Metrics).step, epoch, *counted.tolist(), file=log, flush=True)
     with accum.synchronized():
         (RESULTS / f"found-{rank}.txt").write_text(f"{int(accum['sum'])} {accum['count']}")
 

@@ -19,8 +19,8 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
 from tests.hybrid.replicas import run_replicas
 
 SIZE = 23
@@ -176,7 +176,7 @@ def epochs_of_sums(stop_at: tuple[int, str, int] | None) -> list[tuple[str, floa
                 if (epoch, name, number) == stop_at:
                     save_all_states()
                     return told
-                step = context().micro_step
+                step = context().batch.micro_step
                 assert step is not None
                 forever["sum"] += int(batch[: step.num_samples].sum())
                 own["sum"] += batch[: step.num_samples].sum()

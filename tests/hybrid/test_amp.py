@@ -17,7 +17,8 @@ from pipollux_hybrid import (
     HybridParallel,
     init_process_group,
 )
-from pipollux_hybrid.context import context, reset
+from pipollux_hybrid.job.context import context, reset
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.models import assert_close, make_data
 from tests.hybrid.replicas import run_replicas
 
@@ -82,7 +83,7 @@ class Run:
         return self
 
     def found(self) -> dict[str, Any]:
-        metrics = context().metrics
+        metrics = context().component(Metrics)
         assert metrics.noise is not None
         return {
             "state": copy.deepcopy(self.module.state_dict()),
@@ -127,12 +128,12 @@ def overflow(local: int) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
     run = Run(local, init_scale=2.0**10)
     before, cleared = copy.deepcopy(run.module.state_dict()), []
     for inputs, targets in run.loader:
-        if context().metrics.step == 0 and not run.scales and context().env.rank == 0:
+        if context().component(Metrics).step == 0 and not run.scales and context().env.rank == 0:
             inputs = inputs * 1e30
         run.body(inputs, targets, None)
         if run.model._complete and run.scales[-1] == 2.0**9 and not cleared:
-            assert context().metrics.step == 0
-            assert context().metrics.samples == 0
+            assert context().component(Metrics).step == 0
+            assert context().component(Metrics).samples == 0
             assert_close(dict(run.module.state_dict()), dict(before), 0)
             run.optimizer.zero_grad()
             cleared.append(all(p.grad is None for p in run.module.parameters()))

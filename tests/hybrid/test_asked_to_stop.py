@@ -20,8 +20,9 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.replicas import run_replicas
 
 STOPPED = 128 + signal.SIGTERM
@@ -108,7 +109,7 @@ def test_in_an_evaluation_it_is_noted_and_honoured_before_the_next_epoch(
         train_an_epoch(*parts)
         resumed.append(epoch)
     assert resumed == [2, 3, 4], "the epoch that was about to begin"
-    assert context().metrics.step == 20
+    assert context().component(Metrics).step == 20
 
 
 def test_behind_the_last_save_there_is_nothing_to_save_either(
@@ -164,7 +165,7 @@ def stop_between(directory: str) -> list[tuple[int, int]]:
                 train_an_epoch(*parts)
                 if mine and epoch == when:
                     ask()
-        found.append((int(str(caught.value.code)), context().metrics.step))
+        found.append((int(str(caught.value.code)), context().component(Metrics).step))
         contexts.reset()
     return found
 

@@ -16,7 +16,7 @@ from pipollux_hybrid import (
     init_process_group,
     replica_rank,
 )
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -171,7 +171,7 @@ def two_losses(checkpoint: str) -> list[dict[str, Tensor]]:
             probe = inputs.clone().requires_grad_()
             torch.autograd.grad(model(probe).sum(), probe)
         model(inputs).square().mean().backward()
-        micro_step = context().micro_step
+        micro_step = context().batch.micro_step
         assert micro_step is not None
         if micro_step.is_optimizer_step:
             history.append(gradients(module))

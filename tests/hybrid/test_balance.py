@@ -12,18 +12,13 @@ import torch
 from torch import Tensor, nn
 from torchgpipe.skip import pop, skippable, stash
 
-from pipollux_hybrid import (
-    ConfigurationError,
-    HybridParallel,
-    init_process_group,
-    layer_profile,
-    profile_layers,
-)
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.balance import CutRequest, choose_balance
-from pipollux_hybrid.layer_memory import optimizer_bytes
-from pipollux_hybrid.layer_profile import _line
-from pipollux_hybrid.ties import blocks_of, find_ties
+from pipollux_hybrid import ConfigurationError, HybridParallel, init_process_group, profile_layers
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.partition import layer_profiler
+from pipollux_hybrid.partition.balance import CutRequest, choose_balance
+from pipollux_hybrid.partition.layer_memory import optimizer_bytes
+from pipollux_hybrid.partition.layer_profiler import _line
+from pipollux_hybrid.partition.tied_parameters import blocks_of, find_ties
 from pipollux_perfmodel import LayerProfile, stage_memory
 from tests.hybrid.clock import Clock, PerSample, Work
 from tests.hybrid.models import make_data, make_model
@@ -45,7 +40,7 @@ def wrap(module: nn.Sequential, **options: Any) -> HybridParallel:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What layers are measured by; where they do not say otherwise they take no time."""
     clock = Clock()
-    monkeypatch.setattr(layer_profile, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(layer_profiler, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
@@ -271,7 +266,7 @@ def agreed(width: int) -> tuple[list[int], LayerProfile]:
     rank = contexts.context().env.rank
     # Rank 1 would measure quite another model, and cut it elsewhere.
     clock, slow = Clock(), 0.004 if rank == 0 else 0.0
-    layer_profile.time = SimpleNamespace(perf_counter=clock)  # in this process alone
+    layer_profiler.time = SimpleNamespace(perf_counter=clock)  # in this process alone
     module = nn.Sequential(Work(clock, slow), *[nn.Linear(width, width) for _ in range(3)])
     model = wrap(module, sample=torch.randn(4, width), num_stages=2, num_microbatches=2)
     assert model.layer_profile is not None

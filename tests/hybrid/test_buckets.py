@@ -16,9 +16,9 @@ from pipollux_hybrid import (
     init_process_group,
     replica_rank,
 )
-from pipollux_hybrid import bucket as buckets
-from pipollux_hybrid.bucket import Bucket, make_buckets
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.sync import bucket as buckets
+from pipollux_hybrid.sync.bucket import Bucket, make_buckets
 from tests.hybrid.models import assert_close, gradients, make_data, make_model, plain_training
 from tests.hybrid.replicas import run_replicas
 
@@ -73,7 +73,7 @@ def train(
         model.num_microbatches = 1 + number % 3
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
-        micro_step = context().micro_step
+        micro_step = context().batch.micro_step
         assert micro_step is not None
         if micro_step.is_optimizer_step:
             history.append(gradients(module))

@@ -26,8 +26,9 @@ from pipollux_hybrid import (
     load_state,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.checkpoint_files import KEPT
+from pipollux_hybrid.checkpoint.storage import KEPT
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import PerfParams
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -76,10 +77,10 @@ def test_the_fitted_model_outlives_a_restart(directory: Path) -> None:
     # With a field of every kind: numbers, shares, a mode.
     fitted = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5, (0.1, 0.2), (0.3, 0.4), 0.5)
     fitted = fitted._replace(checkpoint="except_last", overhead=0.002, shared_link=False)
-    contexts.context().metrics.perf_params = fitted
+    contexts.context().component(Metrics).perf_params = fitted
     save_all_states()
     contexts.reset()
-    assert contexts.context().metrics.perf_params == fitted
+    assert contexts.context().component(Metrics).perf_params == fitted
 
 
 def test_nothing_to_restore(directory: Path) -> None:

@@ -19,15 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from pipollux_hybrid import (
-    AdaptiveBPTTIterator,
-    AdaptiveDataLoader,
-    checkpoint,
-    remaining_epochs_until,
-)
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.sampler import ElasticSampler
+from pipollux_hybrid import AdaptiveBPTTIterator, AdaptiveDataLoader, remaining_epochs_until
+from pipollux_hybrid.checkpoint import manager as checkpoint
+from pipollux_hybrid.elastic.sampler import ElasticSampler
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
 from tests.extent import examples
 from tests.hybrid.elastic import Job
 
@@ -100,8 +96,8 @@ def script_of(
         for epoch in remaining_epochs_until(EPOCHS):
             for loader, get in ((training, numbers), (evaluation, lambda batch, n: batch[0][:n])):
                 for batch in loader:
-                    assert ctx.micro_step is not None
-                    found = get(batch, ctx.micro_step.num_samples)
+                    assert ctx.batch.micro_step is not None
+                    found = get(batch, ctx.batch.micro_step.num_samples)
                     offset = 1000 * epoch + (500 if loader is evaluation else 0)
                     yield [offset + int(number) for number in found]
 

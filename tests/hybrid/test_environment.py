@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipollux_hybrid import ConfigurationError
-from pipollux_hybrid.env import JobEnvironment
+from pipollux_hybrid.job.env import JobEnvironment
 
 
 @pytest.mark.parametrize(

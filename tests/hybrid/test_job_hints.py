@@ -16,9 +16,10 @@ from pipollux_hybrid import (
     HybridParallel,
     remaining_epochs_until,
 )
-from pipollux_hybrid.context import context
-from pipollux_hybrid.metrics import Metrics
-from pipollux_hybrid.profile import Configuration
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.step_profile import Configuration
 from pipollux_perfmodel.hints import codec
 from tests.hybrid.replicas import run_replicas
 
@@ -31,7 +32,7 @@ def train(*, with_sample: bool = True) -> tuple[HybridParallel, Metrics, list[fl
     loader = AdaptiveDataLoader(TensorDataset(inputs), batch_size=4)
     sample = inputs[:4] if with_sample else None
     model = HybridParallel(module, optimizer, num_stages=2, sample=sample, memory_limit=None)
-    metrics, left = context().metrics, []
+    metrics, left = context().component(Metrics), []
     for _ in remaining_epochs_until(2):
         for (batch,) in loader:
             left.append(metrics.samples_left)
@@ -55,7 +56,7 @@ def tell_everything() -> None:
     assert (hints.num_stages, hints.memory_limit, hints.remaining_samples) == (2, None, 0.0)
 
     # Of a batch twice the initial one, a sample is worth less, by as much as AdaScale's gain says.
-    metrics.samples_left, context().scale = 100.0, 2.0
+    metrics.samples_left, context().batch.scale = 100.0, 2.0
     noise = metrics.noise
     assert noise is not None
     worth = metrics.hints()
@@ -87,7 +88,7 @@ def go_back_to_one_stage() -> None:
     assert metrics.perf_params is not None
     assert metrics.overlap == metrics.perf_params.overlap
     metrics.overlap = seen = 0.25
-    state, saved = context().states["metrics.json"], io.BytesIO()
+    state, saved = context().component(States)["metrics.json"], io.BytesIO()
     state.save(saved)
     metrics.overlap = None
     saved.seek(0)
@@ -114,7 +115,7 @@ def tell_of_ties() -> None:
     module[3].weight = module[1].weight
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = HybridParallel(module, optimizer, balance=[1, 4], sample=torch.randn(4, 6))
-    cut, profile = context().metrics.cut, model.layer_profile
+    cut, profile = context().component(Metrics).cut, model.layer_profile
     assert cut is not None
     assert profile is not None
     merged = cut.in_blocks()
@@ -149,7 +150,7 @@ def read_text() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
-            left.append(context().metrics.samples_left)
+            left.append(context().component(Metrics).samples_left)
     windows = 41 / 5
     told = [windows + (41 - 10 * step) / 5 for step in range(1, 4)]
     assert left[1:4] == pytest.approx(told)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipollux_hybrid import AdaptiveDataLoader, GradScaler, HybridParallel
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 
 SAMPLES, ATOMIC, MAX_NORM = 12, 4, 0.1

@@ -18,7 +18,9 @@ from pipollux_hybrid import (
     load_state,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.replicas import run_replicas
 
 CHUNKS, CHUNK = 8, 1 << 16
@@ -71,7 +73,7 @@ def saves_in_a_child(first: Value, value: int, *, background: bool, **dies: int)
         else:
             die_after(dies["at_operation"])
         save_all_states(background=background)
-        contexts.context().background_save.wait()
+        contexts.context().component(CheckpointManager).saver.wait()
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
@@ -105,7 +107,7 @@ def kill_at_every_instant(root: str, background: bool) -> list[tuple[int, int, b
         found.append((before, value, survived))
         names = [path.name for path in Path(root).iterdir()]
         assert not [name for name in names if name.startswith(".")], names
-        current = contexts.context().states["value"]
+        current = contexts.context().component(States)["value"]
         assert isinstance(current, Value)
         state = current
     return found

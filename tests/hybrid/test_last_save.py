@@ -21,11 +21,13 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import checkpoint_files as files
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.boundary import StepBoundary
-from pipollux_hybrid.context import context
-from pipollux_hybrid.exit_status import LOST_CHECKPOINT, forget_failure
+from pipollux_hybrid.checkpoint import storage as files
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.elastic.step_boundary import StepBoundary
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT, forget_failure
 from tests.hybrid.replicas import free_port, run_replicas
 
 
@@ -100,7 +102,7 @@ def test_every_replica_is_told_why(tmp_path: Path) -> None:
 def test_what_has_no_state_is_not_kept(directory: Path, obj: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"keep\('thing', …\) was given a .* state_dict"):
         keep("thing", obj)
-    assert context().states == {}
+    assert context().component(States) == {}
 
 
 def test_an_object_whose_state_cannot_be_had(directory: Path) -> None:
@@ -149,21 +151,21 @@ def test_a_state_that_cannot_be_saved_does_not_end_training(
     moody.raises = TypeError("not today")
     boundary = StepBoundary(context())
     boundary._save_periodically()
-    context().background_save.wait()
+    context().component(CheckpointManager).saver.wait()
     said = capsys.readouterr().err
     assert "saving the state 'moody' failed with TypeError: not today" in said
     assert "earlier checkpoints are untouched" in said
     assert list(directory.iterdir()) == [first]
     moody.raises = None
     boundary._save_periodically()
-    context().background_save.wait()
+    context().component(CheckpointManager).saver.wait()
     assert len(list(directory.iterdir())) == 2
 
 
 def test_the_last_save_fails_and_a_later_one_does_not(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pipollux_hybrid import exit_status
+    from pipollux_hybrid.job import exit_status
 
     moody = Moody()
     assert list(remaining_epochs_until(2)) == [0, 1], "the loop ends as if nothing had been"

@@ -19,8 +19,9 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.replicas import run_replicas
 
 SIZE = 20
@@ -50,7 +51,7 @@ def taken(loader: AdaptiveDataLoader[object], most: int | None = None) -> list[i
 def test_break_ends_the_loop_and_the_next_epoch_begins_anew() -> None:
     loader = AdaptiveDataLoader(numbers(), batch_size=4)
     assert taken(loader, most=2) == list(range(8))
-    assert context().micro_step is None
+    assert context().batch.micro_step is None
     assert taken(loader) == list(range(SIZE))
 
 
@@ -154,7 +155,7 @@ def evaluate_in_between() -> tuple[int, int]:
         with torch.no_grad():
             for x, _ in evaluation:
                 model(x)
-    return context().metrics.step, context().metrics.samples
+    return context().component(Metrics).step, context().component(Metrics).samples
 
 
 def test_evaluation_counts_no_steps() -> None:

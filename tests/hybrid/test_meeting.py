@@ -18,9 +18,10 @@ from pipollux_hybrid import (
     SynchronizationError,
     init_process_group,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.agreement import by_value
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.agreement import by_value
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.replicas import run_replicas
 
 Case = Callable[[int], dict[str, Any]]
@@ -120,7 +121,7 @@ def loop(batch_size: int, size: int, largest: int | None = None) -> str:
             model(inputs).square().mean().backward()
             optimizer.step()
     except SynchronizationError as error:
-        return f"{context().metrics.step} {error}"
+        return f"{context().component(Metrics).step} {error}"
     return "trained"
 
 

@@ -15,10 +15,11 @@ from pipollux_hybrid import (
     num_replicas,
     replica_rank,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.microbatches import candidate_microbatches, initial_microbatches
-from pipollux_hybrid.noise import GradientNoiseScale
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
+from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
+from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import PerfParams
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -57,8 +58,8 @@ def train(num_microbatches: int | None, proposals: dict[int, tuple[int, int, int
         optimizer.step()
         used.append((model.num_microbatches, loader.current_batch_size, loader.accumulation_steps))
         if replica_rank() == 0 and number in proposals:
-            context().metrics._proposal = proposals[number]
-    configuration = context().metrics.configuration(loader.current_local_bsz)
+            context().component(Metrics)._proposal = proposals[number]
+    configuration = context().component(Metrics).configuration(loader.current_local_bsz)
     assert configuration.num_microbatches == used[-1][0]
     assert num_replicas() == 2
     return used
@@ -85,7 +86,7 @@ def test_the_model_chooses(fixed_cost: float, expected: int) -> None:
     model = HybridParallel(module, torch.optim.SGD(module.parameters(), lr=0.1), num_stages=2)
     loader = AdaptiveDataLoader(make_data("mlp", 100), batch_size=64)
     loader.autoscale_batch_size(64, (64, 64))
-    metrics = context().metrics
+    metrics = context().component(Metrics)
     metrics.noise = GradientNoiseScale(64)
     for _ in range(3):
         metrics.noise.update(total_sqr=1.0, estimate_sqr=2.0, num_estimates=4, batch_size=64)

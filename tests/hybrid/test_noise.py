@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
-from pipollux_hybrid.context import context
-from pipollux_hybrid.engine import microbatch_sizes
-from pipollux_hybrid.noise import GradientNoiseScale, RunningAverage
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, RunningAverage
+from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -62,7 +63,7 @@ def gather(checkpoint: str, num_microbatches: int, max_local_bsz: int) -> tuple[
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    params = context().metrics.noise
+    params = context().component(Metrics).noise
     assert params is not None
     return params._sqr.value, params._var.value
 
@@ -113,7 +114,7 @@ def differencing() -> tuple[bool, float]:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    noise = context().metrics.noise
+    noise = context().component(Metrics).noise
     assert noise is not None
     assert noise.grad_params is not None
     return noise.differenced, noise.grad_params.var

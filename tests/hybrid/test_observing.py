@@ -30,11 +30,12 @@ from pipollux_hybrid import (
     report,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.points import Point
-from pipollux_hybrid.progress import describe, figures, seconds_left
-from pipollux_hybrid.trace import bubble, trace_events
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.chrome_trace import bubble, trace_events
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.progress_bar import describe, figures, seconds_left
+from pipollux_hybrid.telemetry.step_record import Point
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -184,9 +185,9 @@ def train(num_epochs: int, *, saved_at: int) -> int:
             loss.backward()
             optimizer.step()
             report(loss=loss)
-    context().metrics.flush()
+    context().component(Metrics).flush()
     warnings.simplefilter("default")  # tensorboard's own, in the thread that imports it
-    return context().metrics.step
+    return context().component(Metrics).step
 
 
 @needs_tensorboard

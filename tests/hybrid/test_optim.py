@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pipollux_hybrid import AdamScale, AdaScale, ConfigurationError, LinearScale, SquareRootScale
-from pipollux_hybrid.optim import AdaptiveOptimizer
-from pipollux_hybrid.scaling import ScalingRule, ScalingState, default_rule
+from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
+from pipollux_hybrid.optim.scaling_rules import ScalingRule, ScalingState, default_rule
 
 
 class Loop:

@@ -18,7 +18,7 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import make_data, make_model
 
 EPOCHS, UNFREEZES = 4, 2

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipollux_hybrid import ConfigurationError, HybridParallel, save_all_states
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.parameter_watch import LOOKED_AT
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.optim.parameter_watch import LOOKED_AT
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from pipollux_hybrid import progress
-from pipollux_hybrid.points import Point
-from pipollux_hybrid.progress import ProgressDisplay
+from pipollux_hybrid.telemetry import progress_bar
+from pipollux_hybrid.telemetry.progress_bar import ProgressDisplay
+from pipollux_hybrid.telemetry.step_record import Point
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> tuple[ProgressDisplay, io.StringIO]:
     """A display into a file, whose clock stands still: between two lines there is always time."""
-    monkeypatch.setattr(progress, "SAY_INTERVAL", 0.0)
-    monkeypatch.setattr(progress.time, "time", lambda: 100.0)
+    monkeypatch.setattr(progress_bar, "SAY_INTERVAL", 0.0)
+    monkeypatch.setattr(progress_bar.time, "time", lambda: 100.0)
     file = io.StringIO()
     return ProgressDisplay(Console(file=file)), file
 

@@ -16,9 +16,10 @@ from pipollux_hybrid import (
     init_process_group,
     replica_rank,
 )
-from pipollux_hybrid.context import context
-from pipollux_hybrid.env import JobEnvironment
-from pipollux_hybrid.replica_check import check_interval
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.sync.replica_check import check_interval
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -150,7 +151,7 @@ def perturb(kind: str) -> tuple[str, int]:
         try:
             optimizer.step()
         except SynchronizationError as error:
-            return str(error), context().metrics.step
+            return str(error), context().component(Metrics).step
     return "nothing was said", 0
 
 
@@ -193,7 +194,7 @@ def compare_all_along(adam: bool) -> int:
         model.clip_grad_norm_(1.0)
         optimizer.step()
     assert model._check._interval == 1
-    return context().metrics.step
+    return context().component(Metrics).step
 
 
 @pytest.mark.parametrize("adam", [False, True])

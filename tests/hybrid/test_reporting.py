@@ -23,10 +23,11 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     report,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.points import Point
-from pipollux_hybrid.reporter import MAX_POINTS, Reporter
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.reporter import MAX_POINTS, Reporter
+from pipollux_hybrid.telemetry.step_record import Point
 from pipollux_perfmodel import SchedHints, StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -101,12 +102,12 @@ def train(enough: Path | None = None) -> tuple[int, list[float]]:
             report(loss=loss)
             losses.append(loss.item())
         # All replicas leave together, when rank 0 does.
-        is_over = context().metrics.step > 30 if enough is None else enough.exists()
+        is_over = context().component(Metrics).step > 30 if enough is None else enough.exists()
         over = torch.tensor([float(is_over)])
         if context().control.gather(over)[0].item():
             break
-    context().metrics.flush()
-    return context().metrics.step, losses
+    context().component(Metrics).flush()
+    return context().component(Metrics).step, losses
 
 
 def test_hints_and_points_arrive(listener: Listener, tmp_path: Path) -> None:
@@ -213,12 +214,12 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Rep
     supervisor = Supervisor()
     for name, value in environment(f"http://127.0.0.1:{supervisor.port}").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("pipollux_hybrid.reporter.REPORT_INTERVAL", 0.05)
-    monkeypatch.setattr("pipollux_hybrid.reporter.MAX_BACKOFF", 0.2)
+    monkeypatch.setattr("pipollux_hybrid.telemetry.reporter.REPORT_INTERVAL", 0.05)
+    monkeypatch.setattr("pipollux_hybrid.telemetry.reporter.MAX_BACKOFF", 0.2)
     contexts.reset()
-    metrics = context().metrics
+    metrics = context().component(Metrics)
     monkeypatch.setattr(metrics, "hints", lambda: SchedHints(init_batch_size=16))
-    yield supervisor, context().reporter
+    yield supervisor, context().component(Metrics).reporter
     contexts.reset()
     supervisor.stop()
 
@@ -331,7 +332,7 @@ def test_a_fault_in_the_reporting_thread_is_said_and_does_not_end_it(
     def broken() -> None:
         raise RuntimeError("nobody has thought of this")
 
-    monkeypatch.setattr(context().metrics, "fit", broken)
+    monkeypatch.setattr(context().component(Metrics), "fit", broken)
     monkeypatch.setattr(reporter, "_next_hints", 0.0)
     tell(reporter, 1)
     until(lambda: "nobody has thought of this" in caplog.text)

@@ -17,7 +17,7 @@ from pipollux_hybrid import (
     num_replicas,
     replica_rank,
 )
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_hybrid.sampler import BatchShape, ElasticSampler, split_evenly
+from pipollux_hybrid.elastic.sampler import ElasticSampler
+from pipollux_hybrid.job.batch import BatchShape, split_evenly
 
 shapes = st.builds(
     lambda replicas, accum_steps, extra: BatchShape(

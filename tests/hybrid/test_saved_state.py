@@ -24,8 +24,11 @@ from pipollux_hybrid import (
     load_state,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.rng import random_state
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.rng_state import random_state
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.replicas import run_replicas
 
 
@@ -164,7 +167,7 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_registered(directory:
 
     with pytest.raises(CheckpointError, match=r"state of odd cannot be kept.*state_dict"):
         keep("odd", Odd())
-    assert contexts.context().states == {}
+    assert contexts.context().component(States) == {}
 
 
 Draws = tuple[float, float, float]
@@ -256,9 +259,9 @@ def test_background_saves_what_was_there_at_the_boundary(directory: Path) -> Non
     assert save_all_states(background=True) is None
     slow.content = b"second"
     step()  # training goes on while the save is held up
-    assert contexts.context().background_save.busy
+    assert contexts.context().component(CheckpointManager).saver.busy
     slow.gate.set()
-    contexts.context().background_save.wait()
+    contexts.context().component(CheckpointManager).saver.wait()
     contexts.reset()
     again, restored = Slow(), layers(2, 3, 1)
     load_state(again)
@@ -273,7 +276,10 @@ def test_background_saves_what_was_there_at_the_boundary(directory: Path) -> Non
 
 def test_one_save_at_a_time(directory: Path) -> None:
     slow = Slow()
-    metrics, saving = contexts.context().metrics, contexts.context().background_save
+    metrics, saving = (
+        contexts.context().component(Metrics),
+        contexts.context().component(CheckpointManager).saver,
+    )
     save_all_states(background=True)
     metrics._last_save -= 1e6
     assert not metrics.checkpoint_due(), "the one before is under way"
@@ -291,12 +297,12 @@ def test_a_background_failure_is_said_at_a_boundary(
     slow.fails = True
     slow.gate.set()
     save_all_states(background=True)
-    saving = contexts.context().background_save
+    saving = contexts.context().component(CheckpointManager).saver
     assert saving._thread is not None
     saving._thread.join(240)
     assert capsys.readouterr().err == ""
-    contexts.context().metrics.checkpoint_due()
-    contexts.context().metrics.checkpoint_due()
+    contexts.context().component(Metrics).checkpoint_due()
+    contexts.context().component(Metrics).checkpoint_due()
     said = capsys.readouterr().err
     assert said.count("pipollux: cannot write checkpoint") == 1
     assert "No space left" in said
@@ -312,10 +318,10 @@ def test_an_ending_job_waits_for_its_save(directory: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_background_copies_from_cuda_before_the_next_step(directory: Path) -> None:
-    from pipollux_hybrid.hostcopy import HostCopy
+    from pipollux_hybrid.checkpoint.async_save import StagingBuffers
 
     source: Tensor = torch.zeros(1 << 24, device="cuda")
-    copies = HostCopy()
+    copies = StagingBuffers()
     for value in range(4):
         source.fill_(value)
         copy = copies.take({"x": source})["x"]

@@ -26,7 +26,8 @@ from pipollux_hybrid import (
     init_process_group,
     remaining_epochs_until,
 )
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -209,7 +210,7 @@ class Own:
 
     def factor(self, state: ScalingState) -> float:
         assert state.init_batch_size == BATCH
-        assert state.step == context().metrics.step
+        assert state.step == context().component(Metrics).step
         return 0.5 + state.step
 
 

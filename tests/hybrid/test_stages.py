@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
-from pipollux_hybrid.profile import WARMUP, Configuration, StepProfile
-from pipollux_hybrid.stagetimer import StageTimer, align, stage_times
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
+from pipollux_hybrid.telemetry.stage_timer import StageTimer, align, stage_times
+from pipollux_hybrid.telemetry.step_profile import WARMUP, Configuration, StepProfile
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.clock import Clock, Work
 from tests.hybrid.models import make_model

@@ -17,11 +17,12 @@ from pipollux_hybrid import (
     HybridParallel,
     SynchronizationError,
     init_process_group,
-    noise_meter,
     replica_rank,
 )
-from pipollux_hybrid.context import context
-from pipollux_hybrid.noise import GradientNoiseScale
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.optim import noise_meter
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -57,7 +58,7 @@ def train(num_steps: int, known: dict[str, Any] | None = None) -> dict[str, Any]
     loader = AdaptiveDataLoader(make_data("mlp", num_steps * batch_size), batch_size=batch_size)
     model = HybridParallel(module, optimizer)
     if known is not None:
-        context().metrics.noise = GradientNoiseScale.from_json(known)
+        context().component(Metrics).noise = GradientNoiseScale.from_json(known)
     collectives = [0]  # those before the first step, and of each step
     real = dist.all_reduce
 
@@ -75,7 +76,7 @@ def train(num_steps: int, known: dict[str, Any] | None = None) -> dict[str, Any]
             any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module[1].parameters())
         )
         optimizer.step()
-        noise = context().metrics.noise
+        noise = context().component(Metrics).noise
         assert noise is not None
         if noise.num_samples > seen:
             measured.append(number)
@@ -158,7 +159,7 @@ def complex_noise(optimizer_name: str) -> tuple[float, float]:
         optimizer.zero_grad()
         model(inputs).mean().backward()
         optimizer.step()
-    noise = context().metrics.noise
+    noise = context().component(Metrics).noise
     assert noise is not None
     assert noise.preconditioned == (optimizer_name == "Adam")
     return noise._sqr.value, noise._var.value

@@ -17,8 +17,9 @@ from pipollux_hybrid import (
     remaining_epochs_until,
     save_all_states,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.replicas import run_replicas
 
 
@@ -80,7 +81,7 @@ def test_a_new_batch_size_goes_on_with_the_open_stream() -> None:
     sizes = []
     for batch in loader:
         sizes.append(len(batch))
-        context().metrics._proposal = (4 + len(sizes), 0, 0)
+        context().component(Metrics)._proposal = (4 + len(sizes), 0, 0)
     assert sum(sizes) == 40
     assert len(set(sizes[:-1])) > 2
     assert (data.opened, data.read) == (1, 40)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import context as contexts
 from pipollux_hybrid import init_process_group
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.trap_cases import (

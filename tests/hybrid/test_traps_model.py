@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 from pipollux_perfmodel import partition
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.trap_cases import (

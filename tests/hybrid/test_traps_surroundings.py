@@ -124,7 +124,7 @@ def test_typed_storage_warning_is_not_the_scripts() -> None:
     # tensor.storage() in a copy gives a UserWarning, which fails scripts that treat it as an error.
     script = (
         "import torch, warnings\n"
-        "from pipollux_hybrid.engine import PipelineEngine\n"
+        "from pipollux_hybrid.pipeline.engine import PipelineEngine\n"
         "warnings.simplefilter('error')\n"
         "module = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
         "PipelineEngine(module, [1], [torch.device('cpu')], 'never')\n"

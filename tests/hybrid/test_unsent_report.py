@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.reporter import Reporter
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.reporter import Reporter
 from pipollux_sched.training_report import TrainingReport
 from tests.hybrid.replicas import free_port
 from tests.hybrid.test_reporting import Supervisor, environment, tell
@@ -25,7 +26,7 @@ def reporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], 
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("PIPOLLUX_CHECKPOINT_DIR", str(folder))
         contexts.reset()
-        return context().reporter
+        return context().component(Metrics).reporter
 
     yield make
     contexts.reset()

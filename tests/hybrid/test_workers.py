@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from pipollux_hybrid import AdaptiveDataLoader, remaining_epochs_until
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 SIZE = 40
 
@@ -84,7 +85,7 @@ def test_persistent_workers_stay_over_epochs_and_batch_sizes() -> None:
             if epoch == 1 and number == 2:
                 break
             if number == 1:
-                context().metrics._proposal = (6 + epoch + 1, 0, 0)
+                context().component(Metrics)._proposal = (6 + epoch + 1, 0, 0)
         if epoch != 1:
             assert sorted(indices) == list(range(SIZE))
     assert len(pids) == 2

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import interrupt
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 SIZE = 120
@@ -46,7 +47,7 @@ def hold(step: int) -> None:
         return
     (RESULTS / f"reached-{step}-{pipollux.replica_rank()}").touch()
     while gate.exists():
-        if interrupt.stop_requested():
+        if signals.stop_requested():
             (RESULTS / f"asked-{step}-{pipollux.replica_rank()}").touch()
         time.sleep(0.002)
 
@@ -65,16 +66,22 @@ def main() -> None:
     log = (RESULTS / f"samples-{generation}-{rank}.txt").open("a")
     for epoch in pipollux.remaining_epochs_until(EPOCHS):
         for inputs, targets, indices in loader:
-            hold(context().metrics.step)
+            hold(context().component(Metrics).step)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
             pipollux.report(loss=loss)
-            micro_step = context().micro_step
+            micro_step = context().batch.micro_step
             assert micro_step is not None
             if micro_step.num_samples:
-                print(context().metrics.step, epoch, *indices.tolist(), file=log, flush=True)
+                print(
+                    context().component(Metrics).step,
+                    epoch,
+                    *indices.tolist(),
+                    file=log,
+                    flush=True,
+                )
     if rank == 0:
         torch.save(module.state_dict(), RESULTS / "final.pt")
 

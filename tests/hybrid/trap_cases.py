@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid import HybridParallel
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.engine import PipelineEngine, microbatch_sizes
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
 from tests.hybrid.models import assert_close, gradients
 
 MODES = ["always", "except_last", "never"]
