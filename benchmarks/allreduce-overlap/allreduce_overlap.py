@@ -91,7 +91,7 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
         checkpoint=checkpoint,
         **options,
     )
-    model._synchronizer._arrivals.overlap = overlap
+    model._synchronizer._reducer.overlap = overlap
     return step_of(model, optimizer, batch)
 
 

@@ -20,7 +20,7 @@ from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.partition.placement import BALANCE_RULES
 from pipollux_hybrid.pipeline.engine import CHECKPOINT_MODES
-from pipollux_hybrid.pipeline.microbatch import Nest
+from pipollux_hybrid.pipeline.microbatch import PyTree
 
 __all__ = ["ModuleWrapper", "batch_of", "check_arguments", "check_single"]
 
@@ -153,7 +153,7 @@ OPTIONS = {
 """What the options of a model may be, as far as their kind goes."""
 
 
-def batch_of(inputs: tuple[Nest, ...], keywords: Mapping[str, Nest]) -> Nest:
+def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTree:
     """The batch that a model was called with: its argument, or the tuple of several.
 
     Raises:

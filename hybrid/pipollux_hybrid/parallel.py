@@ -20,11 +20,11 @@ from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, ScalingState, default_rule
-from pipollux_hybrid.partition.balance import CutRequest, choose_balance
+from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline.batchnorm import commit_statistics, defer_statistics, uncounted
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.microbatch import Nest, batch_size_of, map_tensors, tensors_of
+from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import (
     FEWEST_NORMALISED,
     chosen_microbatches,
@@ -38,7 +38,7 @@ from pipollux_hybrid.sync.same_samples import SameSamples
 from pipollux_hybrid.sync.synchronizer import GradientSynchronizer, SyncResult
 from pipollux_hybrid.telemetry.chrome_trace import Tracer
 from pipollux_hybrid.telemetry.metrics import Metrics
-from pipollux_hybrid.telemetry.stage_profiler import StepTiming
+from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.timing.params import Checkpoint
 
@@ -107,7 +107,7 @@ class HybridParallel(ModuleWrapper):
         num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
-        sample: Nest | None = None,
+        sample: PyTree | None = None,
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -139,7 +139,7 @@ class HybridParallel(ModuleWrapper):
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         spec.checkpoint_mode = cast(Checkpoint, checkpoint)
         self.num_microbatches = num_microbatches
-        request = CutRequest(
+        request = PartitionRequest(
             num_stages=wanted,
             balance=balance,
             sample=sample,
@@ -167,7 +167,7 @@ class HybridParallel(ModuleWrapper):
         self._complete = True
         self._no_sync = False
         self._result: SyncResult | None = None
-        self._timing = StepTiming(ctx, self._engine.stages, self.devices)
+        self._timing = StageProfiler(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
             self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,
@@ -239,7 +239,7 @@ class HybridParallel(ModuleWrapper):
         spec.microbatches_follow = value is None
         self._batch.num_microbatches = chosen_microbatches(value, spec.num_stages)
 
-    def forward(self, *inputs: Nest, **keywords: Nest) -> Nest:
+    def forward(self, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Run a batch through the pipeline.
 
         Args:
@@ -337,7 +337,7 @@ class HybridParallel(ModuleWrapper):
             fewest = max(fewest, 2)  # a single value has no variance
         return cut_sizes(batch_size, self.num_microbatches, fewest)
 
-    def _plan(self, sizes: list[int], batch: Nest) -> BackwardPlan:
+    def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
         """What the backward of a forward of micro-batches of these sizes is for."""
         self._same_samples.note(batch)
         micro_step = self._batch.micro_step

@@ -126,7 +126,7 @@ class Job:
         passes = 0
         try:
             while passes != crash_at:
-                metrics = replicas[0].metrics
+                metrics = replicas[0].component(Metrics)
                 if passes == stop_at:
                     signals.request_stop()
                 metrics.checkpoint_due = lambda now=passes: now == save_at  # type: ignore[method-assign]  # a clock would decide

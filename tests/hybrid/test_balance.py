@@ -15,7 +15,7 @@ from torchgpipe.skip import pop, skippable, stash
 from pipollux_hybrid import ConfigurationError, HybridParallel, init_process_group, profile_layers
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.partition import layer_profiler
-from pipollux_hybrid.partition.balance import CutRequest, choose_balance
+from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.layer_memory import optimizer_bytes
 from pipollux_hybrid.partition.layer_profiler import _line
 from pipollux_hybrid.partition.tied_parameters import blocks_of, find_ties
@@ -242,7 +242,7 @@ def test_a_chosen_cut_keeps_tied_layers_together() -> None:
     module, inputs = tied(), make_data("mlp", 8).tensors[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for sample in (None, inputs):
-        request = CutRequest(num_stages=3, balance=None, sample=sample, num_microbatches=4)
+        request = PartitionRequest(num_stages=3, balance=None, sample=sample, num_microbatches=4)
         ctx, device = contexts.context(), torch.device("cpu")
         assert choose_balance(ctx, module, optimizer, device, request)[0] == [1, 3, 1]
 

@@ -74,7 +74,7 @@ def tell_everything() -> None:
     assert (fewer.layers, fewer.balance) == (None, None)
 
     # A restart in another number of stages: what was fitted before says nothing of these.
-    metrics.num_stages = 3
+    context().pipeline.num_stages = 3
     assert metrics.hints() is None
 
 

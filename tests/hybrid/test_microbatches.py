@@ -87,7 +87,7 @@ def test_the_model_chooses(fixed_cost: float, expected: int) -> None:
     loader = AdaptiveDataLoader(make_data("mlp", 100), batch_size=64)
     loader.autoscale_batch_size(64, (64, 64))
     metrics = context().component(Metrics)
-    metrics.noise = GradientNoiseScale(64)
+    metrics.restore_noise(GradientNoiseScale(64))
     for _ in range(3):
         metrics.noise.update(total_sqr=1.0, estimate_sqr=2.0, num_estimates=4, batch_size=64)
     metrics.perf_params = PerfParams(

@@ -28,8 +28,7 @@ from torch.utils.data import TensorDataset
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.optim import noise_meter
-from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
-from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 
@@ -104,7 +103,7 @@ def record(
     model = HybridParallel(
         module, optimizer, num_stages=2, num_microbatches=num_microbatches, checkpoint=checkpoint
     )
-    noise = context().component(Metrics).noise = Recorder(BATCH)
+    noise = context().component(MeasuredNoise).scale = Recorder(BATCH)
     noise.steps = []
     for x, t in loader:
         optimizer.zero_grad()

@@ -35,14 +35,14 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.chrome_trace import bubble, trace_events
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.progress_bar import describe, figures, seconds_left
-from pipollux_hybrid.telemetry.step_record import Point
+from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.programs import Forked
 
 
-def point(**fields: Any) -> Point:
+def point(**fields: Any) -> StepRecord:
     known: dict[str, Any] = {
         "time": 0.0,
         "step": 7,
@@ -62,7 +62,7 @@ def point(**fields: Any) -> Point:
         "epoch_size": 160,
         "num_epochs": 3,
     }
-    return Point(**{**known, **fields})
+    return StepRecord(**{**known, **fields})
 
 
 def test_a_point_in_words() -> None:

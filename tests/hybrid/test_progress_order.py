@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipollux_hybrid.telemetry import progress_bar
 from pipollux_hybrid.telemetry.progress_bar import ProgressDisplay
-from pipollux_hybrid.telemetry.step_record import Point
+from pipollux_hybrid.telemetry.step_record import StepRecord
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> tuple[ProgressDisplay, io.StringIO
     return ProgressDisplay(Console(file=file)), file
 
 
-def point(step: int, time: float) -> Point:
-    return Point(
+def point(step: int, time: float) -> StepRecord:
+    return StepRecord(
         time=time,
         step=step,
         epoch=0,
@@ -47,11 +47,11 @@ def test_what_a_loop_has_left_behind_is_not_shown(
     shown: tuple[ProgressDisplay, io.StringIO],
 ) -> None:
     display, file = shown
-    display.take(point(1, 98.0))
+    display.on_step(point(1, 98.0))
     display.pause()
-    display.take(point(2, 99.0))  # of the loop that has ended
+    display.on_step(point(2, 99.0))  # of the loop that has ended
     assert steps(file) == [1]
-    display.take(point(3, 101.0))  # of the next one
+    display.on_step(point(3, 101.0))  # of the next one
     assert steps(file) == [1, 3]
 
 
@@ -60,14 +60,14 @@ def test_the_last_step_is_shown_once_and_at_once(
     shown: tuple[ProgressDisplay, io.StringIO], handed: bool
 ) -> None:
     display, file = shown
-    display.take(point(1, 97.0))
+    display.on_step(point(1, 97.0))
     display.pause()
     last = point(2, 98.0)
     if handed:
-        display.take(last)
+        display.on_step(last)
     display.finish(None if handed else last)
     assert steps(file) == [1, 2]
-    display.take(last)  # the reporting thread comes later
+    display.on_step(last)  # the reporting thread comes later
     display.finish(None)
     display.close()
     assert steps(file) == [1, 2]

@@ -27,7 +27,7 @@ from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import MAX_POINTS, Reporter
-from pipollux_hybrid.telemetry.step_record import Point
+from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_perfmodel import SchedHints, StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -228,7 +228,7 @@ def tell(reporter: Reporter, step: int, **known: Any) -> None:
     fields: dict[str, Any] = dict.fromkeys(("epoch", "samples", "accum_steps"), 0)
     fields |= dict.fromkeys(("predicted_step_time", "goodput", "efficiency", "loss"), None)
     fields |= dict.fromkeys(("batch_size", "atomic_bsz", "num_replicas"), 1)
-    made = Point(time=float(step), step=step, step_time=0.1, **(fields | known))
+    made = StepRecord(time=float(step), step=step, step_time=0.1, **(fields | known))
     reporter.note_loss(step, made.loss)
     reporter.add_point(made.time, lambda: made)
 

@@ -58,7 +58,7 @@ def train(num_steps: int, known: dict[str, Any] | None = None) -> dict[str, Any]
     loader = AdaptiveDataLoader(make_data("mlp", num_steps * batch_size), batch_size=batch_size)
     model = HybridParallel(module, optimizer)
     if known is not None:
-        context().component(Metrics).noise = GradientNoiseScale.from_json(known)
+        context().component(Metrics).restore_noise(GradientNoiseScale.from_json(known))
     collectives = [0]  # those before the first step, and of each step
     real = dist.all_reduce
 

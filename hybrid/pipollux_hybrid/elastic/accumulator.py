@@ -21,13 +21,13 @@ from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext, context
 
-from .accumulator_values import Amount, Key, PendingChange, add, check_key, checked, on_cpu
+from .accumulator_values import Key, PendingSum, Summable, add, check_key, checked, on_cpu
 from .epoch import epoch_state
 from .loop import numbered_name, refuse_inside_loop
 
 __all__ = ["Accumulator"]
 
-Amounts = dict[Key, Amount]
+Summables = dict[Key, Summable]
 
 
 class AccumulatorState(State):
@@ -38,19 +38,19 @@ class AccumulatorState(State):
         values: What it begins with.
     """
 
-    def __init__(self, ctx: JobContext, values: Amounts) -> None:
+    def __init__(self, ctx: JobContext, values: Summables) -> None:
         super().__init__(numbered_name(ctx, "accumulator", "pt"))
         self._context = ctx
         self._changes_to_save: dict[str, int] = {}
-        self.totals: Amounts = values
+        self.totals: Summables = values
         """Sums over all replicas, as of the last time they came together; alike on all."""
-        self.pending: Amounts = {}
+        self.pending: Summables = {}
         """What this replica has added since."""
         self.changes: dict[str, int] = {}
         """For the phases that a restart runs again, the changes made outside of loops so far."""
         self.changes_before: dict[str, int] = {}
         """The most that a replica had made when the checkpoint was written."""
-        self.read: dict[str, list[Amounts]] = {}
+        self.read: dict[str, list[Summables]] = {}
         """And the totals as each synchronized block outside of loops found them."""
 
     def sync(self) -> None:
@@ -126,7 +126,7 @@ class Accumulator(MutableMapping[Key, Any]):
         }
         self._state = AccumulatorState(ctx, {key: on_cpu(value) for key, value in values.items()})
         load_state(self._state)
-        self._visible: Amounts | None = None
+        self._visible: Summables | None = None
         self._blocks: dict[str, int] = {}
 
     @contextmanager
@@ -178,13 +178,13 @@ class Accumulator(MutableMapping[Key, Any]):
         """The total, inside :meth:`synchronized`; outside, what ``+=`` and ``-=`` work on."""
         if self._visible is not None:
             return self._visible[key]
-        return PendingChange(check_key(key), 0)
+        return PendingSum(check_key(key), 0)
 
     def __setitem__(self, key: Key, value: Any) -> None:
         if self._visible is not None:
             self._visible[check_key(key)] = checked(key, value)
             return
-        if not isinstance(value, PendingChange) or value.key != key:
+        if not isinstance(value, PendingSum) or value.key != key:
             raise ConfigurationError(
                 f"accumulator[{key!r}] was set outside of synchronized(): there it can only be "
                 "added to, with += or update()"
@@ -207,7 +207,7 @@ class Accumulator(MutableMapping[Key, Any]):
         shown = "only synchronized" if self._visible is None else repr(self._visible)
         return f"Accumulator({shown})"
 
-    def _readable(self) -> Amounts:
+    def _readable(self) -> Summables:
         if self._visible is None:
             raise ConfigurationError(
                 "an Accumulator was read outside of synchronized(), where a replica knows its own "
@@ -215,7 +215,7 @@ class Accumulator(MutableMapping[Key, Any]):
             )
         return self._visible
 
-    def _add(self, key: Key, amount: Amount) -> None:
+    def _add(self, key: Key, amount: Summable) -> None:
         if self._visible is not None:
             raise ConfigurationError(
                 f"accumulator[{key!r}] was added to inside synchronized(), where values are sums "
@@ -235,7 +235,7 @@ class Accumulator(MutableMapping[Key, Any]):
         state.changes[phase] = state.changes.get(phase, 0) + 1
         return state.changes[phase] <= state.changes_before.get(phase, 0)
 
-    def _totals(self) -> Amounts:
+    def _totals(self) -> Summables:
         """The totals to show in a block; if it runs once more, those it showed before."""
         state = self._state
         if self._context.batch.loop is not None:
@@ -266,7 +266,7 @@ def _keep(memory: dict[str, Any], phases: tuple[str, ...]) -> None:
         del memory[phase]
 
 
-def _copy(amounts: Amounts) -> Amounts:
+def _copy(amounts: Summables) -> Summables:
     return {key: on_cpu(amount) for key, amount in amounts.items()}
 
 
@@ -276,6 +276,6 @@ def _bytes(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _read(content: bytes) -> tuple[Amounts, int, dict[str, int]]:
+def _read(content: bytes) -> tuple[Summables, int, dict[str, int]]:
     updates, checksum, changes = torch.load(io.BytesIO(content), weights_only=True)
     return updates, checksum, changes

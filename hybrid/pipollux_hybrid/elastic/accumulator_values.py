@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["Amount", "Key", "PendingChange", "add", "check_key", "checked", "on_cpu"]
+__all__ = ["Key", "PendingSum", "Summable", "add", "check_key", "checked", "on_cpu"]
 
 Key = str | int
-Amount = int | float | Tensor
+Summable = int | float | Tensor
 
 
 def check_key(key: Any) -> Key:
@@ -29,7 +29,7 @@ def check_key(key: Any) -> Key:
     return key
 
 
-def checked(key: Key, value: Any) -> Amount:
+def checked(key: Key, value: Any) -> Summable:
     """The value as it is summed: an integer, a float, or an int64 or float64 tensor.
 
     Raises:
@@ -49,7 +49,7 @@ def checked(key: Key, value: Any) -> Amount:
     )
 
 
-def add(key: Key, total: Amount, amount: Amount) -> Amount:
+def add(key: Key, total: Summable, amount: Summable) -> Summable:
     """The sum of two amounts.
 
     Raises:
@@ -67,12 +67,12 @@ def add(key: Key, total: Amount, amount: Amount) -> Amount:
     return total + amount
 
 
-def on_cpu(amount: Amount) -> Amount:
+def on_cpu(amount: Summable) -> Summable:
     """A copy in main memory."""
     return amount.detach().to("cpu", copy=True) if isinstance(amount, Tensor) else amount
 
 
-class PendingChange:
+class PendingSum:
     """What ``accumulator[key]`` is outside of ``synchronized()``: a place to add to, not a value.
 
     ``accumulator[key] += x`` gets it, adds to it, and sets the key to the outcome.
@@ -85,15 +85,15 @@ class PendingChange:
     __slots__ = ("amount", "key")
     __hash__ = None  # type: ignore[assignment]  # it compares with nothing
 
-    def __init__(self, key: Key, amount: Amount) -> None:
+    def __init__(self, key: Key, amount: Summable) -> None:
         self.key = key
         self.amount = amount
 
-    def __add__(self, other: Any) -> PendingChange:
-        return PendingChange(self.key, add(self.key, self.amount, checked(self.key, other)))
+    def __add__(self, other: Any) -> PendingSum:
+        return PendingSum(self.key, add(self.key, self.amount, checked(self.key, other)))
 
-    def __sub__(self, other: Any) -> PendingChange:
-        return PendingChange(self.key, add(self.key, self.amount, -checked(self.key, other)))
+    def __sub__(self, other: Any) -> PendingSum:
+        return PendingSum(self.key, add(self.key, self.amount, -checked(self.key, other)))
 
     def _refuse(self, *_: Any) -> Any:
         raise ConfigurationError(

@@ -19,11 +19,11 @@ from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memo
 from pipollux_perfmodel.timing.params import Checkpoint
 
 from .layer_profiler import profile_layers
-from .tied_parameters import Tie, blocks_of, check_ties, find_ties, merge_layers
+from .tied_parameters import TiedParameters, blocks_of, check_ties, find_ties, merge_layers
 
 __all__ = [
-    "Cut",
-    "CutRequest",
+    "PartitionRequest",
+    "Partitioning",
     "choose_balance",
 ]
 
@@ -33,7 +33,7 @@ cross a cut, and what the allocator loses to fragments."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutRequest:
+class PartitionRequest:
     """What the user wants of a cut."""
 
     num_stages: int
@@ -60,7 +60,7 @@ class CutRequest:
         return num_samples(self.sample)
 
 
-class Cut(NamedTuple):
+class Partitioning(NamedTuple):
     """How the layers are cut, and what that was decided by."""
 
     balance: list[int]
@@ -87,8 +87,8 @@ def choose_balance(
     module: nn.Sequential,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    request: CutRequest,
-) -> Cut:
+    request: PartitionRequest,
+) -> Partitioning:
     """Number of layers of each stage, and the profile of the layers if there is a sample.
 
     All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
@@ -112,18 +112,18 @@ def choose_balance(
     limit = _limit(ctx, request, device) if profile is not None else None
     if given:
         _check_memory(profile, balance, request, limit)
-        return Cut(balance, profile, limit, blocks)
+        return Partitioning(balance, profile, limit, blocks)
     counts = _cut(module, profile, blocks, request, limit)
     ends = iter(blocks)
     balance = [sum(next(ends) for _ in range(count)) for count in counts]
-    return Cut(balance, profile, limit, blocks)
+    return Partitioning(balance, profile, limit, blocks)
 
 
 def _cut(
     module: nn.Sequential,
     profile: LayerProfile | None,
     blocks: Sequence[int],
-    request: CutRequest,
+    request: PartitionRequest,
     limit: float | None,
 ) -> list[int]:
     """Number of blocks of each stage."""
@@ -150,7 +150,10 @@ def _cut(
 
 
 def _check_memory(
-    profile: LayerProfile | None, balance: Sequence[int], request: CutRequest, limit: float | None
+    profile: LayerProfile | None,
+    balance: Sequence[int],
+    request: PartitionRequest,
+    limit: float | None,
 ) -> None:
     """Refuse a balance whose stages do not fit."""
     if profile is None or limit is None:
@@ -169,7 +172,7 @@ def _check_memory(
         )
 
 
-def _check_limit(request: CutRequest) -> None:
+def _check_limit(request: PartitionRequest) -> None:
     limit = request.memory_limit
     needs = (
         "memory_limit"
@@ -186,7 +189,7 @@ def _check_limit(request: CutRequest) -> None:
         raise ConfigurationError(f"memory_limit={limit}: bytes above 0 are needed, or None")
 
 
-def _limit(ctx: JobContext, request: CutRequest, device: torch.device) -> float | None:
+def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
     """Bytes of a device; of the smallest, where replicas have different ones."""
     limit = math.inf if request.memory_limit is None else request.memory_limit
     if request.memory_limit is None and device.type == "cuda":
@@ -231,7 +234,7 @@ def _sums(costs: Sequence[float], blocks: Sequence[int]) -> list[float]:
     return [sum(next(rest) for _ in range(count)) for count in blocks]
 
 
-def _check_count(ties: Sequence[Tie], num_stages: int, num_layers: int) -> None:
+def _check_count(ties: Sequence[TiedParameters], num_stages: int, num_layers: int) -> None:
     if num_stages > num_layers:
         raise ConfigurationError(
             f"num_stages={num_stages}: the module has only {num_layers} layers, and each stage "

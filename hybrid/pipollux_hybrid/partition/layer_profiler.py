@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.pipeline.microbatch import Nest, map_tensors, num_samples, tensors_of
+from pipollux_hybrid.pipeline.microbatch import PyTree, map_tensors, num_samples, tensors_of
 from pipollux_perfmodel import Layer, LayerProfile
 
 from .layer_memory import SavedBytes, kept_bytes, optimizer_bytes
@@ -43,7 +43,7 @@ Skips = dict[Any, Tensor | None]
 
 def profile_layers(
     module: nn.Sequential,
-    sample: Nest,
+    sample: PyTree,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
@@ -96,7 +96,7 @@ class _Flow:
     """What arrives at the next layer for one size of a micro-batch."""
 
     size: int
-    batch: Nest
+    batch: PyTree
     skips: Skips
 
 
@@ -144,7 +144,7 @@ class _Clock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def _flows(sample: Nest, device: torch.device) -> list[_Flow]:
+def _flows(sample: PyTree, device: torch.device) -> list[_Flow]:
     """The sample at its sizes, smallest first."""
     count = num_samples(sample)
     repeats = -(-SMALLEST_SAMPLE // count)

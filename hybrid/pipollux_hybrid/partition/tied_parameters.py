@@ -11,11 +11,11 @@ from torch import nn
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_perfmodel import Layer, LayerProfile
 
-__all__ = ["Tie", "blocks_of", "check_ties", "find_ties", "merge_layers"]
+__all__ = ["TiedParameters", "blocks_of", "check_ties", "find_ties", "merge_layers"]
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameters:
     """A parameter that several layers hold."""
 
     parameter: str
@@ -32,7 +32,7 @@ class Tie:
         return f"layers {', '.join(most)} and {end} share the parameter {self.parameter!r}"
 
 
-def find_ties(module: nn.Sequential) -> list[Tie]:
+def find_ties(module: nn.Sequential) -> list[TiedParameters]:
     """The parameters that more than one layer holds, in the order of their first layer."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
@@ -40,13 +40,13 @@ def find_ties(module: nn.Sequential) -> list[Tie]:
         for parameter in layer.parameters():
             holders.setdefault(parameter, []).append((index, name))
     return [
-        Tie(names[parameter], held[0][0], held[-1][0], tuple(name for _, name in held))
+        TiedParameters(names[parameter], held[0][0], held[-1][0], tuple(name for _, name in held))
         for parameter, held in holders.items()
         if len(held) > 1
     ]
 
 
-def check_ties(ties: Sequence[Tie], balance: Sequence[int]) -> None:
+def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
     """Refuse a balance that cuts between layers which share a parameter.
 
     Raises:
@@ -61,11 +61,11 @@ def check_ties(ties: Sequence[Tie], balance: Sequence[int]) -> None:
             )
 
 
-def blocks_of(ties: Sequence[Tie], num_layers: int) -> list[int]:
+def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
     """Number of layers of each block that may not be cut; blocks follow each other.
 
     Example:
-        >>> blocks_of([Tie("1.weight", 1, 3, ("1", "3"))], 6)
+        >>> blocks_of([TiedParameters("1.weight", 1, 3, ("1", "3"))], 6)
         [1, 3, 1, 1]
     """
     whole = {cut for tie in ties for cut in range(tie.first + 1, tie.last + 1)}

@@ -23,12 +23,12 @@ from torchgpipe.stream import AbstractStream, new_stream
 from pipollux_hybrid.errors import ConfigurationError
 
 from .gpipe import PipelineRun
-from .microbatch import Nest, cut, flatten, join
+from .microbatch import PyTree, flatten, gather, scatter
 from .microbatch_backward import separate
 from .recompute import make_phonies
 from .skip import SkipTracker, layout_of
 from .stage import Stage
-from .thread_state import OuterContexts
+from .thread_state import ThreadLocalState
 
 __all__ = ["CHECKPOINT_MODES", "PipelineEngine"]
 
@@ -77,12 +77,12 @@ class PipelineEngine:
         return num_microbatches - (self.checkpoint == "except_last")
 
     def run(
-        self, inputs: Nest, sizes: Sequence[int], *, training: bool, separately: bool = False
-    ) -> Nest:
+        self, inputs: PyTree, sizes: Sequence[int], *, training: bool, separately: bool = False
+    ) -> PyTree:
         """Forward of one batch.
 
         Args:
-            inputs: Nest of tensors of shape [batch, …], on the first device.
+            inputs: PyTree of tensors of shape [batch, …], on the first device.
             sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
             training: Whether activations may be recomputed; only with gradients they are.
             separately: Whether a parameter receives a gradient for each micro-batch also where
@@ -96,17 +96,17 @@ class PipelineEngine:
             return self._run_directly(inputs)
         run = PipelineRun(
             self.stages,
-            cut(inputs, sizes),
+            scatter(inputs, sizes),
             recomputed,
             self._streams(len(sizes)),
             self._layout,
-            OuterContexts.capture(device.type for device in self.devices),
+            ThreadLocalState.capture(device.type for device in self.devices),
             separate=separately,
         )
         outputs = run.forward()
-        return join(separate(outputs) if separately else outputs, sizes)
+        return gather(separate(outputs) if separately else outputs, sizes)
 
-    def _run_directly(self, inputs: Nest) -> Nest:
+    def _run_directly(self, inputs: PyTree) -> PyTree:
         """One micro-batch through one stage: the caller's thread does it, as in the plain model."""
         stage = self.stages[0]
         if not isinstance(inputs, Tensor):

@@ -25,11 +25,11 @@ from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import AbstractStream, current_stream, use_device
 from torchgpipe.worker import Task, spawn_workers
 
-from .microbatch import Nest
+from .microbatch import PyTree
 from .recompute import Recomputation
 from .skip import SkipTracker
 from .stage import Stage
-from .thread_state import OuterContexts
+from .thread_state import ThreadLocalState
 from .transfer import Boundary, Tensors
 
 __all__ = ["PipelineRun"]
@@ -87,11 +87,11 @@ class PipelineRun(Pipeline):
     def __init__(
         self,
         stages: Sequence[Stage],
-        microbatches: Sequence[Nest],
+        microbatches: Sequence[PyTree],
         num_recomputed: int,
         copy_streams: list[list[AbstractStream]],
         layout: SkipLayout,
-        outer: OuterContexts,
+        outer: ThreadLocalState,
         *,
         separate: bool = False,
     ) -> None:
@@ -109,7 +109,7 @@ class PipelineRun(Pipeline):
         self._separate = separate
         self._streams = [current_stream(device) for device in devices]
 
-    def forward(self) -> list[Nest]:
+    def forward(self) -> list[PyTree]:
         """Run all micro-batches through all stages.
 
         Returns:

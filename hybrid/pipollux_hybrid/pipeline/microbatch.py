@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
-__all__ = ["Nest", "Structure", "cut", "flatten", "join", "map_tensors", "tensors_of", "unflatten"]
+__all__ = ["PyTree", "Structure", "flatten", "gather", "map_tensors", "tensors_of", "unflatten"]
 
-Nest: TypeAlias = Any
+PyTree: TypeAlias = Any
 """A tensor, or tuples, lists and dicts of nests; anything the type system cannot say better."""
 Structure: TypeAlias = pytree.TreeSpec
 """A nest without its leaves."""
@@ -26,7 +26,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 """Values beside tensors that may stand in a nest: they mean the same on every device."""
 
 
-def flatten(value: Nest, what: str) -> tuple[list[Any], Structure]:
+def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
     """The leaves of a nest, and what they hang on.
 
     Args:
@@ -46,26 +46,26 @@ def flatten(value: Nest, what: str) -> tuple[list[Any], Structure]:
     return leaves, structure
 
 
-def unflatten(leaves: Sequence[Any], structure: Structure) -> Nest:
+def unflatten(leaves: Sequence[Any], structure: Structure) -> PyTree:
     """The nest of such leaves."""
     return pytree.tree_unflatten(leaves, structure)
 
 
-def tensors_of(value: Nest) -> list[Tensor]:
+def tensors_of(value: PyTree) -> list[Tensor]:
     """The tensors of a nest, in order."""
     if isinstance(value, Tensor):  # by far the most frequent nest
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Nest) -> Nest:
+def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
     """The nest with a function applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map_only(Tensor, function, value)
 
 
-def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
+def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
     Args:
@@ -84,7 +84,7 @@ def cut(batch: Nest, sizes: Sequence[int]) -> list[Nest]:
     return [unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
 
 
-def join(outputs: Sequence[Nest], sizes: Sequence[int]) -> Nest:
+def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
     """Put the outputs of micro-batches together along dimension 0.
 
     Args:
@@ -142,7 +142,7 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
     return [size] * full + ([rest] if rest else [])
 
 
-def num_samples(sample: Nest) -> int:
+def num_samples(sample: PyTree) -> int:
     """Samples of a batch: the size of its tensors' first dimension.
 
     Raises:
@@ -157,7 +157,7 @@ def num_samples(sample: Nest) -> int:
     return min(x.shape[0] for x in tensors)
 
 
-def batch_size_of(batch: Nest) -> int:
+def batch_size_of(batch: PyTree) -> int:
     """Samples of a batch: the size of dimension 0 of every tensor in it.
 
     Raises:

@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 from torchgpipe.phony import get_phony
 
-from .microbatch import Nest, flatten, unflatten
+from .microbatch import PyTree, flatten, unflatten
 
 __all__ = ["separate"]
 
 
-def separate(outputs: Sequence[Nest]) -> list[Nest]:
+def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
     """The outputs of micro-batches, cut off from graphs that have nothing in common.
 
     Args:

@@ -29,7 +29,7 @@ from torchgpipe.phony import get_phony
 
 from pipollux_hybrid.errors import SynchronizationError
 
-from .thread_state import OuterContexts
+from .thread_state import ThreadLocalState
 
 __all__ = ["Recomputation", "check_whole_backward", "make_phonies"]
 
@@ -44,7 +44,7 @@ class Recomputation:
         outer: What surrounded the forward.
     """
 
-    def __init__(self, function: Callable[[Tensors], Tensors], outer: OuterContexts) -> None:
+    def __init__(self, function: Callable[[Tensors], Tensors], outer: ThreadLocalState) -> None:
         self._function = function
         self._outer = outer
         self._rng_states: deque[Any] = deque(maxlen=1)

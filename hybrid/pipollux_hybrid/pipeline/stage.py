@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .microbatch import Nest, map_tensors, tensors_of
+from .microbatch import PyTree, map_tensors, tensors_of
 
 __all__ = ["Stage", "in_pipeline", "name_place"]
 
@@ -51,7 +51,7 @@ class Stage(nn.Sequential):
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
 
-    def forward(self, value: Nest) -> Nest:
+    def forward(self, value: PyTree) -> PyTree:
         """Run the layers one after another.
 
         Args:
@@ -65,7 +65,7 @@ class Stage(nn.Sequential):
         finally:
             _thread.in_pipeline = before
 
-    def _run_on_copy(self, value: Nest) -> Nest:
+    def _run_on_copy(self, value: PyTree) -> PyTree:
         """Run the layers on a copy of their input, and see whether they change it."""
         copied = map_tensors(torch.clone, value)
         before = _versions(copied)
@@ -74,7 +74,7 @@ class Stage(nn.Sequential):
             self._in_place[self._trains()] = before != _versions(copied)
         return output
 
-    def _checked_run(self, value: Nest) -> Nest:
+    def _checked_run(self, value: PyTree) -> PyTree:
         before = _versions(value)
         output = self._run(value)
         if before != _versions(value):
@@ -85,7 +85,7 @@ class Stage(nn.Sequential):
             )
         return output
 
-    def _run(self, value: Nest) -> Nest:
+    def _run(self, value: PyTree) -> PyTree:
         for name, layer in self._modules.items():
             assert layer is not None  # noqa: S101  # none was added
             try:
@@ -115,7 +115,7 @@ def name_place(error: Exception, place: str) -> None:
         error.add_note(f"in {place}")
 
 
-def _versions(value: Nest) -> list[int] | None:
+def _versions(value: PyTree) -> list[int] | None:
     """How often each tensor was changed in place; None where PyTorch does not count."""
     tensors: list[Tensor] = tensors_of(value)
     if any(tensor.is_inference() for tensor in tensors):

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["OuterContexts"]
+__all__ = ["ThreadLocalState"]
 
 
 @dataclass(frozen=True)
-class OuterContexts:
+class ThreadLocalState:
     """Contexts that were entered where a forward began.
 
     Example::
 
-        outer = OuterContexts.capture({"cuda"})     # in the thread of the script
+        outer = ThreadLocalState.capture({"cuda"})     # in the thread of the script
         with outer.entered():                       # in any other
             layer(x)
     """
@@ -38,7 +38,7 @@ class OuterContexts:
     """Innermost pair of :class:`torch.autograd.graph.saved_tensors_hooks`."""
 
     @classmethod
-    def capture(cls, device_types: Iterable[str]) -> OuterContexts:
+    def capture(cls, device_types: Iterable[str]) -> ThreadLocalState:
         """Note what surrounds the caller, for devices of these types and the CPU."""
         types = sorted({"cpu", *device_types})
         return cls(

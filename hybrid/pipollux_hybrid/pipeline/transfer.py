@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .microbatch import Nest, Structure, flatten, unflatten
+from .microbatch import PyTree, Structure, flatten, unflatten
 
 __all__ = ["Boundary", "Parcel", "Tensors"]
 
@@ -64,7 +64,7 @@ class Boundary:
     """Where among the leaves the others belong."""
 
     @classmethod
-    def of(cls, value: Nest, what: str, *, is_input: bool = False) -> Boundary:
+    def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
         """Take a nest apart.
 
         Args:
@@ -87,7 +87,7 @@ class Boundary:
         rest = {n: Parcel.of(leaf) for n, leaf in enumerate(leaves) if n not in floating}
         return cls(structure, rest, tuple(floating))
 
-    def floating(self, value: Nest, device: torch.device, what: str) -> Tensors:
+    def floating(self, value: PyTree, device: torch.device, what: str) -> Tensors:
         """The tensors of a nest that gradients follow; an empty one if there are none.
 
         Raises:
@@ -101,7 +101,7 @@ class Boundary:
             )
         return tuple(leaves[n] for n in self.places) or (torch.empty(0, device=device),)
 
-    def restore(self, tensors: Tensors, device: torch.device) -> Nest:
+    def restore(self, tensors: Tensors, device: torch.device) -> PyTree:
         """The nest again, all of it on a device."""
         leaves: list[Any] = [None] * (len(self.places) + len(self.parcels))
         for n, tensor in zip(self.places, tensors, strict=False):  # without places: one for none

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Exposure"]
+__all__ = ["CommTimer"]
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-class Exposure:
+class CommTimer:
     """Times the end of each synchronising backward.
 
     Args:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from pipollux_hybrid.errors import SynchronizationError
 
-__all__ = ["Summary"]
+__all__ = ["IterationTotals"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class IterationTotals:
     """One replica's numbers, or their sums over all replicas."""
 
     samples: float
@@ -41,7 +41,7 @@ class Summary:
 
     def sum_over_replicas(
         self, add_up: Callable[[Sequence[float]], list[float]], num_replicas: int
-    ) -> Summary:
+    ) -> IterationTotals:
         """The sums over all replicas, each of which calls this.
 
         Args:
@@ -65,7 +65,7 @@ class Summary:
                 f"says why. ({error})"
             ) from error
         first, second = len(head) + len(self.buffers), len(numbers) - len(self.present)
-        return Summary(
+        return IterationTotals(
             samples=totals[0],
             part_samples=totals[1],
             estimates=totals[2],

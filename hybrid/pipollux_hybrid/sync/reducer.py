@@ -18,13 +18,13 @@ from torch import nn
 from .backward_plan import BackwardPlan
 from .bucket import Bucket, make_buckets
 
-__all__ = ["Arrivals"]
+__all__ = ["Reducer"]
 
 HOLD = 20
 """Synchronisations for which buckets wait for the end of the backward after one was late."""
 
 
-class Arrivals:
+class Reducer:
     """Gradients that have arrived in the backward under way, and the buckets they fill.
 
     Args:
@@ -73,7 +73,7 @@ class Arrivals:
         """Gradients that the parameter has received."""
         return self._counts.get(parameter, 0)
 
-    def begin(
+    def prepare_for_backward(
         self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
     ) -> None:
         """A backward starts.
@@ -104,7 +104,7 @@ class Arrivals:
         self._weight = weight if self._weight is None else self._weight
         self._count_pending()
 
-    def add(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, parameter: nn.Parameter) -> None:
         """A parameter received a gradient."""
         count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
         bucket = self._bucket_of.get(parameter)
@@ -123,7 +123,7 @@ class Arrivals:
             if self.overlap and not self._hold:
                 self._launch(complete=True)
 
-    def launch_rest(self) -> None:
+    def flush(self) -> None:
         """The backward is over: send what has not gone."""
         self._launch(complete=False)
         self._hold = HOLD if any(b.late for b in self.buckets) else max(self._hold - 1, 0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipollux_hybrid.job.context import JobContext
-from pipollux_hybrid.pipeline.microbatch import Nest, tensors_of
+from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 __all__ = ["SameSamples"]
 
@@ -33,7 +33,7 @@ class SameSamples:
         self._digest = 0
         self._pending = ctx.env.num_replicas > 1
 
-    def note(self, batch: Nest) -> None:
+    def note(self, batch: PyTree) -> None:
         """The model is called with a batch to train on."""
         if not self._pending or self._context.batch.micro_step is not None:
             return

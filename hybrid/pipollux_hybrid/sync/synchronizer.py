@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pipollux_hybrid.errors import SynchronizationError
-from pipollux_hybrid.pipeline.microbatch import Nest, tensors_of
+from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 from .backward_plan import BackwardPlan
 from .bucket import BUCKET_BYTES, check_wire
 from .buffers import BufferSynchronizer
-from .comm_timer import Exposure
+from .comm_timer import CommTimer
 from .grad_norms import NormSum
-from .iteration_totals import Summary
+from .iteration_totals import IterationTotals
 from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
-from .reducer import Arrivals
+from .reducer import Reducer
 
 __all__ = ["GradientSynchronizer", "SyncResult"]
 
@@ -56,7 +56,7 @@ class SyncResult:
     """S of :mod:`pipollux_hybrid.optim.gradient_noise_scale`."""
     sync_time: float
     """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
-    an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.Exposure`."""
+    an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.CommTimer`."""
 
 
 class GradientSynchronizer:
@@ -96,8 +96,8 @@ class GradientSynchronizer:
         self._on_gradient = on_gradient
         self._on_finished = on_finished
         self._buffers = buffers
-        self._arrivals = Arrivals(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
-        self._exposure = Exposure([p.device for named in stages for _, p in named])
+        self._reducer = Reducer(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
+        self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._lock = threading.Lock()
         # The backward under way.
@@ -119,7 +119,7 @@ class GradientSynchronizer:
         self._reference = 1.0
         self._batch_over_part = 1.0
 
-    def watch(self, output: Nest, plan: BackwardPlan) -> None:
+    def watch(self, output: PyTree, plan: BackwardPlan) -> None:
         """Let a plan take effect when the gradient of this output arrives.
 
         Args:
@@ -166,9 +166,9 @@ class GradientSynchronizer:
             self._measurable = False  # two backwards of the same samples: halves of an estimate
         self._part = plan.part
         self._measures = plan.measured and plan.counted and not single
-        self._begin_arrivals(plan)
+        self._prepare_reducer(plan)
 
-    def _begin_arrivals(self, plan: BackwardPlan) -> None:
+    def _prepare_reducer(self, plan: BackwardPlan) -> None:
         """Have gradients counted as they arrive, if anything depends on it."""
         if not (self._num_replicas > 1 or self._measures or plan.timed):
             self._hooks.set((), arrivals=False, gradients=False)
@@ -177,7 +177,7 @@ class GradientSynchronizer:
         trainable = [[(n, p) for n, p in named if p.requires_grad] for named in self._stages]
         self._hooks.set(trainable, arrivals=True, gradients=self._measures)
         stages = [[parameter for _, parameter in named] for named in trainable]
-        self._arrivals.begin(stages, plan, self._weight())
+        self._reducer.prepare_for_backward(stages, plan, self._weight())
         self._watched = None
 
     def _rewind(self) -> Callable[[], None]:
@@ -220,7 +220,7 @@ class GradientSynchronizer:
         self._measurable = False
         self._synchronizes = self._synchronizes or plan.synchronize
         if self._watched is None:
-            self._arrivals.join(plan, self._weight())
+            self._reducer.join(plan, self._weight())
 
     def _weight(self) -> float | None:
         """What gradients are multiplied by when they are sent; None if they are not."""
@@ -248,7 +248,7 @@ class GradientSynchronizer:
         refuse_sparse(stage, name, gradient)
         if not self._measures or not self._measurable or self._task is None:
             return
-        arrival, sizes = self._arrivals.count(parameter), self._plans[0].samples_by_pass
+        arrival, sizes = self._reducer.count(parameter), self._plans[0].samples_by_pass
         if arrival >= len(sizes):
             return
         factor = self._unit**2 / sizes[arrival]
@@ -259,7 +259,7 @@ class GradientSynchronizer:
         self._on_gradient(stage)
         with self._lock:
             if self._task is not None:
-                self._arrivals.add(parameter)
+                self._reducer.mark_ready(parameter)
 
     # --- the end of a backward -----------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class GradientSynchronizer:
             self._task = None
             return
         if self._measures:
-            self._measurable = self._measurable and not self._arrivals.surplus
+            self._measurable = self._measurable and not self._reducer.surplus
         if not self._synchronizes:
             self._task = None
             self._on_finished(None)
@@ -284,7 +284,7 @@ class GradientSynchronizer:
     def _any_arrived(self) -> bool:
         """Whether any parameter received a gradient."""
         watched, self._watched = self._watched, None  # it holds on to gradients
-        return self._arrivals.any if watched is None else watched.changed()
+        return self._reducer.any if watched is None else watched.changed()
 
     def _finish_alone(self) -> SyncResult:
         self._batch_over_part = self._samples / max(self._unit, 1)
@@ -294,20 +294,20 @@ class GradientSynchronizer:
         return SyncResult(self._samples, estimates, self._sqr_sum() / max(self._samples, 1), 0.0)
 
     def _finish_together(self) -> SyncResult:
-        arrivals = self._arrivals
-        self._exposure.start()
+        reducer = self._reducer
+        self._comm_timer.start()
         with self._lock:
-            arrivals.launch_rest()
+            reducer.flush()
         total = self._summary().sum_over_replicas(self._add_up, self._num_replicas)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
                 "over nothing"
             )
-        arrivals.relaunch([late > 0.0 for late in total.late])
+        reducer.relaunch([late > 0.0 for late in total.late])
         factor = self._reference / total.samples
         offset = 0
-        for bucket in arrivals.buckets:
+        for bucket in reducer.buckets:
             present = total.present[offset : offset + len(bucket.parameters)]
             offset += len(bucket.parameters)
             bucket.wait()
@@ -322,22 +322,22 @@ class GradientSynchronizer:
             round(total.samples),
             0 if total.unmeasurable else round(total.estimates),
             total.sqr / total.samples,
-            self._exposure.stop(),
+            self._comm_timer.stop(),
         )
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> IterationTotals:
         counts = self._samples > 0
-        return Summary(
+        return IterationTotals(
             samples=self._samples,
             part_samples=self._unit if self._plans[0].counted else 0,
             estimates=self._estimates,
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
             buffers=self._buffers.report() if self._buffers else [],
-            late=[bucket.late for bucket in self._arrivals.buckets],
+            late=[bucket.late for bucket in self._reducer.buckets],
             present=[
                 counts and parameter.grad is not None
-                for bucket in self._arrivals.buckets
+                for bucket in self._reducer.buckets
                 for parameter in bucket.parameters
             ],
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipollux_hybrid.job.batch import BatchShape
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, MeasuredNoise
-from pipollux_hybrid.partition.balance import Cut
+from pipollux_hybrid.partition.balance import Partitioning
 from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches
 from pipollux_perfmodel import GoodputFunction, PerfParams
 
@@ -40,7 +40,7 @@ class Autotuner:
         self.perf_params: PerfParams | None = None
         self.shape_chosen = False
         """Whether this run has chosen the batch size it starts with."""
-        self.cut: Cut | None = None
+        self.cut: Partitioning | None = None
         """How the layers are cut; None before a model was made."""
         self.overlap: float | None = None
         """How far stages ran side by side when the job last had several; None: it never had."""

@@ -21,12 +21,12 @@ from pipollux_perfmodel import StageEvent
 
 from .autotuner import Autotuner
 from .step_profile import Configuration
-from .step_record import Point
+from .step_record import StepRecord
 
 if TYPE_CHECKING:
     from .reporter import Reporter
 
-__all__ = ["Metrics", "Point"]
+__all__ = ["Metrics", "StepRecord"]
 
 
 class DoneStep(NamedTuple):
@@ -314,7 +314,7 @@ class Metrics(Autotuner):
             self.rate_factor,
         )
 
-    def _make_point(self, done: DoneStep, loss: float | None) -> Point:
+    def _make_point(self, done: DoneStep, loss: float | None) -> StepRecord:
         """The step as it is reported, with what the present model predicts for such a one."""
         shape, env, is_full = done.shape, self._context.env, done.part.is_full
         predicted = goodput = efficiency = None
@@ -332,7 +332,7 @@ class Metrics(Autotuner):
         if goodput_fn is not None and shape.batch_size >= goodput_fn.init_batch_size:
             efficiency = float(goodput_fn.efficiency(shape.batch_size))
             goodput = shape.batch_size / done.step_time * efficiency if is_full else None
-        return Point(
+        return StepRecord(
             time=done.time,
             step=done.step,
             epoch=done.epoch,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from .step_record import Point
+from .step_record import StepRecord
 
 __all__ = ["ProgressDisplay"]
 
@@ -35,11 +35,11 @@ class ProgressDisplay:
         self._task: TaskID | None = None
         self._lock = threading.Lock()
         self._next_line = 0.0
-        self._latest: Point | None = None
-        self._shown: Point | None = None
+        self._latest: StepRecord | None = None
+        self._shown: StepRecord | None = None
         self._paused = 0.0
 
-    def take(self, point: Point) -> None:
+    def on_step(self, point: StepRecord) -> None:
         """Show a point, unless it is older than the last pause; the reporting thread calls it."""
         with self._lock:
             self._latest = point
@@ -55,11 +55,11 @@ class ProgressDisplay:
         with self._lock:
             self._paused = time.time()
 
-    def finish(self, last: Point | None) -> None:
+    def finish(self, last: StepRecord | None) -> None:
         """Show where training ended; the bar stays as it is, above what the script prints next.
 
         Args:
-            last: The last point that was not handed to :meth:`take` yet; None if there is none.
+            last: The last point that was not handed to :meth:`on_step` yet; None if there is none.
         """
         with self._lock:
             self._paused = time.time()
@@ -78,12 +78,12 @@ class ProgressDisplay:
             self._bar.stop()
             self._bar = None
 
-    def _say(self, point: Point) -> None:
+    def _say(self, point: StepRecord) -> None:
         self._next_line = time.monotonic() + SAY_INTERVAL
         self._shown = point
         print(f"pipollux: {describe(point)}", file=self._console.file, flush=True)
 
-    def _move_bar(self, point: Point) -> None:
+    def _move_bar(self, point: StepRecord) -> None:
         self._shown = point
         if self._bar is None or self._task is None:
             self._bar = Progress(
@@ -108,7 +108,7 @@ class ProgressDisplay:
         )
 
 
-def describe(point: Point) -> str:
+def describe(point: StepRecord) -> str:
     """A point as one line.
 
     Example: ``epoch 2/30 step 1042 loss 0.1234 batch size 64 throughput 512 goodput 480 samples/s``
@@ -122,7 +122,7 @@ def describe(point: Point) -> str:
     )
 
 
-def figures(point: Point) -> str:
+def figures(point: StepRecord) -> str:
     """What stands behind the bar; the batch as samples of a replica × accumulation × replicas."""
     parts = [] if point.loss is None else [f"loss {point.loss:.4f}"]
     parts.append(f"{point.throughput:.0f} samples/s")
@@ -137,7 +137,7 @@ def figures(point: Point) -> str:
     return " · ".join(parts)
 
 
-def seconds_left(point: Point) -> float | None:
+def seconds_left(point: StepRecord) -> float | None:
     """Seconds to the end of the training, or of the epoch where the training's end is not known."""
     if point.throughput <= 0.0 or point.epoch_size == 0:
         return None
@@ -146,6 +146,6 @@ def seconds_left(point: Point) -> float | None:
     return max(samples, 0) / point.throughput
 
 
-def _epoch(point: Point) -> str:
+def _epoch(point: StepRecord) -> str:
     of = "" if point.num_epochs is None else f"/{point.num_epochs}"
     return f"epoch {point.epoch}{of}"

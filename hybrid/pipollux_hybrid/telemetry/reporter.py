@@ -23,7 +23,7 @@ from pipollux_perfmodel import StageEvent
 from . import unsent_report
 from .loss_watch import LossWatch
 from .progress_bar import ProgressDisplay
-from .step_record import Point, PointListener
+from .step_record import StepListener, StepRecord
 from .tensorboard import ScalarWriter
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class Reporter:
 
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
-        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
-        self._unshown: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._points: deque[StepRecord] = deque(maxlen=MAX_POINTS)
+        self._unshown: deque[StepRecord] = deque(maxlen=MAX_POINTS)
         self._timeline: dict[str, Any] | None = None
         self._hints: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._last_point = 0.0
-        self._held: Callable[[], Point] | None = None
+        self._held: Callable[[], StepRecord] | None = None
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
         env = ctx.env
@@ -71,7 +71,7 @@ class Reporter:
         self._url = f"{env.supervisor_url}/jobs/{env.job_id}" if env.supervisor_url else None
         # A scheduler shows progress itself.
         self._display = ProgressDisplay() if env.progress and self._url is None else None
-        self._listeners: list[PointListener] = [self._display] if self._display else []
+        self._listeners: list[StepListener] = [self._display] if self._display else []
         self._losses = LossWatch()
         self._fault = ""
         self._hints_of: Callable[[], SchedHints | None] = lambda: None
@@ -79,7 +79,7 @@ class Reporter:
             self._listeners.append(ScalarWriter(env.tensorboard_dir))
         ctx.closers.append(self.close)
 
-    def listen(self, listener: PointListener) -> None:
+    def listen(self, listener: StepListener) -> None:
         """Hand points to one more listener."""
         with self._lock:
             self._listeners.append(listener)
@@ -96,7 +96,7 @@ class Reporter:
         """Look at the loss of every optimizer step, also of one whose point is not reported."""
         self._losses.note(step, loss)
 
-    def add_point(self, when: float, make: Callable[[], Point]) -> None:
+    def add_point(self, when: float, make: Callable[[], StepRecord]) -> None:
         """Report an optimizer step; of steps in quick succession the latest is kept.
 
         Args:
@@ -149,7 +149,7 @@ class Reporter:
             LOG.warning("the reporting thread did not end within %.0f s", 3 * REQUEST_TIMEOUT)
         self._thread = None
 
-    def _queue(self, point: Point) -> None:
+    def _queue(self, point: StepRecord) -> None:
         """Keep a point for those it is for; the caller has the lock."""
         self._last_point, self._held = point.time, None
         self._unshown.append(point)
@@ -207,10 +207,10 @@ class Reporter:
             self._unshown.clear()
         for listener in listeners:
             for point in points:
-                if not self._call(listener, listener.take, point):
+                if not self._call(listener, listener.on_step, point):
                     break
 
-    def _call(self, listener: PointListener, method: Any, *arguments: Any) -> bool:
+    def _call(self, listener: StepListener, method: Any, *arguments: Any) -> bool:
         """Call a listener; one that fails is let go of, as it must not end the reports."""
         try:
             method(*arguments)
@@ -252,7 +252,7 @@ class Reporter:
                 if self._timeline is timeline:
                     self._timeline = None
 
-    def _body(self, points: list[Point], timeline: dict[str, Any] | None) -> dict[str, Any]:
+    def _body(self, points: list[StepRecord], timeline: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "generation": self._context.env.generation,
             "numEpochs": points[-1].num_epochs,

@@ -13,7 +13,7 @@ from .chrome_trace import Tracer
 from .metrics import Metrics
 from .stage_timer import Recording, StageTimer, stage_times
 
-__all__ = ["StepTiming"]
+__all__ = ["StageProfiler"]
 
 TIMED_EVERY = 10
 """Every so many iterations the stages of one backward are timed."""
@@ -23,7 +23,7 @@ PATIENCE = 4
 """Iterations that measure the noise for which a timing is put off."""
 
 
-class StepTiming:
+class StageProfiler:
     """Times the stages of some steps.
 
     On GPUs a time line is read when the devices are done with it, a step later or two, so nothing

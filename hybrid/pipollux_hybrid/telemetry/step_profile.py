@@ -42,7 +42,7 @@ class Configuration(NamedTuple):
     num_microbatches: int
 
 
-class Samples:
+class StepTimes:
     """The latest samples of one kind of step, in seconds."""
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class Samples:
 class Measurements:
     """Samples for one configuration, in seconds."""
 
-    accum: Samples = field(default_factory=Samples)
+    accum: StepTimes = field(default_factory=StepTimes)
     """Accumulation steps."""
-    alone: Samples = field(default_factory=Samples)
+    alone: StepTimes = field(default_factory=StepTimes)
     """Optimizer steps less the time waited for peers."""
-    optim: Samples = field(default_factory=Samples)
+    optim: StepTimes = field(default_factory=StepTimes)
     """Optimizer steps."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""

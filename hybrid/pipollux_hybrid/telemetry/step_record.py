@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Point", "PointListener"]
+__all__ = ["StepListener", "StepRecord"]
 
 NOT_SENT = (
     "num_microbatches",
@@ -20,7 +20,7 @@ NOT_SENT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class StepRecord:
     """One optimizer step."""
 
     time: float
@@ -64,10 +64,10 @@ class Point:
         return {_camel(name): _finite(getattr(self, name)) for name in sent}
 
 
-class PointListener(Protocol):
+class StepListener(Protocol):
     """Something that shows or records points; called by the reporting thread of rank 0 only."""
 
-    def take(self, point: Point) -> None:
+    def on_step(self, point: StepRecord) -> None:
         """A step was done; of steps in quick succession only some come here."""
 
     def close(self) -> None:

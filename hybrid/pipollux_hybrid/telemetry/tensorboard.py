@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .step_record import Point
+from .step_record import StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,7 +44,7 @@ class ScalarWriter:
         self._log_dir = Path(log_dir)
         self._writer: SummaryWriter | None = None
 
-    def take(self, point: Point) -> None:
+    def on_step(self, point: StepRecord) -> None:
         """Write a point; called by the reporting thread."""
         if self._writer is None:
             self._writer = self._open(point.step)
@@ -65,7 +65,7 @@ class ScalarWriter:
         return SummaryWriter(str(self._log_dir), purge_step=step, flush_secs=FLUSH_SECONDS)
 
 
-def _scalars(point: Point) -> dict[str, float | None]:
+def _scalars(point: StepRecord) -> dict[str, float | None]:
     return {
         "loss": point.loss,
         "throughput": point.throughput,
