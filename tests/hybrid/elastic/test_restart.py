@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hybrid.elastic.training import EPOCHS, SIZE
 from tests.hybrid.models import assert_close
-from tests.hybrid.training import EPOCHS, SIZE
 from tests.programs import LIMIT, Command, Replicas, Started, free_port
 
 SCRIPT = Path(__file__).with_name("training.py")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     check_like_plain,
     engine,

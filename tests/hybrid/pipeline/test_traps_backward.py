@@ -14,7 +14,7 @@ from torch import nn
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, SynchronizationError
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     engine,
     forward,

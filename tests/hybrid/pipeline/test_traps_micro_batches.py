@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from pipollux_hybrid import init_process_group
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
-from tests.hybrid.replicas import run_replicas
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     CountsForwards,
     engine,
@@ -22,6 +21,7 @@ from tests.hybrid.trap_cases import (
     fresh_context,  # noqa: F401  # a fixture, which pytest finds by its name
     wrap,
 )
+from tests.hybrid.replicas import run_replicas
 
 
 @pytest.mark.parametrize("checkpoint", MODES)

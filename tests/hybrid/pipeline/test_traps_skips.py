@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError, Namespace, pop, skippable, stash
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     check_like_plain,
     fresh_context,  # noqa: F401  # a fixture, which pytest finds by its name

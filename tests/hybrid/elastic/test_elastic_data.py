@@ -25,7 +25,7 @@ from pipollux_hybrid.elastic.sampler import ElasticSampler
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from tests.extent import examples
-from tests.hybrid.elastic import Job
+from tests.hybrid.elastic.one_process import Job
 
 EPOCHS = 2
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hybrid.models import assert_close, gradients
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     engine,
     forward,

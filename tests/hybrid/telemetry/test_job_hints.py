@@ -94,7 +94,7 @@ def go_back_to_one_stage() -> None:
     saved.seek(0)
     state.load(saved)
     assert metrics.overlap == seen
-    metrics.num_stages, metrics.cut = 1, None
+    context().pipeline.num_stages, metrics.cut = 1, None
     one = Configuration(1, 1, 1, 4, 1)
     for _ in range(8):
         metrics.profile.add_step(one, 0.01, 0.0, optimizer=True, disturbed=False)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import pipollux_hybrid as pipollux
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
-from tests.hybrid.training import RESULTS, hold
+from tests.hybrid.elastic.training import RESULTS, hold
 
 SIZE = 121
 EPOCHS = 3

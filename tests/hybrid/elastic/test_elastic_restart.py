@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.extent import first
-from tests.hybrid.elastic_training import EPOCHS, SIZE
-from tests.hybrid.test_restart import Job, run_and_stop
+from tests.hybrid.elastic.elastic_training import EPOCHS, SIZE
+from tests.hybrid.elastic.test_restart import Job, run_and_stop
 from tests.programs import LIMIT, Replicas
 
 

@@ -16,7 +16,7 @@ from pipollux_hybrid import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_perfmodel import partition
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
-from tests.hybrid.trap_cases import (
+from tests.hybrid.pipeline.trap_cases import (
     MODES,
     CountsForwards,
     check_like_plain,
