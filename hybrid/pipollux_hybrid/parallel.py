@@ -19,7 +19,7 @@ from pipollux_hybrid.module_wrapper import ModuleWrapper, batch_of, check_argume
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
-from pipollux_hybrid.optim.scaling_rules import ScalingRule, ScalingState, default_rule
+from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline.batchnorm import commit_statistics, defer_statistics, uncounted
@@ -30,7 +30,7 @@ from pipollux_hybrid.pipeline.num_microbatches import (
     chosen_microbatches,
     cut_sizes,
 )
-from pipollux_hybrid.sync.backward_plan import BackwardPlan
+from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
 from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
@@ -220,8 +220,7 @@ class HybridParallel(ModuleWrapper):
 
         1 until the gradient's noise was measured.
         """
-        noise = self._metrics.noise
-        return noise.gain(self._batch.scale) if noise is not None else 1.0
+        return self._metrics.gain
 
     @property
     def output_device(self) -> torch.device:
@@ -348,20 +347,16 @@ class HybridParallel(ModuleWrapper):
         timed = timed and self._timing.begin(num_recomputed, measures_noise=wanted)
         self._metrics.note_forward(disturbed=timed or wanted)
         self._timing.read()
-        measured = micro_step is not None and wanted
-        # The noise is told from the gradients of micro-batches, recomputed or not; but what the
-        # script wants of its input it may want by torch.autograd.grad, which needs one graph.
+        # What the script wants of its input it may want by torch.autograd.grad.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
-        separate = measured and len(sizes) > 1 and not num_recomputed and not whole
-        return BackwardPlan(
-            sizes=sizes,
-            num_separate=len(sizes) if separate else num_recomputed,
-            num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+        return plan_backward(
+            sizes,
+            micro_step,
             synchronize=ends,
-            weighted=micro_step is not None,
-            measured=measured,
+            measured=wanted,
             timed=timed,
-            part=micro_step,
+            num_recomputed=num_recomputed,
+            one_graph=whole,
         )
 
     def _backward_finished(self, result: SyncResult | None) -> None:
@@ -379,23 +374,10 @@ class HybridParallel(ModuleWrapper):
             self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
 
     def _rate_factor(self) -> float:
-        metrics, scale = self._metrics, self._batch.scale
-        metrics.rate_factor = self._rule.factor(
-            ScalingState(
-                scale=scale,
-                gain=self.gain,
-                progress=metrics.progress,
-                step=metrics.step,
-                init_batch_size=self._init_batch_size(),
-            )
-        )
-        return metrics.rate_factor
-
-    def _init_batch_size(self) -> int:
-        limits = self._batch.limits
-        if limits is not None:
-            return limits.init_batch_size
-        return max(self._result.batch_size, 1) if self._result is not None else 1
+        last_batch_size = self._result.batch_size if self._result is not None else 0
+        state = self._metrics.scaling_state(last_batch_size)
+        self._metrics.rate_factor = self._rule.factor(state)
+        return self._metrics.rate_factor
 
     def _stepped(self) -> None:
         self._noise.stepped()

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BackwardPlan"]
+from pipollux_hybrid.job.batch import MicroStep
+
+__all__ = ["BackwardPlan", "plan_backward"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,3 +63,39 @@ class BackwardPlan:
         rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_separate]))
         # A script may make several rows of a sample, or one of several.
         return [count * self.num_samples / sum(self.sizes) for count in rows]
+
+
+def plan_backward(
+    sizes: Sequence[int],
+    micro_step: MicroStep | None,
+    *,
+    synchronize: bool,
+    measured: bool,
+    timed: bool,
+    num_recomputed: int,
+    one_graph: bool,
+) -> BackwardPlan:
+    """Return the plan of a backward.
+
+    Args:
+        sizes: Samples of each micro-batch.
+        micro_step: What the loop body works on; None outside of an adaptive loader.
+        synchronize: Whether it ends the iteration.
+        measured: Whether the gradient's noise is to be measured, if that can be.
+        timed: Whether the stages are timed.
+        num_recomputed: Micro-batches that are recomputed, each in a backward of its own.
+        one_graph: Whether the micro-batches must stay parts of one graph.
+    """
+    measured = measured and micro_step is not None
+    # The noise is told from the gradients of micro-batches, recomputed or not.
+    separate = measured and len(sizes) > 1 and not num_recomputed and not one_graph
+    return BackwardPlan(
+        sizes=sizes,
+        num_separate=len(sizes) if separate else num_recomputed,
+        num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+        synchronize=synchronize,
+        weighted=micro_step is not None,
+        measured=measured,
+        timed=timed,
+        part=micro_step,
+    )

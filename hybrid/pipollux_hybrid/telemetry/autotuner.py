@@ -60,6 +60,11 @@ class Autotuner:
         """What is known about the gradient's noise; None until it was measured."""
         return self._noise.scale
 
+    @property
+    def gain(self) -> float:
+        """Steps of the initial batch size that a step of the present one is worth (AdaScale)."""
+        return self.noise.gain(self._context.batch.scale) if self.noise is not None else 1.0
+
     def restore_noise(self, scale: GradientNoiseScale) -> None:
         """Go on from what an earlier run measured."""
         self._noise.scale = scale

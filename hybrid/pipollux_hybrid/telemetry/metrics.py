@@ -17,6 +17,7 @@ from pipollux_hybrid.job.batch import BatchShape, Part
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
+from pipollux_hybrid.optim.scaling_rules import ScalingState
 from pipollux_perfmodel import StageEvent
 
 from .autotuner import Autotuner
@@ -196,6 +197,24 @@ class Metrics(Autotuner):
         self.step += 1
         self.samples += batch_size
         self.progress += self.noise.gain(scale) if self.noise else 1.0
+
+    def scaling_state(self, last_batch_size: int) -> ScalingState:
+        """What the learning rate of the coming step follows.
+
+        Args:
+            last_batch_size: Samples of the iteration that ended, which count as the initial batch
+                size where nothing says what that is.
+        """
+        batch = self._context.batch
+        return ScalingState(
+            scale=batch.scale,
+            gain=self.gain,
+            progress=self.progress,
+            step=self.step,
+            init_batch_size=(
+                max(last_batch_size, 1) if batch.limits is None else batch.limits.init_batch_size
+            ),
+        )
 
     def note_loss(self, loss: Any) -> None:
         """The script reported the mean loss of what it works on."""
