@@ -16,8 +16,8 @@ from pipollux_hybrid.job.context import context, reset
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.telemetry.metrics import Metrics
-from pipollux_sched.http_server import HttpServer
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from pipollux_sched.server.http_server import HttpServer
 from tests.hybrid.replicas import run_replicas
 from tests.sched.supervised import Service, detail
 

@@ -157,8 +157,8 @@ def _known_error(error: Exception, args: Sequence[str]) -> int:
         complain(f"{said}; see '{command} --help'")
         return USAGE
     # Only who raises these has imported their modules.
-    spec = sys.modules.get("pipollux_sched.spec")
-    planner = sys.modules.get("pipollux_sched.planner")
+    spec = sys.modules.get("pipollux_sched.spec.job")
+    planner = sys.modules.get("pipollux_sched.planning.plan")
     if spec and isinstance(error, spec.SpecError):
         complain(*error.problems)
         return USAGE

@@ -18,7 +18,7 @@ from rich.progress import (
 
 from pipollux_sched.report import clock
 from pipollux_sched.simulator import Workload
-from pipollux_sched.simulator.side_by_side import Pair, WatchPair
+from pipollux_sched.simulator.parallel import Pair, WatchPair
 
 
 @contextmanager

@@ -7,10 +7,8 @@
 `Recorder` and the records it builds also serve whoever follows a log while it is written.
 """
 
-from .history import Recorder
-from .log import Event, EventLog, EventLogError, read_events
-from .page import render_report, write_report
-from .records import (
+from pipollux_sched.report.run.event_log import Event, EventLog, EventLogError, read_events
+from pipollux_sched.report.run.records import (
     AllocationRecord,
     Generation,
     JobRecord,
@@ -19,7 +17,10 @@ from .records import (
     Run,
     StepTimeline,
 )
-from .words import clean, clock, count, duration, number, percent, placement
+from pipollux_sched.report.run.replay import Recorder
+from pipollux_sched.utils.text import clean, clock, count, duration, number, percent, placement
+
+from .page import render_report, write_report
 
 __all__ = [
     "AllocationRecord",
