@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Exited, FirstStep, Outcome, Started
-from pipollux_sched.report import render_report, run_events
+from pipollux_sched.report import run_events
+from pipollux_sched.report.page import render_report
 from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.store import Store

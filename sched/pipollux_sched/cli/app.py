@@ -43,7 +43,7 @@ COMMANDS = {
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
     "events": _Entry("events", "Print what has happened, and what happens."),
-    "top": _Entry("top", "Watch the cluster, live."),
+    "top": _Entry("top.command", "Watch the cluster, live."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),
     "predict": _Entry("predict", "Predict step time, goodput and speedup on allocations."),
     "report": _Entry("report", "Draw the report of a run anew from its event log."),

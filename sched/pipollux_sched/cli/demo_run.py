@@ -21,8 +21,8 @@ from pipollux_sched.backend.local.hardware import count_gpus
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy import DEFAULT_POLICY, make_policy
-from pipollux_sched.report import write_report
 from pipollux_sched.report.live_view import LiveView
+from pipollux_sched.report.page import write_report
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster, load_jobs
 from pipollux_sched.spec.script import with_script_found

@@ -85,7 +85,9 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
             title="Pipollux", version=version, description=DESCRIPTION, routes=app.routes
         )
         found = made["components"]["schemas"]
-        components = {name: schema for name, schema in found.items() if "enum" in schema}  # of queries
+        components = {
+            name: schema for name, schema in found.items() if "enum" in schema
+        }  # of queries
         for path, operations in made["paths"].items():
             for method, operation in operations.items():
                 _complete(operation, (method, path), components)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipollux_sched.report import clock, count, duration, percent
 from pipollux_sched.report.charts.axes import Panel, Scale, clock_ticks, whole_ticks
 from pipollux_sched.report.charts.svg import WIDTH, Drawing, colour_class
 from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.utils.text import clock, count, duration, percent
 
 _LEFT, _RIGHT = 64.0, 16.0
 _CLEARANCE = 84.0

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipollux_sched.report import clean, clock, count
 from pipollux_sched.report.charts.axes import Panel, Scale, clock_ticks
 from pipollux_sched.report.charts.svg import WIDTH, Drawing, colour_class
 from pipollux_sched.simulator.engine.job import Interval
 from pipollux_sched.simulator.engine.outcome import JobOutcome, Outcome
+from pipollux_sched.utils.text import clean, clock, count
 
 _LEFT, _RIGHT = 108.0, 16.0
 _NODE_GAP = 5.0

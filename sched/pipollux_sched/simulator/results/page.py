@@ -10,9 +10,9 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipollux_sched import report
-from pipollux_sched.report import clean, count
 from pipollux_sched.simulator.engine.metrics import measure
 from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.utils.text import clean, count
 
 from .charts import draw_completion_times, draw_use
 from .gantt import draw_gantt
