@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipollux_perfmodel import Schedule
-from pipollux_perfmodel.pipeline import network_end
+from pipollux_perfmodel.timing.gpipe import network_end
 
 FORWARD = (1.0, 1.0, 1.4, 0.9)
 BACKWARD = (2.0, 1.8, 2.6, 1.8)

@@ -29,7 +29,11 @@ from typing import Any, Self
 PRELOADED = [
     *("torch._dynamo", "torchgpipe", "scipy.optimize", "pipollux_hybrid"),
     # What the packages import when it is needed.
-    *("pipollux_hybrid.reporter", "pipollux_perfmodel.fit", "pipollux_perfmodel.hints"),
+    *(
+        "pipollux_hybrid.telemetry.reporter",
+        "pipollux_perfmodel.fitting.fit",
+        "pipollux_perfmodel.hints.hints",
+    ),
     *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_sched.simulator"),
 ]
 PIPOLLUX = Path(sys.executable).with_name("pipollux")

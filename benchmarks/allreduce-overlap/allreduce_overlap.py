@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchgpipe import GPipe
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid.context import context
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job.context import context
 
 WIDTH, STAGES, MICROBATCHES, ROWS = 640, 4, 4, 256
 DEVICES = ["cpu"] * STAGES
@@ -78,7 +79,9 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
     """HybridParallel; without overlap nothing is sent before the backward has ended."""
     module = layers()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    context().states.clear()  # a job has one model; here each contestant is a job of its own
+    context().component(
+        States
+    ).clear()  # a job has one model; here each contestant is a job of its own
     model = pipollux.HybridParallel(
         module,
         optimizer,
@@ -88,7 +91,7 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
         checkpoint=checkpoint,
         **options,
     )
-    model._synchronizer._arrivals.overlap = overlap
+    model._synchronizer._reducer.overlap = overlap
     return step_of(model, optimizer, batch)
 
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.job import context as contexts
 
 WIDTH = 4096
 
@@ -100,7 +101,7 @@ def save(gib: float, root: Path, times: dict[str, list[float]]) -> int:
         seconds(lambda: write_bytes(root / "bytes", size))
     )
     times["save at a step boundary"].append(seconds(pipollux.save_all_states))
-    saving = contexts.context().background_save
+    saving = contexts.context().component(CheckpointManager).saver
     for name in ("first", "later"):
         pause = seconds(lambda: pipollux.save_all_states(background=True))
         times[f"background save: pause, {name}"].append(pause)

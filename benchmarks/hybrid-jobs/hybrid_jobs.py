@@ -40,9 +40,9 @@ from pipollux_sched.simulator import (
     SiaPipelineModel,
     generate,
 )
-from pipollux_sched.simulator.engine import Cluster, Result
-from pipollux_sched.simulator.pipeline_application import NUM_EPOCHS
-from pipollux_sched.simulator.pipeline_job import STAGE_COUNTS
+from pipollux_sched.simulator.applications.pipeline import NUM_EPOCHS
+from pipollux_sched.simulator.applications.pipeline_job import STAGE_COUNTS
+from pipollux_sched.simulator.engine.cluster import Cluster, Result
 
 GPUS = 8  # of a node
 CLUSTERS: dict[str, dict[str, Device]] = {

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from pipollux_hybrid.noise import GradientNoiseScale
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 
 BATCH = 64
 MICROBATCHES = (2, 4, 8, 16)

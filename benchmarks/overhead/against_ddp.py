@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from turns import OPTIMIZERS, SIZES, Comparison, Shares, Size, dataset, mlp, run_all, steps
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

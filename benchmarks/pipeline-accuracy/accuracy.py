@@ -22,8 +22,8 @@ import numpy as np
 import scipy.optimize
 
 from pipollux_perfmodel import GoodputFunction, PerfParams, fit_measurements
-from pipollux_perfmodel.layers import Layer, LayerProfile
-from pipollux_perfmodel.plan import price_stages
+from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
+from pipollux_perfmodel.partitioning.stage_plan import price_stages
 
 SEEDS = range(5)
 Row = dict[str, Any]

@@ -36,8 +36,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import engine, noise_meter, parallel, step_timing
-from pipollux_hybrid.context import context
+from pipollux_hybrid import parallel
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.optim import noise_meter
+from pipollux_hybrid.pipeline import engine
+from pipollux_hybrid.telemetry import stage_profiler
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 TOKENS, WIDTH, CLASSES = 12, 128, 32
 HIDDEN = (2, 4, 4, 2, 3, 3, 2, 4)  # of WIDTH, one per block: layers are not alike
@@ -99,7 +103,7 @@ class Steps:
         self.accum_steps = 0
         """Accumulation steps of the iterations under way."""
         self._model = model
-        profile = context().metrics.profile
+        profile = context().component(Metrics).profile
         self._add_step, self._add_stages = profile.add_step, profile.add_stages
         self._timed = False
         profile.add_step = self._step  # the measurement goes on
@@ -133,7 +137,7 @@ class Replica:
 
     def __init__(self, num_stages: int, grid: Sequence[tuple[int, int]], checkpoint: str) -> None:
         pipollux.init_process_group(timeout=300)
-        step_timing.TIMED_EVERY = TIMED_EVERY
+        stage_profiler.TIMED_EVERY = TIMED_EVERY
         module = layers()
         self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self._model = pipollux.HybridParallel(
@@ -150,7 +154,7 @@ class Replica:
         self._train(*self._grid[0], accum_steps=0, iterations=SETTLED)
         self._walls.clear()
         self._recorder.steps.clear()
-        context().metrics.profile._measurements.clear()
+        context().component(Metrics).profile._measurements.clear()
 
     def round(self, seed: int) -> None:
         """Train in every configuration, in an order of the round's own."""
@@ -171,7 +175,7 @@ class Replica:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """What was measured, one row per configuration and per layer."""
-        for entry in context().metrics.profile.to_json():
+        for entry in context().component(Metrics).profile.to_json():
             num_microbatches, atomic_bsz = entry["num_microbatches"], entry["atomic_bsz"]
             walls = self._walls[num_microbatches, atomic_bsz]
             yield {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from pipollux_perfmodel import GoodputFunction, PerfParams, SpeedupFunction
-from pipollux_perfmodel.params import even_shares
+from pipollux_perfmodel.timing.params import even_shares
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of
-from pipollux_sched.policy.cluster import build_cluster
-from pipollux_sched.policy.problem import AllocationProblem
+from pipollux_sched.policy.pollux.arrays import build_cluster
+from pipollux_sched.policy.pollux.problem import AllocationProblem
 
 MOST_REPLICAS = 64
 INIT_BATCH_SIZE, MAX_BATCH_SIZE = 128, 4096

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 TORCH = time.time()
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import boundary
+from pipollux_hybrid.elastic import step_boundary
 
 IMPORTED = time.time()
 
@@ -37,7 +37,7 @@ def main() -> None:
     mark("built")
     model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
     mark("restored")
-    saves = boundary.save_all_states
+    saves = step_boundary.save_all_states
 
     def save(**options: bool) -> Path | None:
         mark("agreed")
@@ -45,7 +45,7 @@ def main() -> None:
         mark("saved")
         return path
 
-    boundary.save_all_states = save  # the time is taken, nothing else
+    step_boundary.save_all_states = save  # the time is taken, nothing else
     for _ in pipollux.remaining_epochs_until(1):
         for (inputs,) in loader:
             optimizer.zero_grad()

@@ -5,27 +5,22 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 (micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) follows.
 """
 
-from .accumulator import Accumulator
-from .amp import GradScaler
-from .bptt import AdaptiveBPTTIterator
-from .buffers import CombinesBuffers, all_reduce_sum
-from .checkpoint import State, load_state, save_all_states
-from .data import AdaptiveDataLoader
-from .epoch import current_epoch, remaining_epochs_until
-from .errors import CheckpointError, ConfigurationError, PipolluxError, SynchronizationError
-from .layer_profile import profile_layers
-from .objectstate import keep
-from .parallel import HybridParallel
-from .process_group import (
+from pipollux_hybrid.checkpoint.manager import load_state, save_all_states
+from pipollux_hybrid.checkpoint.state import State
+from pipollux_hybrid.checkpoint.stateful import keep
+from pipollux_hybrid.elastic.accumulator import Accumulator
+from pipollux_hybrid.elastic.bptt import AdaptiveBPTTIterator
+from pipollux_hybrid.elastic.epoch import current_epoch, remaining_epochs_until
+from pipollux_hybrid.elastic.loader import AdaptiveDataLoader
+from pipollux_hybrid.elastic.process_group import (
     destroy_process_group,
     init_process_group,
     num_replicas,
     replica_rank,
 )
-from .report import report
-from .sampler import ElasticSampler
-from .scalars import TensorBoard
-from .scaling import (
+from pipollux_hybrid.elastic.sampler import ElasticSampler
+from pipollux_hybrid.optim.grad_scaler import GradScaler
+from pipollux_hybrid.optim.scaling_rules import (
     AdamScale,
     AdaScale,
     LEGWScale,
@@ -34,7 +29,13 @@ from .scaling import (
     ScalingState,
     SquareRootScale,
 )
-from .skip import Namespace, pop, skippable, stash
+from pipollux_hybrid.partition.layer_profiler import profile_layers
+from pipollux_hybrid.pipeline.skip import Namespace, pop, skippable, stash
+from pipollux_hybrid.sync.buffers import CombinesBuffers, all_reduce_sum
+from pipollux_hybrid.telemetry.report import TensorBoard, report
+
+from .errors import CheckpointError, ConfigurationError, PipolluxError, SynchronizationError
+from .parallel import HybridParallel
 
 __all__ = [
     "Accumulator",

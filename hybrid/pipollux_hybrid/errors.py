@@ -1,4 +1,4 @@
-"""What goes wrong inside a job, as a small tree of exceptions.
+"""What goes wrong inside a job, as a small tree of exceptions; and what arguments may be.
 
 ::
 
@@ -10,7 +10,26 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigurationError", "PipolluxError", "SynchronizationError"]
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Allowed",
+    "CheckpointError",
+    "ConfigurationError",
+    "PipolluxError",
+    "SynchronizationError",
+    "at_least",
+    "check_values",
+    "is_sequence",
+    "is_whole",
+    "switch",
+]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+LONGEST = 60
+"""Characters of a value that a message shows."""
 
 
 class PipolluxError(Exception):
@@ -27,3 +46,65 @@ class CheckpointError(PipolluxError):
 
 class SynchronizationError(PipolluxError, RuntimeError):
     """The training loop uses the model in a way whose gradients cannot be averaged rightly."""
+
+
+class Allowed(NamedTuple):
+    """What an argument may be."""
+
+    holds: Callable[[Any], bool]
+    """Whether a value is allowed; it must take anything."""
+    words: str
+    """What is allowed and what to do, the rest of the sentence after ``name=value:``."""
+
+
+def check_values(table: Mapping[str, Allowed], values: Mapping[str, Any]) -> None:
+    """Refuse the first value that its table does not allow.
+
+    Args:
+        table: What the arguments may be, by name.
+        values: The arguments; every name of the table is among them.
+
+    Raises:
+        ConfigurationError: Names the argument, its value and what is allowed.
+    """
+    for name, allowed in table.items():
+        if not allowed.holds(values[name]):
+            raise ConfigurationError(f"{_told(name, values[name])}: {allowed.words}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer; a truth value is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a list, a tuple or the like, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def at_least(least: float, words: str, *, whole: bool = False) -> Allowed:
+    """A finite number from a least one on; an integer if ``whole`` is set."""
+
+    def holds(value: Any) -> bool:
+        number = is_whole(value) or (isinstance(value, float) and not whole)
+        return number and math.isfinite(value) and value >= least
+
+    return Allowed(holds, words)
+
+
+def switch(words: str = "True or False is needed") -> Allowed:
+    """A truth value."""
+    return Allowed(lambda value: isinstance(value, bool), words)
+
+
+def _told(name: str, value: Any) -> str:
+    if isinstance(value, type):
+        return f"{name} is the class {value.__name__}"
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    if not isinstance(value, (list, tuple, dict)):
+        items = [value]
+    if all(isinstance(item, PLAIN) for item in items) and len(repr(value)) <= LONGEST:
+        return f"{name}={value!r}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOU" else "a"
+    return f"{name} is {article} {kind}"

@@ -11,36 +11,41 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from pipollux_hybrid.checkpoint.manager import load_state
+from pipollux_hybrid.checkpoint.model_state import ModelState
+from pipollux_hybrid.job.agreement import agree, model_settings
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.module_wrapper import ModuleWrapper, batch_of, check_arguments, check_single
+from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
+from pipollux_hybrid.optim.noise_meter import NoiseMeter
+from pipollux_hybrid.optim.parameter_watch import ParameterWatch
+from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
+from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
+from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
+from pipollux_hybrid.pipeline.batchnorm import commit_statistics, defer_statistics, uncounted
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
+from pipollux_hybrid.pipeline.num_microbatches import (
+    FEWEST_NORMALISED,
+    chosen_microbatches,
+    cut_sizes,
+)
+from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
+from pipollux_hybrid.sync.bucket import BUCKET_BYTES
+from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
+from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
+from pipollux_hybrid.sync.same_samples import SameSamples
+from pipollux_hybrid.sync.synchronizer import GradientSynchronizer, SyncResult
+from pipollux_hybrid.telemetry.chrome_trace import Tracer
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 from pipollux_perfmodel import LayerProfile
-from pipollux_perfmodel.params import Checkpoint
-
-from .agreement import agree, model_settings
-from .arguments import batch_of, batch_size_of, check_arguments, check_single
-from .balance import CutRequest, choose_balance, choose_devices, choose_num_stages
-from .batchnorm import commit_statistics, defer_statistics, uncounted
-from .bucket import BUCKET_BYTES
-from .buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
-from .checkpoint import load_state
-from .context import context
-from .engine import PipelineEngine
-from .microbatches import FEWEST_NORMALISED, chosen_microbatches, cut_sizes
-from .modelstate import ModelState
-from .nest import Nest, map_tensors, tensors_of
-from .noise_meter import NoiseMeter
-from .optim import AdaptiveOptimizer
-from .parameter_watch import ParameterWatch
-from .plain import PlainFace
-from .plan import BackwardPlan
-from .replica_check import ReplicaCheck, check_interval
-from .same_samples import SameSamples
-from .scaling import ScalingRule, ScalingState, default_rule
-from .step_timing import StepTiming
-from .synchronizer import GradientSynchronizer, SyncResult
+from pipollux_perfmodel.timing.params import Checkpoint
 
 __all__ = ["HybridParallel"]
 
 
-class HybridParallel(PlainFace):
+class HybridParallel(ModuleWrapper):
     """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
@@ -102,7 +107,7 @@ class HybridParallel(PlainFace):
         num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
         checkpoint: str = "except_last",
-        sample: Nest | None = None,
+        sample: PyTree | None = None,
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -126,18 +131,20 @@ class HybridParallel(PlainFace):
         super().__init__(module)
         self._context = ctx
         self._deferred = defer_statistics(module)
-        ctx.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
+        metrics = self._metrics = ctx.component(Metrics)
+        self._batch, spec = ctx.batch, ctx.pipeline
+        spec.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
-        ctx.metrics.num_stages, ctx.devices = wanted, tuple(chosen)
-        ctx.checkpoint_mode = cast(Checkpoint, checkpoint)
+        spec.num_stages, spec.devices = wanted, tuple(chosen)
+        spec.checkpoint_mode = cast(Checkpoint, checkpoint)
         self.num_microbatches = num_microbatches
-        request = CutRequest(
+        request = PartitionRequest(
             num_stages=wanted,
             balance=balance,
             sample=sample,
             num_microbatches=self.num_microbatches,
-            checkpoint=ctx.checkpoint_mode,
+            checkpoint=spec.checkpoint_mode,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
@@ -149,18 +156,18 @@ class HybridParallel(PlainFace):
         if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
         cut = choose_balance(ctx, module, optimizer, chosen[0], request)
-        ctx.metrics.cut, self._layer_profile = cut, cut.profile
+        metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"] = PipelineEngine(module, cut.balance, chosen, checkpoint)
         self._engine: PipelineEngine
         self.balance = list(cut.balance)
         if ctx.env.rank == 0:
-            ctx.reporter  # noqa: B018  # made here, so that what it lacks is said before training
+            metrics.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete = True
         self._no_sync = False
         self._result: SyncResult | None = None
-        self._timing = StepTiming(ctx, self._engine.stages, self.devices)
+        self._timing = StageProfiler(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
             self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,
@@ -213,8 +220,7 @@ class HybridParallel(PlainFace):
 
         1 until the gradient's noise was measured.
         """
-        noise = self._context.metrics.noise
-        return noise.gain(self._context.scale) if noise is not None else 1.0
+        return self._metrics.gain
 
     @property
     def output_device(self) -> torch.device:
@@ -224,15 +230,15 @@ class HybridParallel(PlainFace):
     @property
     def num_microbatches(self) -> int:
         """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
-        return self._context.num_microbatches
+        return self._batch.num_microbatches
 
     @num_microbatches.setter
     def num_microbatches(self, value: int | None) -> None:
-        ctx = self._context
-        ctx.microbatches_follow = value is None
-        ctx.num_microbatches = chosen_microbatches(value, ctx.metrics.num_stages)
+        spec = self._context.pipeline
+        spec.microbatches_follow = value is None
+        self._batch.num_microbatches = chosen_microbatches(value, spec.num_stages)
 
-    def forward(self, *inputs: Nest, **keywords: Nest) -> Nest:
+    def forward(self, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Run a batch through the pipeline.
 
         Args:
@@ -287,7 +293,7 @@ class HybridParallel(PlainFace):
         Args:
             path: The file, by convention ``….json``.
         """
-        self._context.tracer.request(path)
+        self._context.component(Tracer).request(path)
 
     def clip_grad_norm_(
         self,
@@ -324,77 +330,60 @@ class HybridParallel(PlainFace):
 
     def _sizes(self, batch_size: int) -> list[int]:
         """Samples of each micro-batch."""
-        ctx = self._context
-        fewest = ctx.fewest_samples if ctx.microbatches_follow else 1
+        spec = self._context.pipeline
+        fewest = spec.fewest_samples if spec.microbatches_follow else 1
         if any(layer.training for layer in self._deferred):
             fewest = max(fewest, 2)  # a single value has no variance
         return cut_sizes(batch_size, self.num_microbatches, fewest)
 
-    def _plan(self, sizes: list[int], batch: Nest) -> BackwardPlan:
+    def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
         """What the backward of a forward of micro-batches of these sizes is for."""
         self._same_samples.note(batch)
-        micro_step = self._context.micro_step
+        micro_step = self._batch.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
         num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         wanted = self._noise.wanted()
         timed = ends and self.training
         timed = timed and self._timing.begin(num_recomputed, measures_noise=wanted)
-        self._context.metrics.note_forward(disturbed=timed or wanted)
+        self._metrics.note_forward(disturbed=timed or wanted)
         self._timing.read()
-        measured = micro_step is not None and wanted
-        # The noise is told from the gradients of micro-batches, recomputed or not; but what the
-        # script wants of its input it may want by torch.autograd.grad, which needs one graph.
+        # What the script wants of its input it may want by torch.autograd.grad.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
-        separate = measured and len(sizes) > 1 and not num_recomputed and not whole
-        return BackwardPlan(
-            sizes=sizes,
-            num_separate=len(sizes) if separate else num_recomputed,
-            num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+        return plan_backward(
+            sizes,
+            micro_step,
             synchronize=ends,
-            weighted=micro_step is not None,
-            measured=measured,
+            measured=wanted,
             timed=timed,
-            part=micro_step,
+            num_recomputed=num_recomputed,
+            one_graph=whole,
         )
 
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
         if result is not None:
             commit_statistics(self._deferred, all_reduce_sum)
-        self._context.metrics.note_backward(result.sync_time if result else 0.0)
+        self._metrics.note_backward(result.sync_time if result else 0.0)
         if result is None:
             self._optimizer.keep_gradients()
             return
         self._result = result
         self._timing.end()
-        loss_scale, self._context.loss_scale = self._context.loss_scale, None
+        loss_scale, self._batch.loss_scale = self._batch.loss_scale, None
         if self._noise.wanted():
             self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
 
     def _rate_factor(self) -> float:
-        metrics, scale = self._context.metrics, self._context.scale
-        metrics.rate_factor = self._rule.factor(
-            ScalingState(
-                scale=scale,
-                gain=self.gain,
-                progress=metrics.progress,
-                step=metrics.step,
-                init_batch_size=self._init_batch_size(),
-            )
-        )
-        return metrics.rate_factor
-
-    def _init_batch_size(self) -> int:
-        limits = self._context.metrics.limits
-        if limits is not None:
-            return limits.init_batch_size
-        return max(self._result.batch_size, 1) if self._result is not None else 1
+        last_batch_size = self._result.batch_size if self._result is not None else 0
+        state = self._metrics.scaling_state(last_batch_size)
+        self._metrics.rate_factor = self._rule.factor(state)
+        return self._metrics.rate_factor
 
     def _stepped(self) -> None:
         self._noise.stepped()
         self._synchronizer.stepped()
         self._timing.read()
         if self._result is not None:
-            self._context.metrics.note_step(self._result.batch_size, self._context.scale)
-        self._check.stepped(self._context.metrics.step)
+            self._metrics.note_step(self._result.batch_size, self._batch.scale)
+        self._check.stepped(self._metrics.step)
         self._same_samples.compare()

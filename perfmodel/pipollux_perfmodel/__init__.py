@@ -6,36 +6,42 @@ It knows neither torch nor a cluster; `docs/performance-model.md` has the formul
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .goodput import GoodputFunction
-from .layers import Layer, LayerProfile, Link
-from .memory import largest_micro_bsz, stage_memory
-from .optimum import Optimum
-from .params import GradParams, PerfParams, even_shares
-from .partition import least_memory, partition
-from .plan import StagePlan, correct_profile, plan_stages, price_stages, restage
-from .schedule import (
+from pipollux_perfmodel.goodput.config_search import Optimum
+from pipollux_perfmodel.goodput.goodput import GoodputFunction
+from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction
+from pipollux_perfmodel.hints.stage_speedups import stage_speedups
+from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
+from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
+from pipollux_perfmodel.partitioning.partition import least_memory, partition
+from pipollux_perfmodel.partitioning.stage_plan import (
+    StagePlan,
+    correct_profile,
+    plan_stages,
+    price_stages,
+    restage,
+)
+from pipollux_perfmodel.timing.params import GradParams, PerfParams, even_shares
+from pipollux_perfmodel.timing.step_time import StepTime
+from pipollux_perfmodel.timing.timeline import (
     Schedule,
     StageEvent,
     bubble_fraction,
     gpipe_schedule,
     one_f_one_b_schedule,
 )
-from .speedup import Configuration, SpeedupFunction
-from .stage_speedups import stage_speedups
-from .steptime import StepTime
 
 if TYPE_CHECKING:
-    from .confidence import Assumption, FitReport, RegimeError
-    from .fit import FitResult, fit_measurements, fit_perf_params
-    from .hints import HintsError, SchedHints
-    from .reference import fit_like_adaptdl
-    from .wire import (
+    from pipollux_perfmodel.fitting.adaptdl import fit_like_adaptdl
+    from pipollux_perfmodel.fitting.fit import FitResult, fit_measurements, fit_perf_params
+    from pipollux_perfmodel.fitting.report import Assumption, FitReport, RegimeError
+    from pipollux_perfmodel.hints.codec import (
         ParamsError,
         grad_params_from_json,
         grad_params_to_json,
         perf_params_from_json,
         perf_params_to_json,
     )
+    from pipollux_perfmodel.hints.hints import HintsError, SchedHints
 
 __all__ = [
     "Assumption",
@@ -81,11 +87,11 @@ __all__ = [
 ]
 
 _LATER = {
-    "confidence": ("Assumption", "FitReport", "RegimeError"),
-    "fit": ("FitResult", "fit_measurements", "fit_perf_params"),
-    "hints": ("HintsError", "SchedHints"),
-    "reference": ("fit_like_adaptdl",),
-    "wire": (
+    "fitting.report": ("Assumption", "FitReport", "RegimeError"),
+    "fitting.fit": ("FitResult", "fit_measurements", "fit_perf_params"),
+    "hints.hints": ("HintsError", "SchedHints"),
+    "fitting.adaptdl": ("fit_like_adaptdl",),
+    "hints.codec": (
         "ParamsError",
         "grad_params_from_json",
         "grad_params_to_json",

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, StateDir
 
 TIMEOUT = 30.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started, Suspend
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, Point, StateDir, Store
 
 HINTS: dict[str, Any] = {

@@ -10,8 +10,8 @@ import subprocess
 import pytest
 import yaml
 
+from pipollux_sched.backend.local.hardware import count_cpus, node_name
 from pipollux_sched.cli import main
-from pipollux_sched.hardware import count_cpus, node_name
 from pipollux_sched.store import Store
 
 from .runner import PIPOLLUX, TOY, Cli, one_sentence, wait_until

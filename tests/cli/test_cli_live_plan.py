@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.allocator import Allocator
+from pipollux_sched.allocator.allocator import Allocator
+from pipollux_sched.allocator.snapshot import LiveState, policy_named
+from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.cli import main
-from pipollux_sched.live_plan import plan_live
-from pipollux_sched.live_state import LiveState, policy_named
+from pipollux_sched.planning.dry_run import plan_live
 from pipollux_sched.policy import POLICIES, ExactPolicy, make_policy
 from pipollux_sched.store import NodeCondition, Store
-from pipollux_sched.strategy import PolicyStrategy
 
 from .kept import HINTS, Clock, kept, spec
 from .runner import TOY, Cli, one_sentence, wait_until

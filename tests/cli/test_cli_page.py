@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.cli.app import COMMANDS, app, load_command
-from pipollux_sched.event_line import EVENT_TYPES
-from pipollux_sched.standing import LimitKind
+from pipollux_sched.planning.explain import LimitKind
+from pipollux_sched.report.event_text import EVENT_TYPES
 
 ALWAYS = {"--help", "-h"}
 

@@ -24,13 +24,14 @@ from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import Static, Tab, Tabs
 
-from pipollux_sched.cli import main, top_details
-from pipollux_sched.cli.cluster_view import FIRST_JOBS
+from pipollux_sched.cli import main
 from pipollux_sched.cli.describe import describe_job
-from pipollux_sched.cli.sparkline import Span, bars, sparkline, window_for
-from pipollux_sched.cli.top_app import TopApp
-from pipollux_sched.cli.top_details import JobScreen, NodeScreen
-from pipollux_sched.cli.top_table import LiveTable
+from pipollux_sched.cli.top import details as top_details
+from pipollux_sched.cli.top.app import TopApp
+from pipollux_sched.cli.top.details import JobScreen, NodeScreen
+from pipollux_sched.cli.top.sparkline import Span, bars, sparkline, window_for
+from pipollux_sched.cli.top.table import LiveTable
+from pipollux_sched.cli.top.view import FIRST_JOBS
 from pipollux_sched.lifecycle import Suspend
 from pipollux_sched.store import StateDir, Store
 from tests.sched.crowd import crowd
@@ -243,7 +244,7 @@ def test_once_and_into_a_pipe(state_dir: StateDir, capsys: pytest.CaptureFixture
 
 def test_who_does_not_watch_does_not_import_what_draws() -> None:
     code = (
-        "import sys, pipollux_sched.cli.top, pipollux_sched.cli.top_text\n"
+        "import sys, pipollux_sched.cli.top.command, pipollux_sched.cli.top.text\n"
         "print([name for name in ('textual', 'numpy') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

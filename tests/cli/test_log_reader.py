@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipollux_sched.backend.replica_log import last_lines
-from pipollux_sched.backend.runner import rotate
+from pipollux_sched.backend.local.replica_log import last_lines
+from pipollux_sched.backend.local.runner import rotate
 from pipollux_sched.cli.log_reader import LogReader
 from pipollux_sched.store import StateDir
 

@@ -21,9 +21,9 @@ from pipollux_hybrid import (
     init_process_group,
     remaining_epochs_until,
 )
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.balance import choose_devices
-from pipollux_hybrid.env import JobEnvironment
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.partition.placement import choose_devices
 from tests.hybrid.models import make_data, make_model
 
 

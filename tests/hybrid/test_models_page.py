@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import AdaptiveDataLoader, ConfigurationError, HybridParallel
-from pipollux_hybrid import context as contexts
+from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import freeze_statistics
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

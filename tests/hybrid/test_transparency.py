@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
-from pipollux_hybrid import context as contexts
-from pipollux_hybrid.context import context
-from pipollux_hybrid.engine import microbatch_sizes
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
 from tests.extent import first, pairs
 from tests.hybrid.models import (
     assert_close,
@@ -87,7 +87,7 @@ def train(name: str, case: Case, epochs: int, adam: bool, dtype: torch.dtype) ->
             model.num_microbatches = next(turns)
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
-            micro_step = context().micro_step
+            micro_step = context().batch.micro_step
             assert micro_step is not None
             if micro_step.is_optimizer_step:
                 history.append(gradients(module))
@@ -184,7 +184,7 @@ def train_on_small_batches(name: str, batch_size: int, size: int, local_bsz: int
     for inputs, targets in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
-        micro_step = context().micro_step
+        micro_step = context().batch.micro_step
         assert micro_step is not None
         if micro_step.is_optimizer_step:
             history.append(gradients(module))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GradParams, PerfParams
-from pipollux_perfmodel.params import CHECKPOINTS
+from pipollux_perfmodel.timing.params import CHECKPOINTS
 
 
 def _log_uniform(low: float, high: float) -> st.SearchStrategy[float]:

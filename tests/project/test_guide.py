@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid import env
+from pipollux_hybrid.job import env
 
 
 def table_after(repository: Path, heading: str) -> str:

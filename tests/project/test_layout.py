@@ -31,7 +31,7 @@ def test_public_names_are_there_and_documented(package: str) -> None:
 
 def test_the_cluster_does_not_import_torch() -> None:
     code = (
-        "import sys, pipollux_sched.service, pipollux_sched.demo, pipollux_perfmodel\n"
+        "import sys, pipollux_sched.scheduler, pipollux_sched.cli.demo_run, pipollux_perfmodel\n"
         "print([m for m in ('torch', 'torchgpipe', 'pipollux_hybrid') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -104,15 +104,15 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         check=True,
     )
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
-    web = repository / "sched/pipollux_sched/web"
+    web = repository / "sched/pipollux_sched/server/web"
     for name in (
         "pipollux_hybrid/py.typed",
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
-        "pipollux_sched/simulator/plots.html.j2",
+        "pipollux_sched/simulator/results/page.html.j2",
         "pipollux_sched/store/migrations/env.py",
-        "pipollux_sched/supervisor/docs.html.j2",
-        *(f"pipollux_sched/web/{path.name}" for path in web.iterdir()),
+        "pipollux_sched/server/docs.html.j2",
+        *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
         "pipollux_sched/store/migrations/versions/v0004_lasting_stores.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",

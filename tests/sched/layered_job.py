@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipollux_hybrid as pipollux
-from pipollux_hybrid.context import context
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
 
 SIZE = 64
 WIDTH = 24
@@ -34,7 +35,7 @@ def main() -> None:
     numbered = TensorDataset(inputs, targets, torch.arange(SIZE))
     loader = pipollux.AdaptiveDataLoader(numbered, batch_size=8, shuffle=True)
     model = pipollux.HybridParallel(module, optimizer, num_stages=1, sample=inputs[:8])
-    metrics, generation = context().metrics, context().env.generation
+    metrics, generation = context().component(Metrics), context().env.generation
 
     def write_sum() -> None:
         kept = [v for state in optimizer.state.values() for v in state.values()]

@@ -34,8 +34,8 @@ from pipollux_sched.policy import (
     usable_nodes,
 )
 from pipollux_sched.policy import violations as rules_broken
-from pipollux_sched.policy.completion_time import CompletionTime
-from pipollux_sched.policy.options import NOTHING, build_instance
+from pipollux_sched.policy.exact.completion_time import CompletionTime
+from pipollux_sched.policy.exact.configurations import NOTHING, build_instance
 
 Allocations = Mapping[Any, Sequence[Any]]
 FLOOR = 0.01

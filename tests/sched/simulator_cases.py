@@ -16,7 +16,7 @@ from pipollux_sched.simulator import (
     Running,
     StepTimes,
 )
-from pipollux_sched.simulator.trace_model import linear_speedup
+from pipollux_sched.simulator.applications.trace_model import linear_speedup
 
 
 class Steady:

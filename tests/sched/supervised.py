@@ -9,18 +9,18 @@ from typing import Any
 
 import httpx
 
-from pipollux_sched.admission import workload
+from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.backend import LocalBackend, Node
-from pipollux_sched.control import Control
-from pipollux_sched.deletion import JobDeletion
-from pipollux_sched.executor import Executor
-from pipollux_sched.http_server import HttpServer
-from pipollux_sched.inventory import node_info
+from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.deletion import JobDeletion
+from pipollux_sched.controller.executor import Executor
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.meters import Meters
-from pipollux_sched.spec import NodeSpec
+from pipollux_sched.metrics import Meters
+from pipollux_sched.server import Limits, create_app, end_waiting
+from pipollux_sched.server.http_server import HttpServer
+from pipollux_sched.spec.job import NodeSpec
 from pipollux_sched.store import StateDir, Store
-from pipollux_sched.supervisor import Limits, create_app, end_waiting
 
 SCRIPT = str(Path(__file__).parent / "toy_job.py")
 ADMIN = "admin-token"

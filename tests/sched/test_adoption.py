@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipollux_sched.backend import LocalBackend, Node, Workload
-from pipollux_sched.backend.launch import LaunchRecord
+from pipollux_sched.backend.local.launch import LaunchRecord
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.programs import Forked

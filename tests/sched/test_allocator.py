@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.allocator import (
+from pipollux_sched.allocator.allocator import (
     Allocator,
     Candidate,
     FixedStrategy,
@@ -19,10 +19,10 @@ from pipollux_sched.allocator import (
     reallocate,
     why_waiting,
 )
-from pipollux_sched.inventory import linear_speedup
+from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
 from tests.sched.test_plausibility import NOTHING_FITS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.amounts import check_seconds, parse_bytes, parse_duration, spell_duration
+from pipollux_sched.utils.units import check_seconds, parse_bytes, parse_duration, spell_duration
 
 
 @pytest.mark.parametrize(

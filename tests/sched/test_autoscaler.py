@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.autoscaler import Autoscaler
-from pipollux_sched.event_line import event_line
-from pipollux_sched.expander import CommandExpander, ExpanderError
-from pipollux_sched.inventory import linear_speedup
+from pipollux_sched.allocator.autoscaler import Autoscaler
+from pipollux_sched.allocator.expander import CommandExpander, ExpanderError
+from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.policy import (
     AutoscalingRules,
     ExactPolicy,
@@ -23,8 +22,9 @@ from pipollux_sched.policy import (
     NodeInfo,
     NodePlan,
 )
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.report.event_text import event_line
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from tests.sched.processes import processes_of
 
 TOY = Path(__file__).parent / "toy_job.py"

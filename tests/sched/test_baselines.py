@@ -21,7 +21,7 @@ from pipollux_sched.policy import (
     is_pinned,
     violations,
 )
-from pipollux_sched.policy.free_space import FreeSpace, Request
+from pipollux_sched.policy.placement.free_space import FreeSpace, Request
 from tests.extent import examples
 from tests.sched.baseline_cases import NODE, World, fixed, random_world
 

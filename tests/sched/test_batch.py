@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.allocator import Allocator, PolicyStrategy
+from pipollux_sched.allocator.allocator import Allocator, PolicyStrategy
 from pipollux_sched.client import Client, ClientError
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase
 from pipollux_sched.policy import ExactPolicy, NodeInfo
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import ServerInfo, Store, Submission
 from tests.sched.supervised import ADMIN, SCRIPT, Service
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.checkpoint_folder import check_checkpoint_folder
-from pipollux_sched.spec import JobSpec, SpecError
+from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder
+from pipollux_sched.spec.job import JobSpec, SpecError
 
 from .supervised import SCRIPT, Service, detail
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.inventory import replica_resources
+from pipollux_sched.allocator.job_infos import replica_resources
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ResourceSpec, SpecError
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ResourceSpec, SpecError
 from pipollux_sched.store import NodeCondition, UnknownJobError, UnknownNodeError
 from tests.sched.processes import processes_of
 from tests.sched.test_service import CLUSTER, scheduler_on, toy, training, types

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.admission import workload
 from pipollux_sched.client import Client, ClientError
-from pipollux_sched.deletion import JobDeletion
+from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import ServerInfo, StateDir, Store, UnknownJobError
 from tests.sched.supervised import ADMIN, SCRIPT, Service, report
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.event_feed import EventFeed
 from pipollux_sched.store import Store
+from pipollux_sched.store.event_feed import EventFeed
 
 
 class Listener:

@@ -15,7 +15,7 @@ from pipollux_sched.policy import (
     NodeInfo,
     violations,
 )
-from pipollux_sched.policy.knapsack import knapsack
+from pipollux_sched.policy.exact.knapsack import knapsack
 from tests.extent import first
 from tests.sched.policy_cases import TEMPLATE, best_fitness, fitness, random_case, scaling
 

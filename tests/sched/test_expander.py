@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipollux_sched.expander import CommandExpander, Expander, ExpanderError
+from pipollux_sched.allocator.expander import CommandExpander, Expander, ExpanderError
 from tests.cli.runner import wait_until
 
 

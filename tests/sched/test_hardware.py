@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from pipollux_sched import hardware
-from pipollux_sched.hardware import count_cpus, count_gpus, node_name, this_machine
-from pipollux_sched.spec import NodeSpec
+from pipollux_sched.backend.local import hardware
+from pipollux_sched.backend.local.hardware import count_cpus, count_gpus, node_name, this_machine
+from pipollux_sched.spec.job import NodeSpec
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipollux_sched.heartbeats import Heard, Heartbeats
+from pipollux_sched.controller.heartbeats import Heard, Heartbeats
 
 
 class Clock:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipollux_sched.lifecycle import Allocate
+from pipollux_sched.server.hints_batcher import HintsInbox
 from pipollux_sched.store import (
     StaleGenerationError,
     Store,
@@ -17,7 +18,6 @@ from pipollux_sched.store import (
     ToldHints,
     UnknownJobError,
 )
-from pipollux_sched.supervisor.hints_inbox import HintsInbox
 
 JOBS = [f"job-{number}" for number in range(20)]
 

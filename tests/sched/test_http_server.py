@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from pipollux_sched.connections import Repeats
-from pipollux_sched.http_server import HttpServer
-from pipollux_sched.supervisor.body_limit import BodyLimit
+from pipollux_sched.server.body_limit import BodyLimit
+from pipollux_sched.server.connections import Repeats
+from pipollux_sched.server.http_server import HttpServer
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,11 +14,12 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from pipollux_sched.backend import LocalBackend, Node, Workload, agent, script_main
-from pipollux_sched.backend.environment import loopback_interface
-from pipollux_sched.backend.inherited import inherited
-from pipollux_sched.backend.script_error import ScriptError, read_error
-from pipollux_sched.backend.starting import free_port
+from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.backend.local import agent, script_main
+from pipollux_sched.backend.local.environment import loopback_interface
+from pipollux_sched.backend.local.inherited import inherited
+from pipollux_sched.backend.local.script_error import ScriptError, read_error
+from pipollux_sched.backend.local.starting import free_port
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.sched.processes import processes_of

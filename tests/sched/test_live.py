@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipollux_sched.live import AllocationRow, LiveView, allocation_table
+from pipollux_sched.report.live_view import AllocationRow, LiveView, allocation_table
 from tests.sched import synthetic_log as synthetic
 
 Event = dict[str, Any]
@@ -210,7 +210,7 @@ def test_events_from_many_threads_while_it_draws(events: list[Event]) -> None:
 def test_long_runs_keep_the_first_and_the_latest_reports(
     events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipollux_sched.live.KEPT_POINTS", 10)
+    monkeypatch.setattr("pipollux_sched.report.live_view.KEPT_POINTS", 10)
     view = LiveView(Console(file=io.StringIO(), _environ={}))
     for event in events:
         view.on_event(event)

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from pipollux_sched.backend import BackendError, LocalBackend, Node, Report, Workload
-from pipollux_sched.backend.environment import Devices
-from pipollux_sched.backend.replica_log import last_words
-from pipollux_sched.backend.slots import SlotLedger
+from pipollux_sched.backend.local.environment import Devices
+from pipollux_sched.backend.local.replica_log import last_words
+from pipollux_sched.backend.local.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.store import StateDir
 from tests.sched.processes import processes_of

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.inventory import UNSTATED, count_fitting, linear_speedup
-from pipollux_sched.planner import (
+from pipollux_sched.allocator.job_infos import UNSTATED, count_fitting, linear_speedup
+from pipollux_sched.planning.plan import (
     PlanError,
     explain,
     free_resources,
@@ -24,7 +24,7 @@ from pipollux_sched.planner import (
     replica_cap,
 )
 from pipollux_sched.policy import JobInfo, NodeInfo
-from pipollux_sched.spec import (
+from pipollux_sched.spec.job import (
     ClusterSpec,
     JobSpec,
     NodeSpec,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import HintsError, SchedHints
-from pipollux_sched.allocator import Candidate, PolicyStrategy, place_new, reallocate
-from pipollux_sched.hint_limits import read_hints
-from pipollux_sched.inventory import hints_worth, job_info, linear_speedup
+from pipollux_sched.allocator.allocator import Candidate, PolicyStrategy, place_new, reallocate
+from pipollux_sched.allocator.job_infos import hints_worth, job_info, linear_speedup
 from pipollux_sched.policy import POLICIES, NodeInfo, make_policy
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.hints import read_hints
+from pipollux_sched.spec.job import JobSpec
 
 PERF = {"alpha_c": 0.02, "beta_c": 0.004, "alpha_n": 0.05, "beta_n": 0.01, "alpha_r": 0.02}
 PERF |= {"beta_r": 0.003, "gamma": 1.8}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, PolluxPolicy, ReplicaShape
-from pipollux_sched.policy.cluster import Cluster, Ints, build_cluster
-from pipollux_sched.policy.problem import AllocationProblem
-from pipollux_sched.policy.repair import repair
+from pipollux_sched.policy.pollux.arrays import Cluster, Ints, build_cluster
+from pipollux_sched.policy.pollux.problem import AllocationProblem
+from pipollux_sched.policy.pollux.repair import repair
 from tests.extent import examples
 from tests.sched.policy_cases import (
     TEMPLATE,

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, genetic, usable_nodes
-from pipollux_sched.policy.cluster import Cluster, build_cluster
-from pipollux_sched.policy.problem import FLOOR, AllocationProblem, restart_factor
+from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
+from pipollux_sched.policy.pollux import nsga2
+from pipollux_sched.policy.pollux.arrays import Cluster, build_cluster
+from pipollux_sched.policy.pollux.problem import FLOOR, AllocationProblem, restart_factor
 from tests.extent import first
 from tests.sched.policy_cases import (
     TEMPLATE,
@@ -123,14 +124,14 @@ def test_tiny_clusters_are_not_searched_for_what_is_not_there(
     It would breed 20 000 children for one job on one node, and 11 000 for two on two.
     """
     children = 0
-    repair = genetic._Repair._do
+    repair = nsga2._Repair._do
 
     def count(self: Any, problem: Any, X: Any, **options: Any) -> Any:
         nonlocal children
         children += len(X)
         return repair(self, problem, X, **options)
 
-    monkeypatch.setattr(genetic._Repair, "_do", count)
+    monkeypatch.setattr(nsga2._Repair, "_do", count)
     node = NodeInfo({"slots": 2})
     nodes = {f"n{n}": node for n in range(size)}
     jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(0.1), j, 1, 4) for j in range(size)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
-from pipollux_sched.policy.cluster import build_cluster
-from pipollux_sched.policy.pollux import carry_over
+from pipollux_sched.policy.pollux.arrays import build_cluster
+from pipollux_sched.policy.pollux.policy import carry_over
 from tests.sched.policy_cases import TEMPLATE, Case, current, fitness, random_case, violations
 
 

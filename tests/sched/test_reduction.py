@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from pipollux_sched.policy.knapsack import knapsack
-from pipollux_sched.policy.reduction import promising
+from pipollux_sched.policy.exact.knapsack import knapsack
+from pipollux_sched.policy.exact.reduction import promising
 from tests.extent import first
 
 

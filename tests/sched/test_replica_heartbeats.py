@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipollux_hybrid import init_process_group
-from pipollux_hybrid.context import context, reset
-from pipollux_hybrid.env import JobEnvironment
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.heartbeat import Heartbeat
-from pipollux_sched.http_server import HttpServer
+from pipollux_hybrid.job.context import context, reset
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.heartbeat import Heartbeat
+from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from pipollux_sched.server.http_server import HttpServer
 from tests.hybrid.replicas import run_replicas
 from tests.sched.supervised import Service, detail
 
@@ -50,7 +51,7 @@ def eventually(true: Callable[[], object]) -> None:
 def work_until(end: Path) -> int:
     """Be a replica that trains until a file is there; return the step it came to."""
     init_process_group("gloo")
-    metrics = context().metrics
+    metrics = context().component(Metrics)
     deadline = time.monotonic() + PATIENCE
     while not end.exists():
         assert time.monotonic() < deadline

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import bubble_fraction, gpipe_schedule
-from pipollux_sched.report import EventLogError, Recorder, Run, render_report, write_report
-from pipollux_sched.report.bubble import bubble
-from pipollux_sched.report.curves import smoothed, thinned
-from pipollux_sched.report.gantt import Hold, holds, lanes, slot_use
-from pipollux_sched.report.prediction import accuracies, mean_absolute_error
-from pipollux_sched.report.words import clean, number
+from pipollux_sched.report.charts.bubble import bubble
+from pipollux_sched.report.charts.curves import smoothed, thinned
+from pipollux_sched.report.charts.gantt import Hold, holds, lanes, slot_use
+from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
+from pipollux_sched.report.page import render_report, write_report
+from pipollux_sched.report.run.event_log import EventLogError
+from pipollux_sched.report.run.records import Run
+from pipollux_sched.report.run.replay import Recorder
+from pipollux_sched.utils.text import clean, number
 from tests.sched import synthetic_log as synthetic
 from tests.sched.page import Page, pictures, with_class
 

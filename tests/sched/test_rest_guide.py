@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 from pipollux_sched.lifecycle import Allocate, Intent, Phase
+from pipollux_sched.server import Limits
 from pipollux_sched.store import ServerInfo
-from pipollux_sched.supervisor import Limits
 from tests.sched.supervised import ADMIN, Service
 from tests.services import service_missing
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched import run_events
 from pipollux_sched.lifecycle import Allocate, Exited, FirstStep, Outcome, Started
-from pipollux_sched.report import render_report
-from pipollux_sched.report.history import Recorder
-from pipollux_sched.report.records import Run
+from pipollux_sched.report import run_events
+from pipollux_sched.report.page import render_report
+from pipollux_sched.report.run.records import Run
+from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.store import Store
 from tests.sched.test_store_retention import point
 
@@ -92,7 +92,7 @@ def test_what_is_too_much_to_draw_is_left_out_and_said_to_be(
     with keep(place, 2) as store:
         events = run_events.store_events(store)
     monkeypatch.setattr("pipollux_sched.report.page.MAX_HOLDS", 2)
-    monkeypatch.setattr("pipollux_sched.report.gantt.MAX_HOLDS", 2)
+    monkeypatch.setattr("pipollux_sched.report.charts.gantt.MAX_HOLDS", 2)
     monkeypatch.setattr("pipollux_sched.report.facts.MAX_ALLOCATIONS", 1)
     page = render_report(events)
     assert "Of 4 blocks the 2 longest are drawn." in page

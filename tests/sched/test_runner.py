@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.backend import runner
-from pipollux_sched.backend.replica_process import ReplicaProcess, read_status
+from pipollux_sched.backend.local import runner
+from pipollux_sched.backend.local.replica_process import ReplicaProcess, read_status
 
 PATIENT = """
 import signal, sys, time

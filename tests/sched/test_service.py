@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from pipollux_sched import vital_thread
 from pipollux_sched.backend import BackendError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy import JobInfo, NodeInfo
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec, SpecError
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server import UnavailableError
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import (
     JobEndedError,
     JobRecord,
@@ -28,7 +28,7 @@ from pipollux_sched.store import (
     Store,
     UnknownJobError,
 )
-from pipollux_sched.supervisor import UnavailableError
+from pipollux_sched.utils import vital_thread
 from tests.sched.processes import processes_of
 
 TOY = Path(__file__).parent / "toy_job.py"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel import LayerProfile, PerfParams, SchedHints, SpeedupFunction
-from pipollux_perfmodel.layers import Layer
-from pipollux_sched.allocator import (
+from pipollux_perfmodel.partitioning.layer_profile import Layer
+from pipollux_sched.allocator.allocator import (
     Allocator,
     Candidate,
     FixedStrategy,
@@ -21,7 +21,7 @@ from pipollux_sched.allocator import (
     place_new,
     reallocate,
 )
-from pipollux_sched.inventory import (
+from pipollux_sched.allocator.job_infos import (
     free_resources,
     job_info,
     linear_speedup,
@@ -31,9 +31,9 @@ from pipollux_sched.inventory import (
     shape_with,
 )
 from pipollux_sched.lifecycle import Exited, Launch, Outcome, Phase, Recover
-from pipollux_sched.planner import plan
+from pipollux_sched.planning.plan import plan
 from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, ReplicaShape, make_policy
-from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
 from pipollux_sched.store import Point, Store
 
 LAYERS = LayerProfile.from_layers(

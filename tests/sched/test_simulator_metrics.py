@@ -21,8 +21,8 @@ from pipollux_sched.simulator import (
     outcome,
     scale_load,
 )
-from pipollux_sched.simulator.isolated import Contention
-from pipollux_sched.simulator.table import HEADERS, cells
+from pipollux_sched.simulator.engine.isolated import Contention
+from pipollux_sched.simulator.results.table import HEADERS, cells
 from tests.sched.simulator_cases import Give, Steady, simulate
 
 APPLICATIONS = {"steady": Steady()}

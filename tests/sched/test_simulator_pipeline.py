@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import LayerProfile, StagePlan
-from pipollux_perfmodel.layers import Layer
-from pipollux_perfmodel.steptime import step_time
+from pipollux_perfmodel.partitioning.layer_profile import Layer
+from pipollux_perfmodel.timing.step_time import step_time
 from pipollux_sched.simulator import (
     A100_40G,
     DEVICES,
@@ -22,9 +22,9 @@ from pipollux_sched.simulator import (
     Running,
     SiaPipelineModel,
 )
-from pipollux_sched.simulator.gpt import gpt_profile
-from pipollux_sched.simulator.pipeline_job import UNKNOWN, price
-from pipollux_sched.simulator.pipeline_truth import HANDOVER, PipelineTruth
+from pipollux_sched.simulator.applications.gpt import gpt_profile
+from pipollux_sched.simulator.applications.pipeline_job import UNKNOWN, price
+from pipollux_sched.simulator.applications.pipeline_truth import HANDOVER, PipelineTruth
 
 PLACEMENTS = [(1,), (2,), (4,), (1, 1), (2, 2), (4, 4), (1, 1, 1), (4, 4, 4), (2, 2, 2, 2)]
 
@@ -71,7 +71,7 @@ def test_all_reduces_hide_behind_the_backward_of_earlier_stages() -> None:
 def test_without_handover_the_truth_is_the_closed_form(
     name: str, micro_bsz: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipollux_sched.simulator.pipeline_truth.HANDOVER", 0.0)
+    monkeypatch.setattr("pipollux_sched.simulator.applications.pipeline_truth.HANDOVER", 0.0)
     job = PipelineJob(GPT_MODELS[name], (A100_40G,))
     ways = [(k, plan) for k in job.plans(A100_40G) for plan in job.ways(k, A100_40G)]
     for num_stages, plan in ways:

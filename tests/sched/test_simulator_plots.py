@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.simulator import IsolatedTimes, Outcome, outcome
-from pipollux_sched.simulator.charts import completion_curve, jobs_unfinished, slots_held
-from pipollux_sched.simulator.cluster_gantt import blocks
-from pipollux_sched.simulator.plots import render_plots
+from pipollux_sched.simulator.results.charts import completion_curve, jobs_unfinished, slots_held
+from pipollux_sched.simulator.results.gantt import blocks
+from pipollux_sched.simulator.results.page import render_plots
 from tests.extent import examples
 from tests.sched.page import Page, pictures, with_class
 from tests.sched.simulator_cases import Give, Steady, simulate

@@ -23,7 +23,7 @@ from pipollux_sched.simulator import (
     read_workload,
     write_workload,
 )
-from pipollux_sched.simulator.generate import CATEGORIES, HOURLY, Request
+from pipollux_sched.simulator.workload.generate import CATEGORIES, HOURLY, Request
 from tests.extent import examples
 
 HEADER = "name,time,application,num_replicas,batch_size\n"

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.script import resolve_script, with_script_found
-from pipollux_sched.spec import (
+from pipollux_sched.spec.job import (
     ClusterSpec,
     JobSpec,
     NodeSpec,
@@ -22,7 +21,8 @@ from pipollux_sched.spec import (
     load_jobs,
     parse_job,
 )
-from pipollux_sched.validation import closest
+from pipollux_sched.spec.script import resolve_script, with_script_found
+from pipollux_sched.utils.validation import closest
 from tests.extent import examples
 
 NODE = "nodes:\n- name: a\n  slots: 4\n"

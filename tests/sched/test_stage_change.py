@@ -11,8 +11,8 @@ import pytest
 
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import JobRecord, Store
 from tests.sched.processes import processes_of
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.allocator import reallocate
-from pipollux_sched.inventory import job_info
+from pipollux_sched.allocator.allocator import reallocate
+from pipollux_sched.allocator.job_infos import job_info
+from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase
+from pipollux_sched.planning.explain import Bounds, Limit, LimitKind, pinned_because, standing
 from pipollux_sched.policy import NodeInfo
-from pipollux_sched.spec import JobSpec
-from pipollux_sched.standing import Bounds, Limit, LimitKind, pinned_because, standing
-from pipollux_sched.strategy import Candidate, Nodes, free_of
+from pipollux_sched.spec.job import JobSpec
 
 NODES = {name: NodeInfo({"slots": 2}) for name in "abc"}
 PERF = {

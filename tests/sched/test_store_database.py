@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec
 from pipollux_sched.store import (
     JobExistsError,
     StateDir,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.http_server import HttpServer, HttpServerError
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
-from pipollux_sched.supervisor import BODY_LIMIT
+from pipollux_sched.server import BODY_LIMIT
+from pipollux_sched.server.http_server import HttpServer, HttpServerError
 from tests.sched.supervised import SCRIPT, TIMELINE, Service, detail, report
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipollux_sched.client import Client, ClientError
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
-from pipollux_sched.meters import Meters
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.metrics import Meters
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
 from tests.sched.supervised import ADMIN, POINT, SCRIPT, Service, detail, report
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.supervisor import Limits
+from pipollux_sched.server import Limits
 from tests.extent import examples
 from tests.sched.supervised import SCRIPT, Service, detail, report
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.supervisor import Limits
-from pipollux_sched.supervisor.limits import (
+from pipollux_sched.server import Limits
+from pipollux_sched.server.limits import (
     MOST_SENDERS,
     BusyError,
     Places,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.client import Client
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from tests.sched.supervised import NODES, SCRIPT
 
 

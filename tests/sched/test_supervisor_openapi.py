@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipollux_sched.spec import JobSpec
-from pipollux_sched.supervisor.openapi import BODIES, REPLIES, TEXTS
+from pipollux_sched.server.openapi import BODIES, REPLIES, TEXTS
+from pipollux_sched.spec.job import JobSpec
 from tests.sched.supervised import SCRIPT, Service, report
 
 

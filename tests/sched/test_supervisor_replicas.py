@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
+from pipollux_sched.server import Limits
 from pipollux_sched.store import Store
-from pipollux_sched.supervisor import Limits
 from tests.sched.supervised import Service, detail
 
 

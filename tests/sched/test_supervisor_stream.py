@@ -15,15 +15,15 @@ import httpx
 import pytest
 
 from pipollux_sched.client import Client
+from pipollux_sched.server import Limits, event_stream
 from pipollux_sched.store import ServerInfo
-from pipollux_sched.supervisor import Limits, stream
 from tests.sched.supervised import ADMIN, Service, detail
 
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr(stream, "BATCH", 7)
-    monkeypatch.setattr(stream, "KEPT", 20)
+    monkeypatch.setattr(event_stream, "BATCH", 7)
+    monkeypatch.setattr(event_stream, "KEPT", 20)
     with Service(tmp_path / "state", Limits(listeners=2)) as service:
         service.state_dir.write_server(ServerInfo(service.server.url, os.getpid(), ADMIN))
         yield service

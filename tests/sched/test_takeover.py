@@ -24,7 +24,7 @@ from pipollux_sched.lifecycle import (
     Stop,
     advance,
 )
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
 from tests.sched.processes import processes_of
 from tests.sched.test_local_backend import wait_for_text

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pipollux_sched.cli.app import app
-from pipollux_sched.spec import JobSpec, SpecError, parse_job
-from pipollux_sched.variables import TOTAL_LIMIT, VALUE_LIMIT, is_reserved
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.spec.variables import TOTAL_LIMIT, VALUE_LIMIT, is_reserved
 from tests.sched.supervised import SCRIPT, Service
 
 RESERVED = (

@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 
-from pipollux_sched.vital_thread import VitalThread, VitalThreads
+from pipollux_sched.utils.vital_thread import VitalThread, VitalThreads
 from tests.sched.processes import processes_of
 
 SERVE = """

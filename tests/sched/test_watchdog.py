@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.heartbeats import Heartbeats
+from pipollux_sched.controller.heartbeats import Heartbeats
+from pipollux_sched.controller.watchdog import Watchdog
 from pipollux_sched.lifecycle import Allocate, Event, Expire, FirstStep, Hung, Phase, Silent
 from pipollux_sched.store import Store
-from pipollux_sched.watchdog import Watchdog
 
 
 class Clock:

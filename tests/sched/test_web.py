@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from pipollux_sched.http_server import HttpServer
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server import create_app
+from pipollux_sched.server.http_server import HttpServer
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import NodeCondition, StateDir
-from pipollux_sched.supervisor import create_app
 from tests.cli.kept import HINTS, point
 from tests.sched.browser import Visit, chromium, find_chromium, visit
 from tests.sched.crowd import crowd

@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def test_every_file_is_served_without_a_token_and_with_its_policy(
     service: Service, repository: Path
 ) -> None:
-    files = {path.name for path in (repository / "sched/pipollux_sched/web").iterdir()}
+    files = {path.name for path in (repository / "sched/pipollux_sched/server/web").iterdir()}
     assert len(files) > 15
     paths = ["/", "/web/base.css", *(f"/web/{name}" for name in files - {"index.html"})]
     for path in paths:
@@ -54,7 +54,7 @@ def test_every_file_is_served_without_a_token_and_with_its_policy(
 
 
 def test_what_the_files_name_is_there_and_nowhere_else(repository: Path) -> None:
-    folder = repository / "sched/pipollux_sched/web"
+    folder = repository / "sched/pipollux_sched/server/web"
     for path in folder.iterdir():
         text = path.read_text()
         outside = re.findall(r"(?:https?:)?//[a-z][\w.-]*\.[a-z]{2,}[^\s\"']*", text)

@@ -18,7 +18,7 @@ from pipollux_sched.policy import (
     ReplicaShape,
     violations,
 )
-from pipollux_sched.policy.options import build_instance
+from pipollux_sched.policy.exact.configurations import build_instance
 from tests.sched.policy_cases import TEMPLATE, random_case, scaling
 
 KNOBS = CompletionTime()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pipollux_sched.backend.local.backend import LocalBackend, check_local
+
 from .base import Backend, BackendError, Node, Report, Running, Workload
-from .local import LocalBackend, check_local
 
 __all__ = [
     "Backend",

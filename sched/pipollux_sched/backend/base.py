@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Exited, Started
-from pipollux_sched.spec import JobSpec
+from pipollux_sched.spec.job import JobSpec
 
 
 class BackendError(SchedulerError):

@@ -43,7 +43,7 @@ COMMANDS = {
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
     "events": _Entry("events", "Print what has happened, and what happens."),
-    "top": _Entry("top", "Watch the cluster, live."),
+    "top": _Entry("top.command", "Watch the cluster, live."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),
     "predict": _Entry("predict", "Predict step time, goodput and speedup on allocations."),
     "report": _Entry("report", "Draw the report of a run anew from its event log."),
@@ -157,8 +157,8 @@ def _known_error(error: Exception, args: Sequence[str]) -> int:
         complain(f"{said}; see '{command} --help'")
         return USAGE
     # Only who raises these has imported their modules.
-    spec = sys.modules.get("pipollux_sched.spec")
-    planner = sys.modules.get("pipollux_sched.planner")
+    spec = sys.modules.get("pipollux_sched.spec.job")
+    planner = sys.modules.get("pipollux_sched.planning.plan")
     if spec and isinstance(error, spec.SpecError):
         complain(*error.problems)
         return USAGE

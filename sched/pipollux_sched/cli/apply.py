@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from pipollux_sched.backend import check_local
-from pipollux_sched.event_line import event_line
-from pipollux_sched.interruption import Interruption
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.planner import Plan
-from pipollux_sched.planner import plan as make_plan
+from pipollux_sched.planning.plan import Plan
+from pipollux_sched.planning.plan import plan as make_plan
 from pipollux_sched.policy import DEFAULT_POLICY, make_policy
-from pipollux_sched.service import Scheduler
-from pipollux_sched.spec import ClusterSpec, JobSpec, load_cluster, load_jobs
+from pipollux_sched.report.event_text import event_line
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, load_cluster, load_jobs
 from pipollux_sched.store import JobRecord, StateDir, Store
+from pipollux_sched.utils.signals import Interruption
 
 from .console import USAGE, CommandError, OutputFormat, print_data
 from .failure import one_sentence

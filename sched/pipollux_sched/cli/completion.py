@@ -38,7 +38,7 @@ def complete_policies(incomplete: str) -> list[str]:
 
 def complete_event_types(incomplete: str) -> list[str]:
     """Return the types of events whose names begin so."""
-    from pipollux_sched.event_line import EVENT_TYPES
+    from pipollux_sched.report.event_text import EVENT_TYPES
 
     return [name for name in EVENT_TYPES if name.startswith(incomplete)]
 

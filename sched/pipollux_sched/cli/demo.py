@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pipollux_sched.demo import STEPS_ALONE, Demo
+from pipollux_sched.cli.demo_run import STEPS_ALONE, Demo
 
 from .console import FAILED, OutputFormat, print_data
 from .failure import one_sentence

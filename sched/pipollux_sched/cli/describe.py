@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pipollux_sched.event_line import TELLING_TYPES
+from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import StateDir, Store
 
 from .console import TextFormat, print_data, print_result

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.amounts import parse_duration
-from pipollux_sched.event_line import EVENT_TYPES, TELLING_TYPES, event_text
+from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES, event_text
 from pipollux_sched.store import StateDir, Store
+from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_event_types, complete_jobs
 from .console import USAGE, CommandError, LineFormat, print_json_line

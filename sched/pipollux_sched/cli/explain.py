@@ -21,7 +21,7 @@ def explain(
     Works without a running scheduler too: then it explains how the last one
     left the job.
     """
-    from pipollux_sched.account import account_object, find_standing
+    from pipollux_sched.planning.account import account_object, find_standing
 
     from .job_account import account_text
 

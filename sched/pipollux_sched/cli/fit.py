@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import OutputFormat, output_console, print_data
-from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+from .model_options import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
 from .options import TableOutput
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def fit(
 def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> FitSummary:
     """Read rows and fit; without `skip_bad_rows` there is no fit unless all of them are good."""
     from pipollux_sched.modeling.errors import ModelingError
+    from pipollux_sched.modeling.files import read_text
     from pipollux_sched.modeling.fitting import fit_rows
-    from pipollux_sched.modeling.json_text import read_text
     from pipollux_sched.modeling.measurements import parse_rows
     from pipollux_sched.modeling.params_file import FitSummary
 

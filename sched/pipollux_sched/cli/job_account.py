@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.occupancy import holding
-from pipollux_sched.standing import Alternative, Standing
+from pipollux_sched.planning.explain import Alternative, Standing
 from pipollux_sched.store import JobRecord
+from pipollux_sched.store.slot_usage import holding
 
 from .wording import DASH, count, first_line, one_line, spell_moment, spell_nodes
 

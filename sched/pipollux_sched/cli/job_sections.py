@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.event_line import event_line
 from pipollux_sched.lifecycle import CANCELLED, Phase
+from pipollux_sched.report.event_text import event_line
 
 from .job_table import PHASE_STYLES
 from .quantities import seconds

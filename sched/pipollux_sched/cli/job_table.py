@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
 from pipollux_sched.lifecycle import CANCELLED, Phase
-from pipollux_sched.occupancy import holding
 from pipollux_sched.store import JobRecord, ListedPhase, Point
+from pipollux_sched.store.slot_usage import holding
 
 from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
 

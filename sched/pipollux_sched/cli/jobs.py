@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from pipollux_sched.event_line import event_line
 from pipollux_sched.lifecycle import Phase
+from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import JobRecord, ListedPhase, Point, StateDir, Store
 
 from .console import (
@@ -35,7 +35,7 @@ from .wording import one_line
 
 if TYPE_CHECKING:
     # What they import in turn takes longer than printing a list of jobs.
-    from pipollux_sched.spec import JobSpec
+    from pipollux_sched.spec.job import JobSpec
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at what is being waited for."""
@@ -66,7 +66,7 @@ def submit(
     --output json prints the jobs as they have ended.
     """
     from pipollux_sched.client import Client
-    from pipollux_sched.spec import load_jobs
+    from pipollux_sched.spec.job import load_jobs
 
     specs = [located(spec, file) for spec in load_jobs(file)]
     directory = StateDir.choose(state_dir)
@@ -180,7 +180,7 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
     Raises:
         SpecError: there is no such script.
     """
-    from pipollux_sched.script import with_script_found
+    from pipollux_sched.spec.script import with_script_found
 
     if spec.image is not None:
         return spec

@@ -16,7 +16,7 @@ from .failure import one_sentence
 from .wording import DASH, count, one_line, spell_nodes
 
 if TYPE_CHECKING:
-    from pipollux_sched.live_plan import Change
+    from pipollux_sched.planning.dry_run import Change
 
 
 def print_live_plan(
@@ -34,10 +34,10 @@ def print_live_plan(
     Raises:
         CommandError: there is no store, or the policy failed.
     """
-    from pipollux_sched.live_plan import changed, plan_live
-    from pipollux_sched.live_state import LiveState, policy_named, serving_policy
+    from pipollux_sched.allocator.snapshot import LiveState, policy_named, serving_policy
+    from pipollux_sched.allocator.strategy import PolicyStrategy
+    from pipollux_sched.planning.dry_run import changed, plan_live
     from pipollux_sched.policy import DEFAULT_POLICY, make_policy
-    from pipollux_sched.strategy import PolicyStrategy
 
     with one_sentence(), Store(directory.store) as store:
         served_by = serving_policy(store.latest_events(1, types=["cluster"]))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipollux_sched.amounts import parse_duration
-from pipollux_sched.occupancy import NodeOccupancy, occupancy
 from pipollux_sched.store import NodeCondition, StateDir, Store
+from pipollux_sched.store.slot_usage import NodeOccupancy, occupancy
+from pipollux_sched.utils.units import parse_duration
 
 from .console import USAGE, CommandError, OutputFormat, print_data, print_result
 from .failure import one_sentence

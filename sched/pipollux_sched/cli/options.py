@@ -58,7 +58,7 @@ def _known_policy(name: str | None) -> str | None:
 
 
 def _passable(names: list[str] | None) -> list[str] | None:
-    from pipollux_sched.variables import check_name
+    from pipollux_sched.spec.variables import check_name
 
     for name in names or ():
         try:

@@ -14,7 +14,7 @@ from .live_plan_table import print_live_plan
 from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
 
 if TYPE_CHECKING:
-    from pipollux_sched.planner import Plan
+    from pipollux_sched.planning.plan import Plan
 
 
 def plan(
@@ -78,9 +78,9 @@ def plan(
         raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
     if diff:
         raise CommandError("--diff is for the scheduler's own jobs; leave the files out", USAGE)
-    from pipollux_sched.planner import plan as make_plan
+    from pipollux_sched.planning.plan import plan as make_plan
     from pipollux_sched.policy import DEFAULT_POLICY, make_policy
-    from pipollux_sched.spec import load_cluster, load_jobs
+    from pipollux_sched.spec.job import load_cluster, load_jobs
 
     decides = make_policy(policy or DEFAULT_POLICY, seed=seed)
     made = make_plan(load_cluster(cluster), load_jobs(jobs), policy=decides)

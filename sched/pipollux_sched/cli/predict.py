@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .modeling import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+from .model_options import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
 
 if TYPE_CHECKING:
     from pipollux_sched.modeling.cutting import Layers
@@ -138,10 +138,10 @@ def predict(
 
     Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
     """
+    from pipollux_sched.modeling.arguments import parse_numbers
     from pipollux_sched.modeling.pictures import picture_format
     from pipollux_sched.modeling.prediction import Question
     from pipollux_sched.modeling.prediction import predict as answer_question
-    from pipollux_sched.modeling.ranges import parse_numbers
 
     with data_errors():
         # Before the work, for a name that nothing can be drawn to.
@@ -174,8 +174,8 @@ def _bounds(
     atomic_bsz: str | None,
     accumulation: bool | None,
 ) -> Bounds:
+    from pipollux_sched.modeling.arguments import parse_bounds, parse_numbers
     from pipollux_sched.modeling.params_file import Bounds
-    from pipollux_sched.modeling.ranges import parse_bounds, parse_numbers
 
     return Bounds(
         max_batch_size=max_batch_size,
@@ -199,7 +199,7 @@ def _layers(
     path: str | None, memory_limit: str | None, link: str | None, params: str
 ) -> Layers | None:
     from pipollux_sched.modeling.cutting import Layers
-    from pipollux_sched.modeling.json_text import STANDARD_INPUT
+    from pipollux_sched.modeling.files import STANDARD_INPUT
     from pipollux_sched.modeling.layers_file import read_layers
     from pipollux_sched.modeling.sizes import parse_link, parse_size
 

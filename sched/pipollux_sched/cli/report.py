@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.amounts import parse_duration
-from pipollux_sched.report import Event, EventLogError, read_events, write_report
-from pipollux_sched.run_events import clipped, of_jobs, store_events
+from pipollux_sched.report.page import write_report
+from pipollux_sched.report.run.event_log import Event, EventLogError, read_events
+from pipollux_sched.report.run_events import clipped, of_jobs, store_events
 from pipollux_sched.store import StateDir, Store
+from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_jobs
 from .console import USAGE, CommandError, OutputFormat, print_data

@@ -10,17 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.amounts import MOST_SECONDS
-from pipollux_sched.event_line import TELLING_TYPES, event_line
-from pipollux_sched.expander import CommandExpander
-from pipollux_sched.hardware import this_machine
-from pipollux_sched.interruption import Interruption
+from pipollux_sched.allocator.expander import CommandExpander
+from pipollux_sched.backend.local.hardware import this_machine
+from pipollux_sched.cli.serving import serve_until
+from pipollux_sched.controller.watchdog import SILENCE_LIMIT
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
-from pipollux_sched.service import STOP_GRACE, Scheduler
-from pipollux_sched.serving import serve_until
-from pipollux_sched.spec import load_cluster
+from pipollux_sched.report.event_text import TELLING_TYPES, event_line
+from pipollux_sched.scheduler import STOP_GRACE, Scheduler
+from pipollux_sched.spec.job import load_cluster
 from pipollux_sched.store import StateDir
-from pipollux_sched.watchdog import SILENCE_LIMIT
+from pipollux_sched.utils.signals import Interruption
+from pipollux_sched.utils.units import MOST_SECONDS
 
 from .failure import one_sentence
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory

@@ -14,8 +14,8 @@ import typer
 
 from .clean_output import libraries_on_stderr
 from .console import USAGE, CommandError, OutputFormat, output_console, print_data
-from .modeling import write_file
-from .simulation_input import (
+from .model_options import write_file
+from .simulate_inputs import (
     cluster_nodes,
     draw_workload,
     input_errors,
@@ -26,7 +26,7 @@ from .simulation_input import (
 
 if TYPE_CHECKING:
     from pipollux_sched.simulator import Metrics, Outcome
-    from pipollux_sched.simulator.trace_model import Fit
+    from pipollux_sched.simulator.applications.trace_model import Fit
 
 _CLUSTER, _JOBS, _RESULT = "The cluster", "The jobs", "The result"
 
@@ -240,7 +240,7 @@ def simulate(
         outcomes = run_pairs(experiment, pairs, watch, processes)
     _print([measure(one) for one in outcomes], output)
     if plot is not None:
-        from pipollux_sched.simulator.plots import render_plots
+        from pipollux_sched.simulator.results.page import render_plots
 
         write_file(plot, "--plot", render_plots(outcomes).encode())
     if save_jobs is not None:
@@ -271,7 +271,7 @@ def _one_source(workloads: Sequence[Path] | None, mix: MixName | None) -> None:
 
 def _print(rows: Sequence[Metrics], output: OutputFormat) -> None:
     if output is OutputFormat.table:
-        from pipollux_sched.simulator.table import metrics_table
+        from pipollux_sched.simulator.results.table import metrics_table
 
         output_console().print(metrics_table(rows))
     else:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipollux_perfmodel import LayerProfile, Link, PerfParams, StagePlan, plan_stages
-from pipollux_perfmodel.cuts import least_rest
-from pipollux_perfmodel.memory import kept_bytes, state_bytes
-from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.partitioning.memory import kept_bytes, state_bytes
+from pipollux_perfmodel.partitioning.search import least_rest
+from pipollux_perfmodel.timing.params import Checkpoint
 
 from .errors import ModelingError
 from .params_file import Bounds

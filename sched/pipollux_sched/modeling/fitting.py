@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_perfmodel import FitReport, PerfParams, fit_measurements
-from pipollux_perfmodel.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint
 
 from .errors import ModelingError
 from .measurements import Row

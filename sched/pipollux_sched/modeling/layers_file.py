@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipollux_perfmodel import LayerProfile
-from pipollux_sched.validation import spell_value
+from pipollux_sched.utils.validation import spell_value
 
 from .errors import ModelingError
-from .json_text import decode, read_text
+from .files import decode, read_text
 
 
 def read_layers(path: str | Path) -> LayerProfile:

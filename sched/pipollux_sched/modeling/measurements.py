@@ -14,10 +14,10 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from pipollux_sched.validation import problem_at, problems, spell_value
+from pipollux_sched.utils.validation import problem_at, problems, spell_value
 
 from .errors import ModelingError
-from .json_text import decode
+from .files import decode
 
 _LARGEST_COUNT = 10**9
 _LONGEST = 10**8  # seconds, three years

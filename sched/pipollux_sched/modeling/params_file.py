@@ -30,11 +30,11 @@ from pipollux_perfmodel import (
     perf_params_from_json,
     perf_params_to_json,
 )
-from pipollux_sched.validation import closest, spell_value
+from pipollux_sched.utils.validation import closest, spell_value
 
 from .errors import ModelingError
+from .files import decode, read_text
 from .fitting import StageFit
-from .json_text import decode, read_text
 
 VERSION = 1
 _KEYS = ("version", "perf_params", "init_batch_size", "grad_params", "fit")

@@ -6,7 +6,7 @@ import math
 import re
 
 from pipollux_perfmodel import Link
-from pipollux_sched.amounts import parse_bytes
+from pipollux_sched.utils.units import parse_bytes
 
 from .errors import ModelingError
 

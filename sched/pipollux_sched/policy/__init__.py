@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .allocation import Allocation, shape_of
-from .autoscaling import (
+from pipollux_sched.policy.autoscaling.autoscale import (
     AutoscalingRules,
     AutoscalingState,
     NodePlan,
@@ -12,11 +11,18 @@ from .autoscaling import (
     plan_nodes,
     release_order,
 )
-from .completion_time import CompletionTime
-from .exact import Certificate, ExactPolicy
-from .feasibility import is_pinned, must_move, usable_nodes, violations
-from .fifo import FifoPolicy
-from .interface import Policy
+from pipollux_sched.policy.autoscaling.utility import UtilityBand, utility
+from pipollux_sched.policy.baselines.fifo import FifoPolicy
+from pipollux_sched.policy.baselines.optimus import OptimusPolicy
+from pipollux_sched.policy.baselines.tiresias import TiresiasPolicy
+from pipollux_sched.policy.exact.completion_time import CompletionTime
+from pipollux_sched.policy.exact.objective import FairSpeedup, Objective, Worth
+from pipollux_sched.policy.exact.policy import Certificate, ExactPolicy
+from pipollux_sched.policy.pollux.policy import PolluxPolicy
+from pipollux_sched.policy.sia.policy import SiaPolicy
+
+from .allocation import Allocation, shape_of
+from .base import Policy
 from .job_info import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
@@ -24,13 +30,8 @@ from .job_info import (
     ReplicaShape,
     SpeedupCallable,
 )
-from .objective import FairSpeedup, Objective, Worth
-from .optimus import OptimusPolicy
-from .pollux import PolluxPolicy
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
-from .sia import SiaPolicy
-from .tiresias import TiresiasPolicy
-from .utility import UtilityBand, utility
+from .rules import is_pinned, must_move, usable_nodes, violations
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from .exact import ExactPolicy
-from .fifo import FifoPolicy
-from .interface import Policy
-from .optimus import OptimusPolicy
-from .pollux import PolluxPolicy
-from .sia import SiaPolicy
-from .tiresias import TiresiasPolicy
+from pipollux_sched.policy.baselines.fifo import FifoPolicy
+from pipollux_sched.policy.baselines.optimus import OptimusPolicy
+from pipollux_sched.policy.baselines.tiresias import TiresiasPolicy
+from pipollux_sched.policy.exact.policy import ExactPolicy
+from pipollux_sched.policy.pollux.policy import PolluxPolicy
+from pipollux_sched.policy.sia.policy import SiaPolicy
+
+from .base import Policy
 
 Factory: TypeAlias = Callable[[int], Policy]
 """Makes a policy for a seed; those that draw nothing take no notice of it."""

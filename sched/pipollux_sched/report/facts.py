@@ -8,10 +8,21 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-from .gantt import slot_use
-from .prediction import accuracies, mean_absolute_error
-from .records import JobRecord, Run
-from .words import DASH, amount, clean, clock, count, duration, listing, number, percent, placements
+from pipollux_sched.report.charts.gantt import slot_use
+from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
+from pipollux_sched.report.run.records import JobRecord, Run
+from pipollux_sched.utils.text import (
+    DASH,
+    amount,
+    clean,
+    clock,
+    count,
+    duration,
+    listing,
+    number,
+    percent,
+    placements,
+)
 
 
 class Headline(NamedTuple):

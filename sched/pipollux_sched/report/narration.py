@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .log import Event, names, real, text, whole
-from .words import amount, clean, count, duration, placement
+from pipollux_sched.report.run.event_log import Event, names, real, text, whole
+from pipollux_sched.utils.text import amount, clean, count, duration, placement
 
 
 def describe(event: Event) -> str | None:

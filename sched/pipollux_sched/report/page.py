@@ -14,23 +14,23 @@ from typing import NamedTuple
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipollux_sched.write_aside import write_aside
-
-from . import facts
-from .bubble import bubble, draw_bubble, missing, verdict
-from .curves import draw_goodput, draw_loss
-from .gantt import MAX_HOLDS, draw_gantt, slot_use
-from .history import Recorder
-from .log import Event, EventLog, read_events
-from .prediction import (
+from pipollux_sched.report.charts.bubble import bubble, draw_bubble, missing, verdict
+from pipollux_sched.report.charts.curves import draw_goodput, draw_loss
+from pipollux_sched.report.charts.gantt import MAX_HOLDS, draw_gantt, slot_use
+from pipollux_sched.report.charts.prediction import (
     MAX_DRAWN,
     Accuracy,
     accuracies,
     draw_predictions,
     mean_absolute_error,
 )
-from .records import JobRecord, Run
-from .words import clean, count, duration, percent
+from pipollux_sched.report.run.event_log import Event, EventLog, read_events
+from pipollux_sched.report.run.records import JobRecord, Run
+from pipollux_sched.report.run.replay import Recorder
+from pipollux_sched.utils.atomic_write import write_aside
+from pipollux_sched.utils.text import clean, count, duration, percent
+
+from . import facts
 
 MAX_DETAILED = 12
 """Jobs with pictures of their own; further ones are in the tables only."""

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from .application import Application, JobModel, Running, StepTimes
-from .catalogue import check_room, devices_of, load_applications, requests_for
-from .devices import A100_40G, DEVICES, V100_16G, Device
-from .engine import Cluster, Options, Result, SimulationError, Watch
+from pipollux_sched.simulator.applications.base import Application, JobModel, Running, StepTimes
+from pipollux_sched.simulator.applications.devices import A100_40G, DEVICES, V100_16G, Device
+from pipollux_sched.simulator.applications.gpt import GPT_MODELS, GptModel
+from pipollux_sched.simulator.applications.pipeline import PipelineApplication
+from pipollux_sched.simulator.applications.pipeline_job import PipelineJob
+from pipollux_sched.simulator.applications.pipeline_model import PipelineJobModel
+from pipollux_sched.simulator.applications.registry import (
+    check_room,
+    devices_of,
+    load_applications,
+    requests_for,
+)
+from pipollux_sched.simulator.applications.sia_model import SiaPipelineModel
+from pipollux_sched.simulator.applications.trace_model import FixedBatchModel, TraceJobModel
+from pipollux_sched.simulator.applications.traces import (
+    CONSTANTS,
+    Constants,
+    TraceApplication,
+    TraceError,
+    read_applications,
+)
+from pipollux_sched.simulator.engine.cluster import Cluster, Options, Result, SimulationError, Watch
+from pipollux_sched.simulator.engine.failures import (
+    FAILURES,
+    SPOT,
+    NodeEvent,
+    Outages,
+    merge_events,
+    outages,
+)
+from pipollux_sched.simulator.engine.isolated import IsolatedTimes
+from pipollux_sched.simulator.engine.job import Interval, SimulatedJob
+from pipollux_sched.simulator.engine.metrics import JOB_COLUMNS, Metrics, job_rows, measure
+from pipollux_sched.simulator.engine.outcome import JobOutcome, Outcome, outcome
+from pipollux_sched.simulator.workload.arrivals import JobArrival, read_workload, write_workload
+from pipollux_sched.simulator.workload.generate import generate
+
 from .experiment import Experiment, Workload, make_nodes, node_events
-from .failures import FAILURES, SPOT, NodeEvent, Outages, merge_events, outages
-from .generate import generate
-from .gpt import GPT_MODELS, GptModel
-from .isolated import IsolatedTimes
-from .job import Interval, SimulatedJob
 from .known_length import KnownLength
 from .load import scale_load
-from .metrics import JOB_COLUMNS, Metrics, job_rows, measure
-from .outcome import JobOutcome, Outcome, outcome
-from .pipeline_application import PipelineApplication
-from .pipeline_job import PipelineJob
-from .pipeline_model import PipelineJobModel
-from .sia_model import SiaPipelineModel
-from .side_by_side import run_pairs
-from .trace_model import FixedBatchModel, TraceJobModel
-from .traces import CONSTANTS, Constants, TraceApplication, TraceError, read_applications
-from .workload import JobArrival, read_workload, write_workload
+from .parallel import run_pairs
 
 __all__ = [
     "A100_40G",

@@ -8,17 +8,22 @@ from pathlib import Path
 
 from pipollux_perfmodel import fit_perf_params
 from pipollux_sched.policy import NodeInfo, make_policy
-
-from .application import Application
-from .catalogue import check_room, devices_of, load_applications
-from .devices import A100_40G
-from .engine import Cluster, Options, Watch
-from .failures import FAILURES, SPOT, NodeEvent, merge_events, outages
-from .gpt import GPT_MODELS
-from .isolated import IsolatedTimes
-from .outcome import Outcome, outcome
-from .trace_model import Fit
-from .workload import JobArrival
+from pipollux_sched.simulator.applications.base import Application
+from pipollux_sched.simulator.applications.devices import A100_40G
+from pipollux_sched.simulator.applications.gpt import GPT_MODELS
+from pipollux_sched.simulator.applications.registry import check_room, devices_of, load_applications
+from pipollux_sched.simulator.applications.trace_model import Fit
+from pipollux_sched.simulator.engine.cluster import Cluster, Options, Watch
+from pipollux_sched.simulator.engine.failures import (
+    FAILURES,
+    SPOT,
+    NodeEvent,
+    merge_events,
+    outages,
+)
+from pipollux_sched.simulator.engine.isolated import IsolatedTimes
+from pipollux_sched.simulator.engine.outcome import Outcome, outcome
+from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .workload import JobArrival
+from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 
 def scale_load(jobs: Sequence[JobArrival], load: float) -> tuple[JobArrival, ...]:

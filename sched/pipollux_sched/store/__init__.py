@@ -20,7 +20,7 @@ from .hints import ToldHints
 from .job_list import Holder, JobLine, JobOrder, JobPage, JobQuery, ListedPhase
 from .journal import Change
 from .launches import LaunchCounts
-from .overview import Glance, NoisePoint, Overview
+from .queries import Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average

@@ -16,9 +16,9 @@ from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from . import schema
-from .claim import Claim
 from .engines import make_engine, reading, writing
 from .errors import StoreError, StoreUnavailableError
+from .leader_lock import Claim
 from .location import Location
 
 

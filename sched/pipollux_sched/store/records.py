@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase, at_rest
-from pipollux_sched.variables import hide_values
+from pipollux_sched.spec.variables import hide_values
 
 from .tables import GenerationRow, JobRow, NodeRow
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipollux_sched.write_aside import PRIVATE, write_aside
+from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
 from .errors import StateDirError
 from .location import Location

@@ -28,7 +28,7 @@ from .deletion import Deletions
 from .errors import StoreError
 from .hints import ToldHints
 from .journal import Change
-from .overview import Overview
+from .queries import Overview
 from .records import (
     GenerationRecord,
     JobRecord,

@@ -10,7 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import JobState, Phase, Rerun, Submit
-from pipollux_sched.variables import hide_values
+from pipollux_sched.spec.variables import hide_values
 
 from . import deletion, journal
 from .errors import JobEndedError, JobExistsError, JobLivesError

@@ -1,0 +1,1 @@
+"""What outlives a restart, and how it reaches the disk."""

@@ -1,0 +1,239 @@
+"""Checkpoints: pieces of state, saved together, whole or not at all.
+
+Rank 0 writes, at a step boundary that all replicas agreed on, one file per state; every rank reads,
+from the newest checkpoint that is whole (:mod:`pipollux_hybrid.checkpoint.storage`). With
+``background=True`` the boundary only copies, and a thread writes.
+
+A piece of state is a :class:`~pipollux_hybrid.checkpoint.state.State`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
+
+import torch
+
+from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
+
+from . import storage as files
+from .async_save import AsyncSaver
+from .state import State, States
+
+__all__ = [
+    "CheckpointManager",
+    "checkpoint_to_restore",
+    "load_state",
+    "save_all_states",
+    "save_last_states",
+    "write_stop_marker",
+]
+
+STOP_MARKER = "stopped.json"
+
+
+class CheckpointManager:
+    """What is known about the job's checkpoints.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self.saver = AsyncSaver()
+        """Writes checkpoints beside the training."""
+        self.looked = False
+        """Whether the replicas agreed already on the checkpoint to restore from."""
+        self.restored_from: Path | None = None
+        """The checkpoint that this run restores from; None for a fresh start."""
+        self.saved_step: int | None = None
+        """The step of the checkpoint written last, or of the one that this run began with."""
+        ctx.closers.append(self.saver.wait)
+
+
+def save_all_states(*, background: bool = False) -> Path | None:
+    """Save every state as one new checkpoint.
+
+    All replicas call it at the same step boundary.
+
+    Args:
+        background: Whether to return as soon as the states are copied, and write them in a thread.
+            One checkpoint is under way at a time: the call waits for the one before. What goes
+            wrong in the thread is printed at a later step boundary.
+
+    Returns:
+        The directory of the checkpoint; None where ``PIPOLLUX_CHECKPOINT_DIR`` is not set, on
+        ranks above 0, and in the background.
+
+    Raises:
+        CheckpointError: The disk does not take it; the checkpoints before are untouched.
+    """
+    ctx = context()
+    manager, states = ctx.component(CheckpointManager), ctx.component(States)
+    for state in states.values():
+        state.sync()
+    root = ctx.env.checkpoint_dir
+    if root is None or ctx.env.rank != 0:
+        return None
+    manager.saver.wait()
+    if not background:
+        writers = {name: state.save for name, state in states.items()}
+        path = _write(root, writers, ctx.env.generation, manager.restored_from)
+        manager.saved_step = ctx.step
+        forget_failure()
+        return path
+    copies = {name: _snapshot(state) for name, state in states.items()}
+    manager.saver.start(partial(_write, root, copies, ctx.env.generation, manager.restored_from))
+    return None
+
+
+def save_last_states() -> None:
+    """Save every state at the end of the training, whatever comes of it.
+
+    A checkpoint that cannot be written is told in the log and in the process's exit status, so that
+    the script comes to its own end, where it may save the model itself.
+    """
+    try:
+        save_all_states()
+    except CheckpointError as error:
+        fail_at_exit(str(error))
+
+
+def load_state(state: State) -> bool:
+    """Restore a state from the newest good checkpoint.
+
+    Returns:
+        Whether there was something to restore.
+
+    Raises:
+        CheckpointError: The checkpoint holds the state, but it cannot be read; or there are
+            checkpoints, and none that this job can go on from.
+    """
+    ctx = context()
+    directory = checkpoint_to_restore(ctx)
+    if directory is None or not (directory / state.name).is_file():
+        return False
+    with (directory / state.name).open("rb") as fileobj:
+        try:
+            state.load(fileobj)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        except (ValueError, KeyError, RuntimeError, UnpicklingError) as error:
+            raise CheckpointError(f"{directory / state.name}: {error}") from error
+    return True
+
+
+def write_stop_marker(step: int) -> None:
+    """Tell the scheduler that this generation stopped at ``step`` because it was asked to.
+
+    Raises:
+        CheckpointError: The disk does not take it.
+    """
+    ctx = context()
+    root = ctx.env.checkpoint_dir
+    if root is None or ctx.env.rank != 0:
+        return
+    marker = {"generation": ctx.env.generation, "step": step, "reason": "signal"}
+    aside = root / f".{STOP_MARKER}"
+    try:
+        files.write_file(aside, json.dumps(marker).encode())
+        aside.rename(root / STOP_MARKER)
+        files.flush_directory(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {root / STOP_MARKER}: {error}") from error
+
+
+def _write(
+    root: Path,
+    writers: Mapping[str, Callable[[BinaryIO], None]],
+    generation: int,
+    restored_from: Path | None,
+) -> Path:
+    path = files.write(root, writers, generation)
+    files.prune(root, keep_also=restored_from)
+    return path
+
+
+def _snapshot(state: State) -> Callable[[BinaryIO], None]:
+    try:
+        return state.snapshot()
+    except Exception as error:  # a state's save is the script's own code
+        failure = files.StateError.of(state.name, error)
+        raise CheckpointError(
+            f"no checkpoint is written: {failure}; earlier checkpoints are untouched"
+        ) from error
+
+
+def checkpoint_to_restore(ctx: JobContext) -> Path | None:
+    """The checkpoint all replicas restore from: the newest good one that rank 0 sees.
+
+    The first call looks for it, on all replicas at the same place of the script, and tries whether
+    the next one can be written.
+
+    Raises:
+        CheckpointError: The directory cannot be written to or is not shared, or holds checkpoints
+            and none that this job can go on from; raised on every replica.
+    """
+    root, manager = ctx.env.checkpoint_dir, ctx.component(CheckpointManager)
+    if root is not None and not manager.looked:
+        plan = _plan(ctx, root)
+        if plan["refusal"] is not None:
+            raise CheckpointError(plan["refusal"])
+        if plan["version"] is not None:
+            manager.restored_from = _see(ctx, files.directory_of(root, plan["version"]))
+        manager.looked = True
+    return manager.restored_from
+
+
+def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
+    """What rank 0 finds in the directory, told to all."""
+    probe = f".probe-{secrets.token_hex(8)}"
+    plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
+    if ctx.env.rank == 0:
+        plan["refusal"] = files.prepare(root, probe)
+        if plan["refusal"] is None:
+            files.remove_leftovers(root)
+            found = files.find(root)
+            plan["refusal"], plan["version"] = found.refusal, files.version_of(found.directory)
+            # A full disk has no place for it, and then nobody looks for it.
+            plan["probe"] = probe if (root / probe).exists() else None
+    try:
+        plan = json.loads(ctx.control.gather_bytes(json.dumps(plan).encode())[0])
+        _check_shared(ctx, root, plan["probe"])
+    finally:
+        if ctx.env.rank == 0:
+            files.remove_probe(root, probe)
+    return plan
+
+
+def _see(ctx: JobContext, directory: Path) -> Path:
+    """Check that this replica sees the checkpoint that replica 0 chose."""
+    fault = files.fault_of(directory, sizes_only=True)
+    if fault is not None:
+        raise CheckpointError(
+            f"replica {ctx.env.rank} does not see {directory} as replica 0 does, which restores "
+            f"from it ({fault}): PIPOLLUX_CHECKPOINT_DIR must be storage that all nodes share"
+        )
+    return directory
+
+
+def _check_shared(ctx: JobContext, root: Path, probe: str | None) -> None:
+    """Refuse a directory that is another one on another node.
+
+    Nothing would go wrong in this run, but the next one might have its replica 0 on a node without
+    checkpoints and begin anew without a word.
+    """
+    seen = probe is None or (root / probe).exists()
+    everyone = [bool(x.item()) for x in ctx.control.gather(torch.tensor([int(seen)]))]
+    if not all(everyone):
+        raise CheckpointError(
+            f"PIPOLLUX_CHECKPOINT_DIR={root} on replica {everyone.index(False)} is not the "
+            "directory that replica 0 sees: point it at storage that all nodes share"
+        )

@@ -1,0 +1,131 @@
+"""Model and optimizer in a checkpoint, keyed by layer.
+
+Names are those of the user's own ``nn.Sequential``, never of stages, so that the next run may cut
+the layers differently; nor do they tell whether a layer went through ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.job.context import context
+
+from .async_save import StagingBuffers
+from .parameter_groups import ParameterGroups, plain_name
+from .state import State, check_loadable
+
+__all__ = ["ModelState"]
+
+STATE_NAME = "model.pt"
+REMEDY = "build the model the checkpoint was made with, or start with an empty directory"
+
+
+class ModelState(State):
+    """Parameters, buffers, optimizer state and learning-rate scheduler.
+
+    Args:
+        module: The plain module.
+        optimizer: Its optimizer.
+        lr_scheduler: The optimizer's scheduler, if any.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    ) -> None:
+        super().__init__(STATE_NAME)
+        self._module = module
+        self._groups = ParameterGroups(module, optimizer)
+        self._lr_scheduler = lr_scheduler
+        self._host_copy = StagingBuffers()
+        if context().env.checkpoint_dir is not None:  # better now than at the first save
+            check_loadable("lr_scheduler", lr_scheduler.state_dict() if lr_scheduler else None)
+            check_loadable("optimizer", optimizer.state_dict())
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write everything with ``torch.save``."""
+        torch.save(self._content(), fileobj)
+
+    def snapshot(self) -> Callable[[BinaryIO], None]:
+        """Copy the tensors to the host's memory; what is not a tensor is small and copied, too."""
+        copy = self._host_copy.take(self._content())
+
+        def write(fileobj: BinaryIO) -> None:
+            self._host_copy.wait()
+            torch.save(copy, fileobj)
+
+        return write
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote; tensors go to where the parameters are.
+
+        Raises:
+            CheckpointError: It is of another model or optimizer; the first difference is named.
+        """
+        content = torch.load(fileobj, map_location="cpu", weights_only=True)
+        self._load_model(content["model"])
+        self._groups.restore(content["optimizer"])
+        self._load_frozen(content.get("frozen"))
+        if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
+            self._check_schedule(content.get("lr_scheduler_class"))
+            self._lr_scheduler.load_state_dict(content["lr_scheduler"])
+
+    def _content(self) -> dict[str, Any]:
+        schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
+        return {
+            "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
+            "frozen": [
+                plain_name(n) for n, p in self._module.named_parameters() if not p.requires_grad
+            ],
+            "optimizer": self._groups.state(),
+            "lr_scheduler": schedule,
+            "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
+        }
+
+    def _load_model(self, saved: Mapping[str, Any]) -> None:
+        ours = {plain_name(name): (name, x) for name, x in self._module.state_dict().items()}
+        saved = {plain_name(name): x for name, x in saved.items()}
+        difference = _difference(saved, {name: x for name, (_, x) in ours.items()})
+        if difference is not None:
+            raise CheckpointError(f"it is of another model: {difference}; {REMEDY}")
+        self._module.load_state_dict({name: saved[plain] for plain, (name, _) in ours.items()})
+
+    def _load_frozen(self, frozen: Collection[str] | None) -> None:
+        """Train what was trained when the checkpoint was written, and nothing else."""
+        if frozen is not None:
+            for name, parameter in self._module.named_parameters():
+                parameter.requires_grad_(plain_name(name) not in frozen)
+
+    def _check_schedule(self, theirs: str | None) -> None:
+        ours = _kind_of(self._lr_scheduler)
+        if theirs is not None and theirs != ours:
+            raise CheckpointError(
+                f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or start "
+                "with an empty directory"
+            )
+
+
+def _kind_of(lr_scheduler: Any) -> str:
+    """The class of a scheduler, and of those within: ``SequentialLR(LinearLR, StepLR)``."""
+    inner = ", ".join(_kind_of(each) for each in getattr(lr_scheduler, "_schedulers", ()))
+    name = type(lr_scheduler).__name__
+    return f"{name}({inner})" if inner else name
+
+
+def _difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """The first way in which a checkpoint's model differs from the script's, None if none."""
+    for name, value in ours.items():
+        if name not in saved:
+            return f"{name!r} is missing in the checkpoint"
+        shapes = [tuple(x.shape) for x in (saved[name], value) if isinstance(x, Tensor)]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            return f"{name!r} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the script"
+    extra = next((name for name in saved if name not in ours), None)
+    return None if extra is None else f"{extra!r} of the checkpoint is not in the script's model"

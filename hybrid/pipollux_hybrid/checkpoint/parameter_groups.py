@@ -1,0 +1,158 @@
+"""The optimizer's parameter groups by the names of their parameters, through restarts.
+
+A script may train only some layers at first and give the optimizer the others in a later epoch, by
+``add_param_group``. The next run of the script starts with the groups it started with. What came
+later is in the checkpoint, and is made again from there, with its settings and its state. Where the
+script then adds the group once more, as it runs the epoch under way from its top, the group is
+there already and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+
+__all__ = ["COMPILED", "ParameterGroups", "foreign_parameter", "plain_name"]
+
+COMPILED = "_orig_mod"
+"""What ``torch.compile`` puts into the names of a layer's parameters."""
+
+
+class ParameterGroups:
+    """An optimizer's groups as a checkpoint has them.
+
+    Args:
+        module: Its layers name the parameters.
+        optimizer: Over parameters of the module.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module = module
+        self._optimizer = optimizer
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state, keyed by names of parameters instead of by numbers."""
+        packed = self._optimizer.state_dict()
+        groups = self._names()
+        flat = [name for group in groups for name in group]
+        return {
+            "class": type(self._optimizer).__name__,
+            "state": {flat[i]: state for i, state in packed["state"].items()},
+            "groups": [
+                {**group, "params": names}
+                for group, names in zip(packed["param_groups"], groups, strict=True)
+            ],
+        }
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave.
+
+        Raises:
+            CheckpointError: It is of another optimizer; the first difference is named.
+        """
+        self._check_class(content)
+        saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
+        self._check_groups(saved)
+        self._add(content["groups"][len(self._optimizer.param_groups) :])
+        groups = self._names()
+        flat = [name for group in groups for name in group]
+        packed, first = [], 0
+        for group, names in zip(content["groups"], groups, strict=True):
+            packed.append({**group, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        state = {i: content["state"][n] for i, n in enumerate(flat) if n in content["state"]}
+        self._optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+    def _names(self) -> list[list[str]]:
+        """Names of the parameters of each group."""
+        names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:  # came since the last step, which would have refused it
+                    raise foreign_parameter(parameter)
+        return [[names[p] for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def _check_class(self, content: Mapping[str, Any]) -> None:
+        ours = type(self._optimizer).__name__
+        theirs = content.get("class", ours)
+        if theirs != ours:
+            raise CheckpointError(
+                f"its optimizer is {theirs} and the script's is {ours}: use {theirs}, or start "
+                "with an empty directory"
+            )
+
+    def _check_groups(self, saved: Sequence[Sequence[str]]) -> None:
+        """Refuse groups that are neither the script's nor added to them."""
+        ours = self._names()
+        held = {name for group in ours for name in group}
+        later = [name for group in saved[len(ours) :] for name in group]
+        if len(saved) < len(ours) or held & set(later):
+            raise CheckpointError(
+                f"its optimizer has {len(saved)} parameter groups and the script's has "
+                f"{len(ours)}: build the same groups, or start with an empty directory"
+            )
+        for index, (theirs, names) in enumerate(zip(saved, ours, strict=False)):
+            moved = sorted(set(theirs) ^ set(names))
+            if moved:
+                raise CheckpointError(
+                    f"group {index} of its optimizer has other parameters than the script's, the "
+                    f"first being {moved[0]!r}: build the same groups, or start with an empty "
+                    "directory"
+                )
+
+    def _add(self, later: Sequence[Mapping[str, Any]]) -> None:
+        """Make the groups again that the script added after it had begun."""
+        if not later:
+            return
+        parameters = {plain_name(n): p for n, p in self._module.named_parameters()}
+        made = []
+        for group in later:
+            tensors = [parameters[plain_name(name)] for name in group["params"]]
+            # An optimizer over named parameters takes no others.
+            named = list(zip(group.get("param_names", ()), tensors, strict=False))
+            self._optimizer.add_param_group({"params": named or tensors})
+            made.append(set[Any](tensors))
+        _expect(self._optimizer, made)
+
+
+def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
+    """Have ``add_param_group`` know the groups that are there already, each once."""
+    original = optimizer.add_param_group
+
+    def add_param_group(_: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        items = [params] if isinstance(params, torch.Tensor) else list(params)
+        tensors = {item[1] if isinstance(item, tuple) else item for item in items}
+        if tensors in made:
+            made.remove(tensors)
+            return
+        original({**param_group, "params": items})
+
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]  # the script's call comes by here
+
+
+def foreign_parameter(parameter: object) -> ConfigurationError:
+    """The error for an optimizer's parameter that the model does not have."""
+    shape = tuple(parameter.shape) if isinstance(parameter, torch.Tensor) else None
+    what = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
+    return ConfigurationError(
+        f"the optimizer was given {what} that is not in the wrapped module, so it would neither be "
+        "synchronised nor saved: give it parameters of the module only, and have all layers in the "
+        "module before HybridParallel(…)"
+    )
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer without the traces of ``torch.compile``.
+
+    Example:
+        >>> plain_name("0._orig_mod.weight")
+        '0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != COMPILED)

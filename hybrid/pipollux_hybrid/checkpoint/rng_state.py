@@ -1,0 +1,143 @@
+"""Random numbers that go on after a restart as if there had been none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipollux_hybrid.job.context import JobContext
+
+from .manager import load_state
+from .state import State, States
+
+__all__ = ["RandomState", "random_state"]
+
+STATE_NAME = "random.pt"
+CPU, PYTHON, NUMPY = 0, 1, 2
+"""Where each generator is in a replica's list; those of CUDA devices follow, one per stage."""
+
+
+class RandomState(State):
+    """Every replica's generators: torch's on the CPU and the stages' devices, Python's, numpy's.
+
+    With as many replicas as before, each goes on with its own numbers. With another number, each
+    gets a new sequence that depends on the old ones and its rank only; unless all replicas had the
+    same one, as for decisions that they take together: then all go on with it.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        super().__init__(STATE_NAME)
+        self._context = ctx
+        self._states: list[list[Tensor]] = []
+        self._restored: list[list[Tensor]] = []
+
+    def sync(self) -> None:
+        """Collect every replica's generators."""
+        ours = _read(self._cuda_devices())
+        lengths = [len(state) for state in ours]
+        everyone = self._context.control.gather(torch.cat(ours))
+        self._states = [list(packed.split(lengths)) for packed in everyone]
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write them."""
+        torch.save(self._states, fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read them; :meth:`restore_once` puts this replica's to use."""
+        content = torch.load(fileobj, weights_only=True)
+        # Checkpoints of the first release have the CPU's generator alone.
+        self._restored = [[x] if isinstance(x, Tensor) else x for x in content]
+
+    def restore_once(self) -> None:
+        """Go on with the restored numbers; does nothing when called again."""
+        restored, self._restored = self._restored, []
+        if not restored:
+            return
+        env, devices = self._context.env, self._cuda_devices()
+        same = len(restored) == env.num_replicas
+        for index in range(len(_read(devices))):
+            states = [replica[index] for replica in restored if index < len(replica)]
+            if same and states:
+                _write(index, states[env.rank], devices)
+            elif len(states) > 1 and _are_equal(states):
+                _write(index, states[0], devices)
+            else:
+                # Stages that were not there before begin from the CPU's numbers.
+                _seed(index, _derived(restored[0][CPU], index) + env.rank, devices)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return [device for device in self._context.pipeline.devices if device.type == "cuda"]
+
+
+def random_state(ctx: JobContext) -> RandomState:
+    """The job's random state, registered at its first use."""
+    state = ctx.component(States).get(STATE_NAME)
+    if state is None:
+        state = RandomState(ctx)
+        load_state(state)
+    assert isinstance(state, RandomState)  # noqa: S101  # the name is this module's own
+    return state
+
+
+def _read(devices: Sequence[torch.device]) -> list[Tensor]:
+    """The generators' states as bytes, uint8 tensors of shape [length]."""
+    _, words, gauss = random.getstate()
+    python = _bytes(np.array(words, np.uint32), gauss)
+    legacy: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = legacy
+    numpy = _bytes(np.append(keys, position).astype(np.uint32), cached if has_gauss else None)
+    return [torch.get_rng_state(), python, numpy, *map(torch.cuda.get_rng_state, devices)]
+
+
+def _write(index: int, state: Tensor, devices: Sequence[torch.device]) -> None:
+    if index == CPU:
+        torch.set_rng_state(state)
+    elif index == PYTHON:
+        words, gauss = _words(state)
+        random.setstate((3, tuple(words.tolist()), gauss))
+    elif index == NUMPY:
+        words, gauss = _words(state)
+        keys, position = words[:-1], int(words[-1])
+        np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
+    else:
+        torch.cuda.set_rng_state(state, devices[index - NUMPY - 1])
+
+
+def _seed(index: int, seed: int, devices: Sequence[torch.device]) -> None:
+    if index == CPU:
+        torch.default_generator.manual_seed(seed)
+    elif index == PYTHON:
+        random.seed(seed)
+    elif index == NUMPY:
+        np.random.seed(seed % (1 << 32))
+    else:
+        with torch.cuda.device(devices[index - NUMPY - 1]):
+            torch.cuda.manual_seed(seed)
+
+
+def _bytes(words: np.ndarray[Any, Any], gauss: float | None) -> Tensor:
+    """Words of a Mersenne twister and the second half of a pair of normal numbers, if any."""
+    half = np.array([np.nan if gauss is None else gauss])
+    return torch.frombuffer(bytearray(words.tobytes() + half.tobytes()), dtype=torch.uint8)
+
+
+def _words(state: Tensor) -> tuple[np.ndarray[Any, Any], float | None]:
+    content = state.numpy().tobytes()
+    half = float(np.frombuffer(content[-8:], np.float64)[0])
+    return np.frombuffer(content[:-8], np.uint32).copy(), None if np.isnan(half) else half
+
+
+def _derived(state: Tensor, index: int) -> int:
+    """A seed that depends on a generator's state, different for each index."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return int(torch.randint(1 << 62, (index + 1,), generator=generator)[index].item())
+
+
+def _are_equal(states: Sequence[Tensor]) -> bool:
+    return all(torch.equal(states[0], state) for state in states[1:])

@@ -1,0 +1,130 @@
+"""Pieces of state that outlive restarts: the interface of AdaptDL's ``State``.
+
+``save``, ``load`` and ``sync`` are AdaptDL's; :mod:`pipollux_hybrid.checkpoint.manager` calls them.
+What is saved must be readable without running code from the file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.context import JobContext, context
+
+from .storage import MANIFEST
+
+__all__ = ["State", "States", "check_loadable"]
+
+
+class States(dict[str, "State"]):
+    """Everything that a checkpoint of the job holds, by name.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
+        super().__init__()
+
+
+class State:
+    """A piece of state that outlives restarts.
+
+    Subclasses say how to write and read it; :func:`~pipollux_hybrid.load_state` restores it after a
+    restart. Bytes are read back on machines that must not run them, so never unpickle in ``load``
+    (use ``torch.load(..., weights_only=True)`` or JSON).
+
+    Args:
+        name: Unique in the job, and a plain file name.
+
+    Raises:
+        ValueError: Another state has this name, or it is no file name; or the subclass does not say
+            how to save and load (a ConfigurationError).
+    """
+
+    def __init__(self, name: str) -> None:
+        states = context().component(States)
+        if Path(name).name != name or name.startswith(".") or name in ("", MANIFEST):
+            raise ValueError(f"state name {name!r} must be a plain file name")
+        for method in ("save", "load"):
+            if getattr(type(self), method) is getattr(State, method):
+                raise ConfigurationError(
+                    f"{type(self).__name__} has no {method}(fileobj): a State of your own needs "
+                    "both save and load"
+                )
+        if name in states:
+            raise ValueError(f"a state named {name!r} exists already; names must be unique")
+        self.name = name
+        states[name] = self
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write the state; called on rank 0."""
+        raise NotImplementedError
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote; called on every rank."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the state the same on all replicas; called on every rank before a save."""
+
+    def snapshot(self) -> Callable[[BinaryIO], None]:
+        """Copy the state as it is now, for a thread to write while training goes on.
+
+        Called on rank 0 instead of :meth:`save` when a checkpoint is written in the background.
+        By default :meth:`save` writes into memory; large states may copy faster than that.
+
+        Returns:
+            What writes the copy to a file.
+        """
+        copy = io.BytesIO()
+        self.save(copy)
+        return lambda fileobj: _write_all(fileobj, copy)
+
+
+def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:
+    fileobj.write(copy.getbuffer())
+
+
+def check_loadable(name: str, content: Any) -> None:
+    """Refuse content that ``torch.load(..., weights_only=True)`` would not read.
+
+    Better before training than at the first restart.
+
+    Args:
+        name: What the content is, for the message.
+        content: What a ``state_dict()`` gave; it is written to memory and read back, without the
+            elements of its tensors.
+
+    Raises:
+        CheckpointError: There is something other than tensors and plain Python in it.
+    """
+    copy = io.BytesIO()
+    try:
+        torch.save(_without_elements(content), copy)
+        copy.seek(0)
+        torch.load(copy, weights_only=True)
+    except Exception as error:  # objects may do whatever they like when they are pickled
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(
+            f"the state of {name} cannot be kept in a checkpoint: its state_dict() must hold "
+            f"tensors, numbers, strings, lists and dicts only ({reason})"
+        ) from error
+
+
+def _without_elements(value: Any) -> Any:
+    """The same nest with empty tensors: an average of a large model is not written twice."""
+    if type(value) in (Tensor, nn.Parameter):
+        return torch.empty(0, dtype=value.dtype)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _without_elements(x)) for key, x in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_elements, value))
+    return value

@@ -1,0 +1,102 @@
+"""Any object with ``state_dict`` and ``load_state_dict`` in checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import torch
+
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+
+from .manager import load_state
+from .state import State, check_loadable
+
+__all__ = ["Stateful", "keep"]
+
+
+class Stateful(Protocol):
+    """What PyTorch's own optimizers, schedulers, scalers and modules have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, strings, lists and dicts that say all there is to remember."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Go on from what :meth:`state_dict` gave."""
+
+
+S = TypeVar("S", bound=Stateful)
+
+
+class ObjectState(State):
+    """The state of an object.
+
+    Args:
+        name: Name of the file, without ``.pt``.
+        obj: The object.
+    """
+
+    def __init__(self, name: str, obj: Stateful) -> None:
+        super().__init__(f"{name}.pt")
+        self._object = obj
+        self._checked = False
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write the object's state with ``torch.save``."""
+        content = self._object.state_dict()
+        if not self._checked:  # it may have grown since it was registered
+            check_loadable(self.name, content)
+            self._checked = True
+        torch.save(content, fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Hand the object what :meth:`save` wrote, tensors on the CPU."""
+        content = torch.load(fileobj, map_location="cpu", weights_only=True)
+        self._object.load_state_dict(content)
+
+
+def keep(name: str, obj: S) -> S:
+    """Have an object's state in checkpoints, and restore it now if there is one.
+
+    For what training needs beside the model and its optimizer: a ``GradScaler``, an exponential
+    average of the parameters, a second learning-rate scheduler. Rank 0's state is the one kept.
+
+    Example::
+
+        scaler = pipollux.keep("scaler", pipollux.GradScaler("cuda"))
+        average = pipollux.keep("ema", AveragedModel(module))
+
+    Args:
+        name: Unique in the job, and a plain file name.
+        obj: Anything with ``state_dict()`` and ``load_state_dict()``.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: Another state has this name, or it is no file name; or the object lacks one of
+            the two methods (a ConfigurationError).
+        CheckpointError: Its state cannot be kept, or the checkpoint holds a state that it does not
+            take.
+    """
+    _check(name, obj)
+    load_state(ObjectState(name, obj))
+    return obj
+
+
+def _check(name: str, obj: Stateful) -> None:
+    """Refuse now what the first save could not write."""
+    missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(obj, m, None))]
+    if missing or isinstance(obj, type):
+        raise ConfigurationError(
+            f"keep({name!r}, …) was given a {type(obj).__name__} that cannot be kept: an object "
+            "with the methods state_dict() and load_state_dict() is needed, or a State of your own "
+            "that is restored with load_state()"
+        )
+    try:
+        content = obj.state_dict()
+    except Exception as error:  # it is the user's own code
+        raise CheckpointError(
+            f"the state of {name} cannot be kept in a checkpoint: state_dict() of "
+            f"{type(obj).__name__} fails with {type(error).__name__}: {error}"
+        ) from error
+    check_loadable(name, content)

@@ -1,0 +1,366 @@
+"""Checkpoints on disk: directories that appear whole, carry checksums, and give way to newer ones.
+
+A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums. It is
+written as ``.checkpoint-00000042``, flushed to the disk and renamed; it is renamed again before it
+is removed. So a process killed at any instruction leaves whole checkpoints, and perhaps a name with
+a dot, which nobody reads and the next start removes.
+
+Checksums are taken of what is written on its way to the disk, so that saving reads nothing back.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from pipollux_hybrid.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "Found",
+    "StateError",
+    "directory_of",
+    "fault_of",
+    "find",
+    "flush_directory",
+    "prepare",
+    "prune",
+    "remove_leftovers",
+    "remove_probe",
+    "version_of",
+    "write",
+    "write_file",
+]
+
+LOG = logging.getLogger(__name__)
+PREFIX = "checkpoint-"
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Version of this format; a reader refuses newer ones."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that may go away by themselves."""
+KEPT = 2
+"""Checkpoints kept; the one before the newest is the way back from a bad disk."""
+
+
+DISK_ERRORS = (*NO_SPACE, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Those that are the disk's fault, whoever wrote."""
+
+
+class Found(NamedTuple):
+    """What :func:`find` found in a directory of checkpoints."""
+
+    directory: Path | None
+    """The newest good checkpoint; None where there is nothing to restore."""
+    refusal: str | None
+    """Why nothing may be restored nor begun anew, one sentence; None if all is well."""
+
+
+class StateError(Exception):
+    """What a state's own ``save`` or ``snapshot`` raised, with the state's name before it."""
+
+    @classmethod
+    def of(cls, name: str, error: Exception) -> StateError:
+        """Make it of what was raised."""
+        if isinstance(error, CheckpointError):
+            return cls(str(error))
+        return cls(f"saving the state {name!r} failed with {type(error).__name__}: {error}")
+
+
+class CheckedFile(io.BufferedWriter):
+    """A file under construction that knows the checksum of what it was given.
+
+    Some writers go round :meth:`write` or back in the file; then the file is read once more. An
+    error of the disk is remembered, because ``torch.save`` turns it into one of its own.
+
+    Args:
+        path: Where to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"), buffer_size=1 << 20)
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._count = 0
+        self._straight = True
+        self.disk_error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes, adding them to the checksum."""
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.disk_error = error
+            raise
+        self._hash.update(data)
+        self._count += written
+        return written
+
+    def seek(self, target: int, whence: int = 0, /) -> int:
+        """Move in the file, as those formats do that fill in a header at the end."""
+        self._straight = False
+        return super().seek(target, whence)
+
+    def finish(self) -> tuple[str, int]:
+        """Flush to the disk; the file's sha256 and its size in bytes."""
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        except OSError as error:
+            self.disk_error = error
+            raise
+        size = os.fstat(self.fileno()).st_size
+        if self._straight and size == self._count:
+            return self._hash.hexdigest(), size
+        return _checksum(self._path), size
+
+
+def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generation: int) -> Path:
+    """Write a new checkpoint.
+
+    Args:
+        root: The directory of checkpoints, made if need be.
+        writers: For each file's name, what writes it.
+        generation: Number of the job's launch, for whoever looks into the manifest.
+
+    Raises:
+        CheckpointError: The disk does not take it; the checkpoints before are untouched.
+    """
+    final = directory_of(root, _next_version(root))
+    aside = root / f".{final.name}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        written = {name: _write_state(aside / name, writer) for name, writer in writers.items()}
+        manifest = {
+            "version": FORMAT,
+            "generation": generation,
+            "sha256": {name: checksum for name, (checksum, _) in written.items()},
+            "size": {name: size for name, (_, size) in written.items()},
+        }
+        write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
+        flush_directory(aside)
+        aside.rename(final)
+        flush_directory(root)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write checkpoint {final}: {error}. Free some space or point "
+            "PIPOLLUX_CHECKPOINT_DIR elsewhere; earlier checkpoints are untouched"
+        ) from error
+    except StateError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched"
+        ) from error.__cause__
+    except Exception:  # what is half written goes, whatever it was; then it is raised on
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def prepare(root: Path, probe: str) -> str | None:
+    """Make a directory of checkpoints, and write a file there to see that it can be done.
+
+    Args:
+        root: The directory.
+        probe: Name of the file, which stays for others to look for; see :func:`remove_probe`.
+
+    Returns:
+        Why nothing can be saved there, one sentence; None if all is well. Where only space is
+        short this is said in the log: there may be some again at the first save.
+    """
+    try:
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and a folder is needed")
+        root.mkdir(parents=True, exist_ok=True)
+        write_file(root / probe, probe.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in NO_SPACE:
+            LOG.warning("PIPOLLUX_CHECKPOINT_DIR=%s: %s; nothing can be saved there", root, reason)
+            return None
+        remove_probe(root, probe)
+        return (
+            f"PIPOLLUX_CHECKPOINT_DIR={root} cannot be written to ({reason}): point it at a folder "
+            "where this job may write, or unset it to train without checkpoints"
+        )
+    return None
+
+
+def remove_probe(root: Path, probe: str) -> None:
+    """Remove what :func:`prepare` has written."""
+    with suppress(OSError):
+        (root / probe).unlink()
+
+
+def find(root: Path) -> Found:
+    """The checkpoint to restore from: the newest that is whole."""
+    directories, faults = _versions(root), []
+    for directory in directories:
+        newer = _newer_format(directory)
+        if newer is not None:
+            return Found(None, newer)
+        fault = fault_of(directory)
+        if fault is None:
+            return Found(directory, None)
+        faults.append(fault)
+        LOG.warning("checkpoint %s is passed over: %s", directory, fault)
+    if not directories:
+        return Found(None, None)
+    return Found(
+        None,
+        f"none of the checkpoints in {root} is whole (the newest: {faults[0]}): bring one back "
+        "from a copy, or move them away to train from the beginning",
+    )
+
+
+def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
+    """Why a checkpoint cannot be trusted, None if it can.
+
+    Args:
+        directory: The checkpoint.
+        sizes_only: Whether to look at sizes only, which reads nothing.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        # Sizes first: they tell a torn file without reading it.
+        for name, size in manifest.get("size", {}).items():
+            found = (directory / name).stat().st_size
+            if found != size:
+                return f"{name} is not what was written: it has {found} bytes of {size}"
+        for name, checksum in manifest["sha256"].items():
+            if not sizes_only and _checksum(directory / name) != checksum:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def prune(root: Path, keep_also: Path | None) -> None:
+    """Remove all but the newest checkpoints.
+
+    Args:
+        root: The directory of checkpoints.
+        keep_also: One more to keep: states made later in this run restore from where it began.
+    """
+    for directory in _versions(root)[KEPT:]:
+        if directory != keep_also:
+            _remove(directory)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed saves and removals left behind; only while nobody saves."""
+    if root.is_dir():
+        for path in root.glob(f".{PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with path.open("wb") as fileobj:
+        fileobj.write(content)
+        fileobj.flush()
+        os.fsync(fileobj.fileno())
+
+
+def flush_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_state(path: Path, writer: Callable[[BinaryIO], None]) -> tuple[str, int]:
+    fileobj = CheckedFile(path)
+    try:
+        try:
+            writer(cast("BinaryIO", fileobj))
+        except Exception as error:  # a state's save is the script's own code
+            # torch hides a full disk behind errors of its own.
+            if fileobj.disk_error is not None:
+                raise fileobj.disk_error from None
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
+            raise StateError.of(path.name, error) from error
+        return fileobj.finish()
+    finally:
+        _close(fileobj)
+
+
+def _close(fileobj: CheckedFile) -> None:
+    """Close a file; after an error it would try to write the rest of its buffer once more."""
+    try:
+        fileobj.close()
+    except OSError as error:
+        LOG.debug("closing %s: %s", fileobj.name, error)
+
+
+def directory_of(root: Path, version: int) -> Path:
+    """The directory of a checkpoint by its number."""
+    return root / f"{PREFIX}{version:08d}"
+
+
+def version_of(directory: Path | None) -> int | None:
+    """The number of a checkpoint of ours; None for other names, such as ``checkpoint-500``."""
+    if directory is None:
+        return None
+    digits = directory.name.removeprefix(PREFIX)
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    return int(digits) if directory.name == f"{PREFIX}{int(digits):08d}" else None
+
+
+def _versions(root: Path) -> list[Path]:
+    """Directories of checkpoints, newest first."""
+    if not root.is_dir():
+        return []
+    numbered = [(version_of(path), path) for path in root.iterdir() if path.is_dir()]
+    known = [(version, path) for version, path in numbered if version is not None]
+    return [path for _, path in sorted(known, reverse=True)]
+
+
+def _next_version(root: Path) -> int:
+    versions = _versions(root)
+    return (version_of(versions[0]) or 0) + 1 if versions else 1
+
+
+def _newer_format(directory: Path) -> str | None:
+    """The sentence that refuses a checkpoint of a later release, None for others."""
+    try:
+        version = json.loads((directory / MANIFEST).read_bytes())["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(version, int) and version > FORMAT:
+        return (
+            f"checkpoint {directory} has format version {version}, and this release of Pipollux "
+            f"reads versions up to {FORMAT}: install the release that wrote it, or a later one"
+        )
+    return None
+
+
+def _remove(directory: Path) -> None:
+    aside = directory.with_name(f".{directory.name}.removed")
+    try:
+        directory.rename(aside)
+    except OSError as error:
+        LOG.warning("the old checkpoint %s cannot be removed: %s", directory, error)
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as fileobj:
+        return hashlib.file_digest(fileobj, "sha256").hexdigest()

@@ -1,0 +1,281 @@
+"""Sums over all replicas that outlive restarts: losses, counts of right answers, histograms.
+
+Each replica adds up what it sees; the sums come together when the script asks for them, and at
+every checkpoint. The interface is AdaptDL's. Code between the loops over loaders runs again after a
+restart (:mod:`~pipollux_hybrid.elastic.epoch`), so an accumulator remembers how much such code has
+already added in the present epoch, and what it has read, and gives it the same once more.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import torch
+
+from pipollux_hybrid.checkpoint.manager import load_state
+from pipollux_hybrid.checkpoint.state import State
+from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
+from pipollux_hybrid.job.context import JobContext, context
+
+from .accumulator_values import Key, PendingSum, Summable, add, check_key, checked, on_cpu
+from .epoch import epoch_state
+from .loop import numbered_name, refuse_inside_loop
+
+__all__ = ["Accumulator"]
+
+Summables = dict[Key, Summable]
+
+
+class AccumulatorState(State):
+    """What an accumulator holds.
+
+    Args:
+        ctx: The job's context.
+        values: What it begins with.
+    """
+
+    def __init__(self, ctx: JobContext, values: Summables) -> None:
+        super().__init__(numbered_name(ctx, "accumulator", "pt"))
+        self._context = ctx
+        self._changes_to_save: dict[str, int] = {}
+        self.totals: Summables = values
+        """Sums over all replicas, as of the last time they came together; alike on all."""
+        self.pending: Summables = {}
+        """What this replica has added since."""
+        self.changes: dict[str, int] = {}
+        """For the phases that a restart runs again, the changes made outside of loops so far."""
+        self.changes_before: dict[str, int] = {}
+        """The most that a replica had made when the checkpoint was written."""
+        self.read: dict[str, list[Summables]] = {}
+        """And the totals as each synchronized block outside of loops found them."""
+
+    def sync(self) -> None:
+        """Add what all replicas have pending to the totals."""
+        ctx = self._context
+        mine = (_copy(self.pending), zlib.crc32(_bytes(self.totals)), self.changes)
+        everyone = [_read(content) for content in ctx.control.gather_bytes(_bytes(mine))]
+        if len({checksum for _, checksum, _ in everyone}) > 1:
+            raise SynchronizationError(
+                "the totals of an Accumulator differ between replicas: inside synchronized() every "
+                "replica must make the same changes, so move what depends on the rank out of it"
+            )
+        self.pending = {}
+        self._changes_to_save = dict(self.changes_before)
+        for updates, _, changes in everyone:
+            for key, amount in updates.items():
+                self.totals[key] = add(key, self.totals.get(key, 0), amount)
+            for phase, count in changes.items():
+                most = max(self._changes_to_save.get(phase, 0), count)
+                self._changes_to_save[phase] = most
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write totals and what code outside of loops has done; nothing is pending after a sync."""
+        content = {"totals": self.totals, "changes": self._changes_to_save, "read": self.read}
+        torch.save(content, fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote."""
+        content = torch.load(fileobj, weights_only=True)
+        self.totals, self.changes_before, self.read = (
+            content[name] for name in ("totals", "changes", "read")
+        )
+
+
+class Accumulator(MutableMapping[Key, Any]):
+    """A dictionary whose values are sums over all replicas and all runs of the job.
+
+    Outside of :meth:`synchronized` it can only be added to; inside, it is a plain dictionary of
+    totals, and every replica must do the same with it.
+
+    Example::
+
+        accum = Accumulator()
+        for epoch in remaining_epochs_until(30):
+            for inputs, targets in loader:
+                ...
+                accum["loss_sum"] += loss.detach() * len(targets)
+                accum["total"] += len(targets)
+            with accum.synchronized():
+                print("loss", accum["loss_sum"] / accum["total"])
+                accum.clear()
+
+    Values are numbers (integers stay exact, others are float64) and tensors, which are added up
+    element by element as int64 or float64, on their own device, without waiting for it. Keys are
+    strings or integers, and may differ between replicas.
+
+    Args:
+        *args: What to begin with, as for ``dict``.
+        **kwargs: The same by keyword.
+
+    Raises:
+        ConfigurationError: It is made inside the body of a loop over a loader, or with a key or
+            value that cannot be summed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ctx = context()
+        refuse_inside_loop(ctx, "Accumulator")
+        self._context = ctx
+        self._epochs = epoch_state(ctx)
+        values = {
+            check_key(key): checked(key, value) for key, value in dict(*args, **kwargs).items()
+        }
+        self._state = AccumulatorState(ctx, {key: on_cpu(value) for key, value in values.items()})
+        load_state(self._state)
+        self._visible: Summables | None = None
+        self._blocks: dict[str, int] = {}
+
+    @contextmanager
+    def synchronized(self) -> Iterator[Accumulator]:
+        """Bring the sums of all replicas together, and look at them inside the block.
+
+        All replicas enter it at the same place of the script. Inside, values may also be set or
+        removed, by all replicas alike.
+
+        Raises:
+            SynchronizationError: Replicas did different things in the last such block.
+        """
+        if self._visible is not None:
+            yield self
+            return
+        self._forget_phases()
+        self._visible = self._totals()
+        try:
+            yield self
+        finally:
+            self._visible = None
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add amounts to the values of their keys, where ``dict.update`` would replace them.
+
+        Args:
+            *args: A mapping or pairs, as for ``dict``.
+            **kwargs: The same by keyword.
+        """
+        for key, amount in dict(*args, **kwargs).items():
+            self._add(check_key(key), checked(key, amount))
+
+    def subtract(self, *args: Any, **kwargs: Any) -> None:
+        """Subtract amounts from the values of their keys; takes what :meth:`update` takes."""
+        for key, amount in dict(*args, **kwargs).items():
+            self._add(check_key(key), -checked(key, amount))
+
+    def __iadd__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
+        """Do :meth:`update`."""
+        self.update(other)
+        return self
+
+    def __isub__(self, other: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> Accumulator:
+        """Do :meth:`subtract`."""
+        self.subtract(other)
+        return self
+
+    def __getitem__(self, key: Key) -> Any:
+        """The total, inside :meth:`synchronized`; outside, what ``+=`` and ``-=`` work on."""
+        if self._visible is not None:
+            return self._visible[key]
+        return PendingSum(check_key(key), 0)
+
+    def __setitem__(self, key: Key, value: Any) -> None:
+        if self._visible is not None:
+            self._visible[check_key(key)] = checked(key, value)
+            return
+        if not isinstance(value, PendingSum) or value.key != key:
+            raise ConfigurationError(
+                f"accumulator[{key!r}] was set outside of synchronized(): there it can only be "
+                "added to, with += or update()"
+            )
+        self._add(key, value.amount)
+
+    def __delitem__(self, key: Key) -> None:
+        del self._readable()[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._readable())
+
+    def __len__(self) -> int:
+        return len(self._readable())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._readable()
+
+    def __repr__(self) -> str:
+        shown = "only synchronized" if self._visible is None else repr(self._visible)
+        return f"Accumulator({shown})"
+
+    def _readable(self) -> Summables:
+        if self._visible is None:
+            raise ConfigurationError(
+                "an Accumulator was read outside of synchronized(), where a replica knows its own "
+                "share only: read it inside `with accumulator.synchronized():`"
+            )
+        return self._visible
+
+    def _add(self, key: Key, amount: Summable) -> None:
+        if self._visible is not None:
+            raise ConfigurationError(
+                f"accumulator[{key!r}] was added to inside synchronized(), where values are sums "
+                "over all replicas already: add before the block"
+            )
+        if self._context.batch.loop is None and self._was_done():
+            return
+        micro_step = self._context.batch.micro_step
+        if micro_step is not None and micro_step.num_samples == 0:
+            return  # a batch that only keeps step with its peers: another replica has its samples
+        pending = self._state.pending
+        pending[key] = add(key, pending.get(key, 0), amount)
+
+    def _was_done(self) -> bool:
+        """Whether a change outside of loops was made by this very code before the restart."""
+        state, phase = self._state, self._epochs.phase
+        state.changes[phase] = state.changes.get(phase, 0) + 1
+        return state.changes[phase] <= state.changes_before.get(phase, 0)
+
+    def _totals(self) -> Summables:
+        """The totals to show in a block; if it runs once more, those it showed before."""
+        state = self._state
+        if self._context.batch.loop is not None:
+            state.sync()
+            return state.totals
+        phase = self._epochs.phase
+        read = state.read.setdefault(phase, [])
+        number = self._blocks.get(phase, 0)
+        self._blocks[phase] = number + 1
+        if number < len(read):
+            return _copy(read[number])
+        state.sync()
+        read.append(_copy(state.totals))
+        return state.totals
+
+    def _forget_phases(self) -> None:
+        """Epochs that are over are not run again."""
+        kept = ("start", self._epochs.phase)
+        state = self._state
+        _keep(state.changes, kept)
+        _keep(state.changes_before, kept)
+        _keep(state.read, kept)
+        _keep(self._blocks, kept)
+
+
+def _keep(memory: dict[str, Any], phases: tuple[str, ...]) -> None:
+    for phase in [phase for phase in memory if phase not in phases]:
+        del memory[phase]
+
+
+def _copy(amounts: Summables) -> Summables:
+    return {key: on_cpu(amount) for key, amount in amounts.items()}
+
+
+def _bytes(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _read(content: bytes) -> tuple[Summables, int, dict[str, int]]:
+    updates, checksum, changes = torch.load(io.BytesIO(content), weights_only=True)
+    return updates, checksum, changes

@@ -1,0 +1,159 @@
+"""Epochs that continue where the last run of the job stopped.
+
+A script that is started again runs its epoch under way from the top. What it did in loops over data
+loaders is not done again: loops that were complete are passed over, and the one that was under way
+goes on. Code between the loops does run again. What is made there (loaders, accumulators) is
+known by the *phase* it is made in, the script's beginning or an epoch, and its number therein.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state, save_last_states
+from pipollux_hybrid.checkpoint.state import State, States
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .step_boundary import StepBoundary
+
+__all__ = ["current_epoch", "remaining_epochs_until"]
+
+STATE_NAME = "epoch.json"
+
+
+class EpochState(State):
+    """Where in the training loop a job is."""
+
+    def __init__(self) -> None:
+        super().__init__(STATE_NAME)
+        self.epoch = 0
+        """The epoch under way, counted from 0."""
+        self.num_epochs: int | None = None
+        """The epochs the script asked for, when it said so."""
+        self.loops_done = 0
+        """Loops over data loaders that this epoch has completed."""
+        self.loops_to_skip = 0
+        """Of those, how many were completed before the restart and are yet to be passed over."""
+        self.entered = False
+        """Whether the script is in a loop over epochs just now."""
+        self.began = False
+        """Whether it ever was, in this run."""
+
+    @property
+    def phase(self) -> str:
+        """The part of the script that runs now: its beginning, or an epoch."""
+        return f"epoch{self.epoch}" if self.began else "start"
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write epoch and completed loops as JSON."""
+        fileobj.write(json.dumps({"epoch": self.epoch, "loops_done": self.loops_done}).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read them; the completed loops are passed over."""
+        content = json.load(fileobj)
+        self.epoch = int(content["epoch"])
+        self.loops_done = self.loops_to_skip = int(content["loops_done"])
+
+    def advance(self) -> None:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.loops_done = self.loops_to_skip = 0
+
+    def skip_loop(self) -> bool:
+        """Whether the loop about to begin was completed before the restart."""
+        if self.loops_to_skip > 0:
+            self.loops_to_skip -= 1
+            return True
+        return False
+
+
+def epoch_state(ctx: JobContext) -> EpochState:
+    """The epoch state of a job, restored at its first use."""
+    state = ctx.component(States).get(STATE_NAME)
+    if state is None:
+        state = EpochState()
+        load_state(state)
+    assert isinstance(state, EpochState)  # noqa: S101  # the name is this module's own
+    return state
+
+
+def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
+    """Iterate over the epochs that are left, from the one that was interrupted.
+
+    Example::
+
+        for epoch in remaining_epochs_until(30):
+            for inputs, targets in loader:
+                ...
+
+    When the last epoch is complete a final checkpoint is written, so a script that is started
+    once more has nothing left to do. If that one cannot be written, the script goes on to its end,
+    and the process then ends with status 73.
+
+    Args:
+        num_epochs: Epochs of the whole training, restarts included. A later call with a larger
+            number goes on from there.
+
+    Yields:
+        The epoch, counted from 0. An epoch that is left with ``break`` counts as done.
+
+    Raises:
+        ConfigurationError: The number is negative, or a loop over epochs is under way already.
+    """
+    if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+        raise ConfigurationError(
+            f"num_epochs={num_epochs!r}: a whole number of at least 0 is needed"
+        )
+    ctx = context()
+    state = epoch_state(ctx)
+    if state.entered:
+        raise ConfigurationError(
+            f"remaining_epochs_until({num_epochs}) began inside another loop over epochs (epoch "
+            f"{state.epoch} is under way): end that one first"
+        )
+    state.num_epochs = num_epochs
+    trained = state.epoch < num_epochs
+    if not trained:
+        _say_finished(ctx, state, num_epochs)
+    boundary, first = StepBoundary(ctx), state.epoch
+    state.began = True
+    while state.epoch < num_epochs:
+        if state.epoch == first:
+            boundary.begin_epochs()
+        else:
+            boundary.begin_epoch(state.epoch)
+        state.entered = True
+        try:
+            yield state.epoch
+        finally:
+            state.entered = False
+            state.advance()
+    if trained:
+        metrics = ctx.component(Metrics)
+        metrics.flush()
+        metrics.finish_progress()
+        save_last_states()
+
+
+def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
+    """Say why a script that is run again does nothing; epochs of this very run need no word."""
+    restored_from = ctx.component(CheckpointManager).restored_from
+    if ctx.env.rank == 0 and not state.began and restored_from is not None and num_epochs > 0:
+        print(
+            f"pipollux: nothing is left to train: {num_epochs} of {num_epochs} epochs were done "
+            f"before this run ({restored_from}); to train again, empty "
+            "PIPOLLUX_CHECKPOINT_DIR or point it elsewhere",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def current_epoch() -> int | None:
+    """The epoch under way, counted from 0; None outside of :func:`remaining_epochs_until`."""
+    state = epoch_state(context())
+    return state.epoch if state.entered else None

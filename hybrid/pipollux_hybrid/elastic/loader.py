@@ -1,0 +1,255 @@
+"""A data loader whose batch size follows the goodput, and whose position outlives restarts.
+
+Names are AdaptDL's. Map-style data sets are shared out by :class:`ElasticSampler`, iterable ones by
+reading the same stream on every replica (:mod:`~pipollux_hybrid.elastic.stream`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_whole
+from pipollux_hybrid.job.batch import Part, num_parts
+
+from .loop import ElasticLoop
+from .sampler import ElasticSampler
+from .stream import PartCollate, SampleStream
+
+__all__ = ["AdaptiveDataLoader"]
+
+T = TypeVar("T")
+FIXED = {
+    "batch_size": "call autoscale_batch_size to have it adapt, or make another loader",
+    "drop_last": "every sample is taken exactly once an epoch",
+    "sampler": "use shuffle=True or a torch.utils.data.Subset",
+    "batch_sampler": "use shuffle=True or a torch.utils.data.Subset",
+}
+"""What belongs to the loader itself, and what to do instead."""
+LOADER = {
+    "dataset": Allowed(
+        lambda value: (
+            not (
+                isinstance(value, (DataLoader, str, type))
+                or (isinstance(value, dict) and 0 not in value)
+            )
+        ),
+        "a data set is needed, map-style or a torch.utils.data.IterableDataset: of a DataLoader "
+        "its .dataset (give options such as collate_fn here again), of a dict of splits one split",
+    ),
+    # None is what torch.utils.data.DataLoader has for False.
+    "shuffle": Allowed(
+        lambda value: value is None or isinstance(value, bool), "True or False is needed"
+    ),
+    "seed": Allowed(is_whole, "a whole number, the same on all replicas, is needed"),
+}
+"""What the arguments of :class:`AdaptiveDataLoader` may be."""
+
+
+class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
+    """A :class:`torch.utils.data.DataLoader` over the replicas of a job.
+
+    Every sample is taken exactly once an epoch, whatever stops, restarts and changes of replicas
+    or batch size lie in between. Each pass of the loop body works on one atomic batch; gradients
+    are kept on accumulation steps and synchronised on the last one, without a change to the loop.
+
+    Example::
+
+        loader = AdaptiveDataLoader(dataset, batch_size=64, shuffle=True)
+        loader.autoscale_batch_size(1024, local_bsz_bounds=(16, 128), gradient_accumulation=True)
+        for epoch in remaining_epochs_until(30):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss_function(model(inputs), targets).backward()
+                optimizer.step()
+
+    Args:
+        dataset: A map-style data set (with ``__len__`` and ``__getitem__``), or an
+            :class:`~torch.utils.data.IterableDataset` that gives the same samples in the same
+            order on every replica and in every run. Of the latter, ``set_epoch(epoch)`` is called
+            before each epoch, and after a restart ``skip(num_samples)``, which returns the data
+            set without its first samples, where it has them; without ``skip`` the samples
+            are read again and passed over.
+        batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the
+            initial one.
+        shuffle: Whether each epoch has an order of its own; an iterable data set shuffles itself.
+        seed: Seed of these orders; the same on all replicas.
+        **options: Handed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
+            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are this class's
+            own business. An iterable data set is read by one worker process at most.
+
+    Raises:
+        ConfigurationError: An argument is out of range or cannot be had with the data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        check_values(LOADER, {"dataset": dataset, "shuffle": shuffle, "seed": seed})
+        shuffle = bool(shuffle)
+        _check_options(options)
+        streams = isinstance(dataset, IterableDataset)
+        self._sampler: ElasticSampler | None = None
+        if streams:
+            _check_stream_options(shuffle, options)
+            identity: dict[str, Any] = {"samples": "a stream"}
+        elif isinstance(dataset, Sized):
+            self._sampler = ElasticSampler(len(dataset), shuffle=shuffle, seed=seed)
+            identity = {"samples": len(dataset), "shuffle": shuffle, "seed": seed}
+        else:
+            raise ConfigurationError(
+                f"{type(dataset).__name__} has no length: AdaptiveDataLoader needs a map-style "
+                "data set or a torch.utils.data.IterableDataset"
+            )
+        self._prepare(batch_size, identity)
+        # Its attributes are the user's to read; samples are fetched by _batches.
+        super().__init__(dataset, batch_size=batch_size, shuffle=False, **options)
+        self._seed = seed
+        self._lists = _Lists()
+        self._stream = SampleStream(cast("IterableDataset[Any]", dataset)) if streams else None
+        generator = ElasticSampler(1, shuffle=False, seed=seed).generator(0)
+        options = {"generator": generator, **options}
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        if self._stream is not None:
+            options["collate_fn"] = PartCollate(options.get("collate_fn") or default_collate)
+            self._batches: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **options)
+        else:
+            self._batches = DataLoader(dataset, batch_sampler=cast("Any", self._lists), **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and self.__dict__.get("_batches") is not None:
+            raise ConfigurationError(
+                f"{name} of an AdaptiveDataLoader cannot be changed: {FIXED[name]}"
+            )
+        super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        """Batches of this replica in a whole epoch at the present batch size.
+
+        Raises:
+            TypeError: The data set is iterable and does not tell its length.
+        """
+        num_samples = len(cast("Sized", self.dataset))
+        return num_parts(num_samples, self._shape())
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # base: a private type
+        """Iterate over this replica's atomic batches, from where the last run stopped."""
+        return ElasticLoop.__iter__(self)
+
+    def _segment(self) -> Iterator[tuple[Part, T]]:
+        """Parts and batches from the present position on, fetched ahead by the workers."""
+        self._seed_workers()
+        if self._stream is not None:
+            rank = self._context.env.rank
+            self._stream.begin(self._epochs.epoch, self._state.index, self._shape(), rank)
+            return iter(self._batches)
+        return self._fetch()
+
+    def _fetch(self) -> Iterator[tuple[Part, T]]:
+        """The batches of a map-style data set, each with what it means."""
+        fetching: deque[Part] = deque()
+
+        def lists() -> Iterator[Sequence[int]]:
+            for part in self._parts():
+                fetching.append(part)  # workers run ahead by some batches, which come in order
+                yield part.indices
+
+        self._lists.source = lists()
+        for batch in self._batches:
+            yield fetching.popleft(), batch
+
+    def _parts(self) -> Iterator[Part]:
+        assert self._sampler is not None  # noqa: S101  # only streams have none
+        return self._sampler.parts(
+            epoch=self._epochs.epoch,
+            index=self._state.index,
+            shape=self._shape(),
+            rank=self._context.env.rank,
+        )
+
+    def _seed_workers(self) -> None:
+        """Random transforms in workers differ between replicas, epochs and segments."""
+        place = self._epochs.epoch, self._context.env.rank, self._state.index
+        # A tuple of integers hashes alike in every process.
+        seed = hash((self._seed, *place)) % (1 << 63)
+        cast("Any", self._batches.generator).manual_seed(seed)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse what would break the promise that every sample is taken exactly once."""
+    for name in ("sampler", "batch_sampler", "drop_last"):
+        if options.pop(name, None):
+            raise ConfigurationError(
+                f"AdaptiveDataLoader takes no {name}: it shares the samples out itself, each "
+                "exactly once an epoch; use shuffle=True or a torch.utils.data.Subset"
+            )
+    if not options.get("in_order", True):
+        raise ConfigurationError(
+            "in_order=False: batches belong to places in an iteration, so they must come in order; "
+            "leave the option out"
+        )
+
+
+def _check_stream_options(shuffle: bool, options: dict[str, Any]) -> None:
+    if shuffle:
+        raise ConfigurationError(
+            "shuffle=True with an iterable data set: it decides on its own order; shuffle inside "
+            "it, by the epoch given to its set_epoch(epoch)"
+        )
+    if options.get("num_workers", 0) > 1:
+        raise ConfigurationError(
+            f"num_workers={options['num_workers']} with an iterable data set: several workers' "
+            "streams would mix in an order that changes with the batch size; use 0 or 1"
+        )
+    if options.get("persistent_workers"):
+        raise ConfigurationError(
+            "persistent_workers=True with an iterable data set: its worker starts anew with each "
+            "epoch and batch size; leave the option out"
+        )
+
+
+class _Lists:
+    """A batch sampler over lists of indices that change with every segment."""
+
+    source: Iterator[Sequence[int]] = iter(())
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        return self.source
+
+
+class WorkerStart:
+    """The first thing that a loader's worker process does: outlive a stop request.
+
+    torchrun's agent and terminals signal a whole process group, so a stop that the replicas have
+    yet to agree on also reaches the processes that load data, and torch would have them die of it
+    in the middle of a step.
+
+    Args:
+        then: The user's own ``worker_init_fn``, given the worker's number.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Have the first SIGTERM, and Ctrl-C, mean nothing here: the replica ends its workers."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _pass_over)
+        if self._then is not None:
+            self._then(worker_id)
+
+
+def _pass_over(number: int, _frame: FrameType | None) -> None:
+    # A second one comes from the replica, which ends a worker that does not answer.
+    signal.signal(number, signal.SIG_DFL)

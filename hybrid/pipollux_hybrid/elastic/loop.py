@@ -1,0 +1,315 @@
+"""What every elastic loop over data does, whatever the data.
+
+A loop has a position that outlives restarts and a batch shape that follows the goodput. What the
+data are and how they are cut is a subclass's business (:mod:`~pipollux_hybrid.elastic.loader`,
+:mod:`~pipollux_hybrid.elastic.bptt`): it gives the batches of a *segment*, a stretch of iterations
+with one batch shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Generic, TypeVar
+
+from pipollux_hybrid.checkpoint.manager import load_state
+from pipollux_hybrid.checkpoint.rng_state import random_state
+from pipollux_hybrid.checkpoint.state import State, States
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, MicroStep, Part
+from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .epoch import epoch_state
+from .step_boundary import StepBoundary
+
+__all__ = ["ElasticLoop", "LoopState", "forget_finished_epochs"]
+
+T = TypeVar("T")
+KIND = "loader"
+
+
+class LoopState(State):
+    """Position of a loop, and the batch shape it runs with.
+
+    Args:
+        ctx: The job's context.
+        identity: What the position refers to: a loop over other data cannot go on from it.
+    """
+
+    def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
+        super().__init__(numbered_name(ctx, KIND, "json"))
+        self.identity = identity
+        """What positions refer to."""
+        self.index = 0
+        """Samples (of text: tokens) of the epoch that all replicas together have taken."""
+        self.details: dict[str, Any] = {}
+        """What else a kind of loop has to remember; JSON."""
+        self.atomic_bsz = 0
+        """Atomic batch size in use; 0 before one was chosen. Every run chooses anew."""
+        self.accum_steps = 0
+        """Accumulation steps in use."""
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write the position as JSON."""
+        content = {"index": self.index, "details": self.details, "identity": self.identity}
+        fileobj.write(json.dumps(content).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote."""
+        content = json.load(fileobj)
+        index, identity = int(content["index"]), content["identity"]
+        if index > 0 and identity != self.identity:
+            raise CheckpointError(
+                f"the last run stopped at sample {index} of an epoch over {identity}, but the "
+                f"script now has {self.identity}: give it the same data until the epoch is over, "
+                "or start with an empty PIPOLLUX_CHECKPOINT_DIR"
+            )
+        self.index, self.details = index, content["details"]
+
+    def rewind(self) -> None:
+        """Go back to the beginning of an epoch."""
+        self.index, self.details = 0, {}
+
+
+class ElasticLoop(Generic[T]):
+    """A loop over data that any number of replicas shares.
+
+    Subclasses call :meth:`_prepare`, and give the batches of a segment in :meth:`_segment`.
+    """
+
+    def _prepare(self, batch_size: int, identity: dict[str, Any]) -> None:
+        """Set the loop up, and restore its position.
+
+        Args:
+            batch_size: Samples of one optimizer step over all replicas.
+            identity: What positions refer to.
+        """
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigurationError(
+                f"batch_size={batch_size!r}: a whole number of at least 1 is needed"
+            )
+        self._init_batch_size = batch_size
+        size = identity.get("samples", identity.get("tokens"))
+        self._epoch_size = size if isinstance(size, int) else 0
+        # Positions in a text count tokens, of which a sample is a window.
+        self._sample_length = int(identity.get("bptt_len", 1))
+        self._context = context()
+        self._metrics = self._context.component(Metrics)
+        refuse_inside_loop(self._context, type(self).__name__)
+        self._epochs = epoch_state(self._context)
+        self._boundary = StepBoundary(self._context)
+        self._limits: BatchSizeLimits | None = None
+        self._random = random_state(self._context)
+        self._state = LoopState(self._context, identity)
+        load_state(self._state)
+
+    def _segment(self) -> Iterator[tuple[Part, T]]:
+        """Parts and batches from the present position on, in the present shape."""
+        raise NotImplementedError
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """Let the goodput choose the batch size from ``batch_size`` up to ``max_batch_size``.
+
+        Args:
+            max_batch_size: Largest batch size over all replicas.
+            local_bsz_bounds: Smallest and largest atomic batch size, that is, samples of one
+                replica in one forward and backward; the largest is what fits its devices' memory.
+                None in the place of either: unbounded.
+            gradient_accumulation: Whether accumulation steps may be used to get further.
+
+        Raises:
+            ConfigurationError: A bound is below 1 or below its lower end, or above what can be
+                met, or another loader is autoscaled already.
+        """
+        batch = self._context.batch
+        if batch.limits is not None and self._limits is None:
+            raise ConfigurationError(
+                "autoscale_batch_size was called on two loaders: a job has one batch size, so call "
+                "it on the loader of the training samples only"
+            )
+        limits = BatchSizeLimits.of(
+            self._init_batch_size, max_batch_size, local_bsz_bounds, gradient_accumulation
+        )
+        limits.check(self._context.env.num_replicas)
+        self._limits = batch.limits = limits
+
+    @property
+    def current_index(self) -> int:
+        """Samples of this epoch that all replicas together have taken so far."""
+        return self._state.index
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of one optimizer step over all replicas, as it is now."""
+        return self._shape().batch_size
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Atomic batch size, as it is now."""
+        return self._shape().atomic_bsz
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Accumulation steps before each optimizer step, as they are now."""
+        return self._shape().accum_steps
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over this replica's atomic batches, from where the last run stopped."""
+        ctx = self._context
+        refuse_inside_loop(ctx, type(self).__name__)
+        if self._epochs.skip_loop():
+            return
+        self._random.restore_once()
+        batch = ctx.batch
+        batch.loop = self
+        try:
+            yield from self._iterations()
+        finally:
+            # Also where the script left its loop with `break`: to it, the loop is done.
+            batch.micro_step = batch.loop = None
+            self._state.rewind()
+            self._epochs.loops_done += 1
+            self._metrics.interrupt_steps()
+            self._metrics.pause_progress()
+        # The loop is recorded as done before anybody may stop.
+        self._boundary.settle()
+
+    def _iterations(self) -> Iterator[T]:
+        current, metrics = self._context.batch, self._metrics
+        self._begin()
+        while True:
+            self._choose_configuration()
+            metrics.begin_segment(self._epoch_size, self._sample_length)
+            is_first = True
+            for part, batch in self._segment():
+                if is_first:
+                    self._boundary.announce(self._place(part), adapts=self._limits is not None)
+                is_first = part.is_optimizer_step
+                current.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
+                metrics.start_step(self._shape(), part)
+                yield batch
+                metrics.commit_step(part, self._epochs.epoch, self._epochs.num_epochs)
+                current.micro_step = None
+                if part.is_optimizer_step:
+                    self._state.index = part.next_index
+                    self._iteration_done(part)
+                    if part.is_last:
+                        return
+                    if self._adopt(self._boundary.settle()):
+                        break
+
+    def _iteration_done(self, part: Part) -> None:
+        """An optimizer step was taken; subclasses note what it means for their position."""
+
+    def _place(self, part: Part) -> str:
+        if self._context.env.num_replicas == 1:
+            return ""  # nobody is elsewhere
+        end = " and the epoch's last" if part.is_last else ""
+        return (
+            f"samples {self._state.index} to {part.next_index}{end} of loop "
+            f"{self._epochs.loops_done} in epoch {self._epochs.epoch}"
+        )
+
+    def _begin(self) -> None:
+        """See that all replicas loop over the same; the first loop of a run chooses its shape."""
+        ctx, epochs = self._context, self._epochs
+        chooses = self._limits is not None and not self._metrics.shape_chosen
+        # What the goodput model knows, else the initial batch size.
+        best = (self._metrics.best_shape() if chooses and ctx.env.rank == 0 else None) or (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = best
+        agreed = self._boundary.begin_loop(
+            f"the beginning of loop {epochs.loops_done} in epoch {epochs.epoch}, over "
+            f"{self._description()}",
+            ControlMessage(
+                atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
+            ),
+        )
+        if chooses:
+            self._metrics.shape_chosen = True
+            self._state.atomic_bsz = agreed.atomic_bsz
+            self._state.accum_steps = agreed.accum_steps
+            ctx.batch.proposed_microbatches = agreed.num_microbatches
+
+    def _description(self) -> str:
+        """What all replicas must loop over alike."""
+        data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
+        limits = "" if self._limits is None else f", autoscaled by {self._limits}"
+        return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
+
+    def _choose_configuration(self) -> None:
+        """At the start of a segment: what follows from the shape."""
+        batch, pipeline = self._context.batch, self._context.pipeline
+        batch.scale = self._shape().batch_size / self._init_batch_size
+        if pipeline.microbatches_follow:
+            wanted, fewest = batch.proposed_microbatches, pipeline.fewest_samples
+            atomic_bsz = self._shape().atomic_bsz
+            batch.num_microbatches = (
+                possible_microbatches(wanted, atomic_bsz, fewest)
+                if wanted
+                else initial_microbatches(pipeline.num_stages, atomic_bsz, fewest)
+            )
+
+    def _adopt(self, agreed: ControlMessage | None) -> bool:
+        """Take over what was agreed on.
+
+        Returns:
+            Whether a new segment has to begin.
+        """
+        if agreed is None or agreed.atomic_bsz == 0 or self._limits is None:
+            return False
+        before, ctx = self._shape(), self._context
+        self._state.atomic_bsz = agreed.atomic_bsz
+        self._state.accum_steps = agreed.accum_steps
+        ctx.batch.proposed_microbatches = agreed.num_microbatches
+        if self._shape() != before:
+            return True
+        self._choose_configuration()
+        return False
+
+    def _shape(self) -> BatchShape:
+        num_replicas = self._context.env.num_replicas
+        if self._limits is None:
+            return BatchShape(self._init_batch_size, num_replicas, 0)
+        atomic_bsz, accum_steps = self._state.atomic_bsz, self._state.accum_steps
+        if atomic_bsz == 0:
+            return self._limits.initial_shape(num_replicas)
+        return BatchShape(num_replicas * atomic_bsz * (accum_steps + 1), num_replicas, accum_steps)
+
+
+def refuse_inside_loop(ctx: JobContext, what: str) -> None:
+    """Refuse to make or begin a ``what`` inside the body of a loop over a loader.
+
+    Raises:
+        ConfigurationError: A loop is under way.
+    """
+    if ctx.batch.loop is not None:
+        raise ConfigurationError(
+            f"{what} was made or looped over inside the body of a loop over "
+            f"{type(ctx.batch.loop).__name__}, which a restart does not run again: do it "
+            "before or after that loop (or use a plain torch DataLoader there)"
+        )
+
+
+def numbered_name(ctx: JobContext, kind: str, suffix: str) -> str:
+    """A name for the next state of a kind, the same in every run of the script."""
+    forget_finished_epochs(ctx)
+    prefix = f"{kind}-{epoch_state(ctx).phase}-"
+    return f"{prefix}{sum(name.startswith(prefix) for name in ctx.component(States))}.{suffix}"
+
+
+def forget_finished_epochs(ctx: JobContext) -> None:
+    """Leave out of checkpoints what was made within epochs that are over."""
+    epochs, states = epoch_state(ctx), ctx.component(States)
+    for name in list(states):
+        phase = name.split("-")[1] if name.count("-") == 2 else ""
+        number = phase.removeprefix("epoch")
+        if phase != number and number.isdecimal() and int(number) < epochs.epoch:
+            del states[name]

@@ -1,0 +1,207 @@
+"""The boundary between two iterations, where the replicas agree on what happens next.
+
+At the start of an iteration every replica announces where it is and what it was asked to do; at the
+iteration's end it reads what all announced. So stopping, saving and changing the configuration
+happen on every replica at the same boundary, and the exchange is part of the iteration's backward.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from pipollux_hybrid.checkpoint.manager import CheckpointManager, save_all_states, write_stop_marker
+from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.context import JobContext, current
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+__all__ = ["StepBoundary", "acknowledge"]
+
+
+class StepBoundary:
+    """What happens between two iterations of a loop.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._metrics = ctx.component(Metrics)
+
+    def announce(self, place: str, *, adapts: bool) -> None:
+        """An iteration begins.
+
+        Args:
+            place: Where this replica is; replicas that are elsewhere are found out at the end of
+                the iteration.
+            adapts: Whether the loop can change its batch size.
+        """
+        self._context.control.launch(self._message(adapts=adapts), place)
+
+    def settle(self) -> ControlMessage | None:
+        """An iteration ended: stop or save if that was agreed on.
+
+        Returns:
+            What was agreed on; None right after a `break`.
+
+        Raises:
+            SystemExit: A stop was agreed on, and everything is saved.
+            SynchronizationError: A replica is gone, or elsewhere in its training loop.
+        """
+        agreed = self._context.control.collect()
+        self._follow(agreed)
+        return agreed
+
+    def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
+        """A loop over data begins: see that all replicas begin the same.
+
+        Args:
+            place: Which loop, over what; the same on all replicas.
+            message: What this replica contributes.
+
+        Returns:
+            What the replicas agreed on.
+
+        Raises:
+            SystemExit: A stop was agreed on in the iteration that was left by ``break``.
+            SynchronizationError: A replica is gone, or begins something else.
+        """
+        if self._context.control.under_way:
+            self.settle()  # after a `break`
+        return self._context.control.exchange(message, place)
+
+    def begin_epochs(self) -> None:
+        """A loop over epochs begins or goes on: stop now, if that was asked for meanwhile.
+
+        Nothing is saved: what the epoch under way has made before the last stop is not there again.
+
+        Raises:
+            SystemExit: Some replica was asked to stop.
+        """
+        ctx = self._context
+        self._metrics.record_agreed(ctx.control.collect())  # after a `break`
+        message = ControlMessage(stop=signals.stop_requested())
+        if ctx.control.exchange(message, "the beginning of a loop over epochs").stop:
+            self._leave(None)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Between two epochs everything is in its place: stop or save, if that is due.
+
+        Args:
+            epoch: The epoch that begins.
+
+        Raises:
+            SystemExit: A stop was agreed on, and everything is saved.
+        """
+        control = self._context.control
+        if control.under_way:
+            self.settle()  # after a `break`
+        place = f"the beginning of epoch {epoch}"
+        self._follow(control.exchange(self._message(adapts=False), place))
+
+    def _message(self, *, adapts: bool) -> ControlMessage:
+        metrics = self._metrics
+        leads = self._context.env.rank == 0
+        loss_sum, loss_samples = metrics.take_loss()
+        proposal = metrics.take_proposal() if leads and adapts else (0, 0, 0)
+        atomic_bsz, accum_steps, num_microbatches = proposal
+        return ControlMessage(
+            stop=signals.stop_requested(),
+            save=leads and metrics.checkpoint_due(),
+            atomic_bsz=atomic_bsz,
+            accum_steps=accum_steps,
+            num_microbatches=num_microbatches,
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+        )
+
+    def _follow(self, agreed: ControlMessage | None) -> None:
+        self._metrics.record_agreed(agreed)
+        if agreed is not None and agreed.stop:
+            self._stop()
+        if agreed is not None and agreed.save:
+            self._save_periodically()
+
+    def _stop(self) -> None:
+        """Save once and leave, all replicas at this very step."""
+        self._metrics.flush()
+        try:
+            save_all_states()
+        except CheckpointError as error:
+            self._leave(error)
+        self._leave(None)
+
+    def _leave(self, failure: CheckpointError | None) -> NoReturn:
+        """Leave together; without the marker if nothing could be saved."""
+        ctx = self._context
+        if failure is None:
+            failure = _mark(ctx)
+        self._metrics.finish_progress()
+        ctx.control.barrier()
+        if ctx.env.rank == 0:
+            print(f"pipollux: {_farewell(ctx, failure)}", file=sys.stderr, flush=True)
+        sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)
+
+    def _save_periodically(self) -> None:
+        self._metrics.interrupt_steps()
+        try:
+            save_all_states(background=self._context.env.checkpoint_background)
+        except CheckpointError as error:
+            # Training goes on; the next one is tried after the same interval.
+            print(f"pipollux: {error}", file=sys.stderr)
+
+
+def acknowledge(number: int) -> None:
+    """Answer a signal at once where no step boundary will soon: outside of loops over loaders.
+
+    Called from the signal's handler, in the middle of whatever the script does. Where one replica
+    has trained nothing that is not saved, it ends there and then. Else it may be in the middle of
+    changing what is to be saved, or other replicas have to agree: it stops at the next boundary.
+
+    Args:
+        number: The signal.
+
+    Raises:
+        SystemExit: There is nothing to save and nobody to ask.
+    """
+    ctx = current()
+    if ctx is None or ctx.batch.loop is not None:
+        return
+    name = signal.Signals(number).name
+    if ctx.env.num_replicas == 1 and ctx.step == ctx.component(CheckpointManager).saved_step:
+        failure = _mark(ctx)
+        _say(f"{_farewell(ctx, failure)} ({name} outside of a loop; nothing was left to save)")
+        sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)
+    _say(
+        f"{name} outside of a loop over a loader: the job stops before the next epoch or after the "
+        "next step, whichever comes first, or runs to its end if there is none"
+    )
+
+
+def _mark(ctx: JobContext) -> CheckpointError | None:
+    """Write the stop marker; what went wrong, None if nothing did."""
+    try:
+        write_stop_marker(ctx.step or 0)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _farewell(ctx: JobContext, failure: CheckpointError | None) -> str:
+    said = f"stopped at step {ctx.step or 0} as asked"
+    if failure is not None:
+        return f"{said}, without a checkpoint of it: {failure}"
+    return said if ctx.env.checkpoint_dir else f"{said}; set PIPOLLUX_CHECKPOINT_DIR to go on later"
+
+
+def _say(sentence: str) -> None:
+    """Print from a signal's handler, which may have interrupted somebody else's print."""
+    with suppress(OSError):
+        os.write(2, f"pipollux: {sentence}\n".encode())

@@ -1,0 +1,148 @@
+"""Samples of an iterable data set, shared out among replicas.
+
+A stream has no indices, so every replica reads all of it and keeps its own share. All that is to be
+remembered is how many samples of it were taken; any number of replicas can go on from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.batch import BatchShape, Part
+
+from .sampler import parts_of_iteration
+
+__all__ = ["PartCollate", "SampleStream"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Where a segment begins, and how its iterations are cut."""
+
+    epoch: int
+    index: int
+    shape: BatchShape
+    rank: int
+
+
+class SampleStream(IterableDataset[tuple[Part, list[Any]]]):
+    """The parts of one replica, with their samples.
+
+    It is read where the data set is: in the training process or in its worker. A whole batch of
+    all replicas is held while its shares are given out, since only its end tells whether it is the
+    epoch's last.
+
+    Args:
+        dataset: The user's data set.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+        self._request: _Request | None = None
+        self._reader: _Reader | None = None
+
+    def begin(self, epoch: int, index: int, shape: BatchShape, rank: int) -> None:
+        """Say what the next iteration over this object is to give.
+
+        Args:
+            epoch: The epoch.
+            index: Samples of its stream that were taken already.
+            shape: How batches are cut.
+            rank: The replica.
+        """
+        self._request = _Request(epoch, index, shape, rank)
+
+    def __iter__(self) -> Iterator[tuple[Part, list[Any]]]:
+        """Yield parts from the asked position on."""
+        request = self._request
+        assert request is not None  # noqa: S101  # the loader calls begin first
+        reader = self._reader_at(request.epoch, request.index)
+        while True:
+            index = reader.index
+            samples = reader.take(request.shape.batch_size)
+            is_last = reader.at_end
+            parts = parts_of_iteration(
+                index, len(samples), request.shape, request.rank, is_last=is_last
+            )
+            for positions, part in parts:
+                yield part, samples[positions.start - index : positions.stop - index]
+            if is_last:
+                self._reader = None
+                return
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker process is given: an open stream stays where it is."""
+        return {**self.__dict__, "_reader": None}
+
+    def _reader_at(self, epoch: int, index: int) -> _Reader:
+        """The open stream if it is at that place, else a new one brought there."""
+        if self._reader is None or (self._reader.epoch, self._reader.index) != (epoch, index):
+            self._reader = _Reader(self._dataset, epoch, index)
+        return self._reader
+
+
+class _Reader:
+    """A stream that is open at a position.
+
+    Args:
+        dataset: The user's data set.
+        epoch: The epoch, of which a data set with ``set_epoch`` is told.
+        index: Samples to pass over; cheap if the data set has ``skip``.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], epoch: int, index: int) -> None:
+        self.epoch, self.index = epoch, index
+        set_epoch, skip = (getattr(dataset, name, None) for name in ("set_epoch", "skip"))
+        if set_epoch is not None:
+            set_epoch(epoch)
+        if index > 0 and skip is not None:
+            self._samples: Iterator[Any] = iter(skip(index))
+        else:
+            self._samples = iter(dataset)
+            next(itertools.islice(self._samples, index, index), None)
+        self._ahead: list[Any] = []
+        self._look_ahead()
+        if self.at_end and index > 0:
+            raise CheckpointError(
+                f"the stream ends within {index} samples, but the last run took that many of epoch "
+                f"{epoch}: {type(dataset).__name__} must give the same samples in every run"
+            )
+        if self.at_end:
+            raise ConfigurationError("the data set is empty: there is nothing to train on")
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all samples were taken."""
+        return not self._ahead
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples, or what is left."""
+        samples = [*self._ahead, *itertools.islice(self._samples, count - len(self._ahead))]
+        self.index += len(samples)
+        self._look_ahead()
+        return samples
+
+    def _look_ahead(self) -> None:
+        self._ahead = list(itertools.islice(self._samples, 1))
+
+
+class PartCollate:
+    """Collates the samples of a part, and leaves the part as it is.
+
+    Args:
+        collate: What makes a batch of samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, item: tuple[Part, list[Any]]) -> tuple[Part, Any]:
+        """Make the batch."""
+        part, samples = item
+        return part, self._collate(samples)

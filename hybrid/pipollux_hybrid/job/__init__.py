@@ -1,0 +1,1 @@
+"""The process in its job: environment, peers, signals, the batch under way."""

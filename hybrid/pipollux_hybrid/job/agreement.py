@@ -1,0 +1,145 @@
+"""What must be the same on all replicas, compared where they meet.
+
+Replicas that were started with other arguments or another environment would wait for each other
+until a timeout, or take each other's tensors for their own. So before they first rely on something
+in common they compare it: one number each where all is well, and where it is not, everything, so
+that each of them can say what differs and where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .control_plane import ControlPlane
+from .env import JobEnvironment
+
+__all__ = ["agree", "by_value", "environment_settings", "model_settings"]
+
+NAMED = 3
+"""Differences that a message names; where there is one there are often dozens."""
+
+
+def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
+    """Compare settings between the replicas; all of them call it at the same place.
+
+    Args:
+        control: What the settings travel over.
+        where: What they are settings of, for the message.
+        settings: Values by their names; None: not set.
+
+    Raises:
+        ConfigurationError: They differ; raised on every replica, naming what differs and where.
+        SynchronizationError: A replica is gone.
+    """
+    if control.group is None:
+        return
+    texts = {name: None if value is None else str(value) for name, value in settings.items()}
+    content = json.dumps([where, texts]).encode()
+    digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+    if len({int(x) for x in control.gather(torch.tensor([digest]))}) == 1:
+        return
+    answers = [json.loads(answer) for answer in control.gather_bytes(content)]
+    places = [place for place, _ in answers]
+    if len(set(places)) > 1:
+        raise ConfigurationError(
+            f"replicas are at different places of the script, {by_value(places)}: every replica "
+            "must run the same script and make the same things in the same order"
+        )
+    differences = _differences([texts for _, texts in answers])
+    more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+    raise ConfigurationError(
+        f"replicas differ in {where}: {'; '.join(differences[:NAMED])}{more}: start every replica "
+        "with the same script, arguments and environment"
+    )
+
+
+def by_value(values: Sequence[object]) -> str:
+    """Tell which replicas have which value.
+
+    Example:
+        >>> by_value(["2", "3", "2"])
+        '2 on replicas 0, 2, and 3 on replica 1'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", and ".join(
+        f"{value} on replica{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
+        for value, where in ranks.items()
+    )
+
+
+def environment_settings(env: JobEnvironment) -> dict[str, object]:
+    """What every replica must find in its environment, by the variables' names."""
+    return {
+        # Nodes may have the same storage at other places; that it is the same is seen to later.
+        "PIPOLLUX_CHECKPOINT_DIR": "set" if env.checkpoint_dir else None,
+        "PIPOLLUX_NUM_STAGES": env.num_stages,
+        "PIPOLLUX_CHECK_REPLICAS": env.check_replicas or None,
+        "PIPOLLUX_JOB_ID": env.job_id,
+        "PIPOLLUX_GENERATION": env.generation or None,
+    }
+
+
+def model_settings(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: Mapping[str, object],
+) -> dict[str, object]:
+    """What every replica must give to HybridParallel.
+
+    Args:
+        module: The layers.
+        optimizer: Their optimizer.
+        arguments: The other arguments; of objects, the class is compared.
+    """
+    settings: dict[str, object] = {name: _word(value) for name, value in arguments.items()}
+    settings["optimizer"] = type(optimizer).__name__
+    for name, layer in module.named_children():
+        settings[f"layer {name!r}"] = type(layer).__name__
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        group = f"in group {groups[parameter]}" if parameter in groups else "in no group"
+        settings[f"parameter {name!r}"] = f"{_shape(parameter)}, {kind}, {group} of the optimizer"
+    for name, buffer in module.named_buffers():
+        settings[f"buffer {name!r}"] = _shape(buffer)
+    for index, options in enumerate(optimizer.param_groups):
+        for name, value in options.items():
+            if name != "params":
+                settings[f"{name} of the optimizer's group {index}"] = _word(value)
+    return settings
+
+
+def _word(value: object) -> object:
+    """A value as it is told to others: objects would tell where in the memory they are."""
+    if isinstance(value, (list, tuple)):
+        return [_word(x) for x in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    plain = isinstance(value, (int, float, str, torch.dtype)) or value is None
+    return value if plain else type(value).__name__
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _differences(everyone: Sequence[Mapping[str, str | None]]) -> list[str]:
+    names = dict.fromkeys(name for texts in everyone for name in texts)
+    values = {name: [_value(texts, name) for texts in everyone] for name in names}
+    return [f"{name} is {by_value(found)}" for name, found in values.items() if len(set(found)) > 1]
+
+
+def _value(texts: Mapping[str, str | None], name: str) -> str:
+    if name not in texts:
+        return "missing"
+    text = texts[name]
+    return "not set" if text is None else text

@@ -1,0 +1,269 @@
+"""What the replicas tell each other once a step, beside the gradients.
+
+Stopping, saving and changing the batch size must happen on every replica at the same step, or the
+next collective hangs. So at each step boundary every replica contributes one small vector, which is
+summed over the replicas: whether it was asked to stop, its share of the loss, and (from rank 0
+alone) whether to save and which configuration to use next. It rides on the sums that a
+synchronising backward makes anyway (:meth:`ControlPlane.ride`), so that a step of training has one
+small collective and not two; an iteration without such a backward makes one at its end.
+
+Replicas that are not at the same place of their training loops would wait for each other for ever,
+or, worse, take each other's gradients for their own. So each vector also carries a checksum of
+where its replica is, and the sum of its square: all checksums x of R replicas are equal where
+R·Σx² = (Σx)², and otherwise all replicas learn of it at the same step. The vectors of backwards and
+of boundaries are of one length, so that they can meet and tell.
+
+The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from pipollux_hybrid.errors import SynchronizationError
+
+__all__ = ["ControlMessage", "ControlPlane"]
+
+_MARK = 0xFFFFF
+"""Bits of a checksum of places: few enough for sums of squares to be exact in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlMessage:
+    """One replica's contribution, and, summed, what all replicas agreed on."""
+
+    stop: bool = False
+    """Some replica was asked to stop."""
+    save: bool = False
+    """Rank 0 finds that a periodic checkpoint is due."""
+    atomic_bsz: int = 0
+    """Atomic batch size that rank 0 proposes; 0 for no change."""
+    accum_steps: int = 0
+    """Accumulation steps that go with it."""
+    num_microbatches: int = 0
+    """Micro-batches that go with it; 0 where the script decides on them."""
+    loss_sum: float = 0.0
+    """Sum over samples of the loss of the step before."""
+    loss_samples: int = 0
+    """Number of samples in that sum."""
+
+    def numbers(self) -> list[float]:
+        """The message as numbers; their sums are sums of messages."""
+        return [
+            float(self.stop),
+            float(self.save),
+            float(self.atomic_bsz),
+            float(self.accum_steps),
+            float(self.num_microbatches),
+            self.loss_sum,
+            float(self.loss_samples),
+        ]
+
+    def vector(self) -> torch.Tensor:
+        """The same as float64, shape [7]."""
+        return torch.tensor(self.numbers(), dtype=torch.float64)
+
+    @classmethod
+    def read(cls, vector: torch.Tensor) -> ControlMessage:
+        """The message that a (summed) vector of shape [7] stands for."""
+        return cls.of(vector.tolist())
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> ControlMessage:
+        """The message that (summed) numbers stand for."""
+        stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers
+        return cls(
+            stop=stop > 0,
+            save=save > 0,
+            atomic_bsz=round(atomic_bsz),
+            accum_steps=round(accum_steps),
+            num_microbatches=round(microbatches),
+            loss_sum=loss_sum,
+            loss_samples=round(loss_samples),
+        )
+
+
+NOTHING = ControlMessage()
+_HEAD = len(NOTHING.numbers()) + 3
+
+
+class ControlPlane:
+    """Exchanges one :class:`ControlMessage` a step among all replicas.
+
+    Args:
+        num_replicas: Number R of replicas; with one, messages come back as they are.
+        timeout: Seconds after which a silent peer ends the job.
+    """
+
+    def __init__(self, num_replicas: int, timeout: float) -> None:
+        self._num_replicas = num_replicas
+        self._timeout = timeout
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            if num_replicas > 1
+            else None
+        )
+        self._message: ControlMessage | None = None
+        """What this replica contributes to the exchange under way."""
+        self._agreed: ControlMessage | None = None
+        """What came of it, if a backward has taken it along."""
+        self._place = ""
+        self._riding = 0
+        """Numbers that ride with a backward."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group of all replicas; None for one replica."""
+        return self._group
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a message was launched and its answer not collected yet."""
+        return self._message is not None
+
+    def close(self) -> None:
+        """Let go of the group, so that it ends with the process group and not with the interpreter.
+
+        A gloo thread that gives a tensor back while the interpreter shuts down aborts the process.
+        """
+        self._message = self._agreed = self._group = None
+
+    def launch(self, message: ControlMessage, place: str = "") -> None:
+        """Have this replica's message sent along with the next backward that synchronises.
+
+        Args:
+            message: What this replica contributes.
+            place: Where in its training loop this replica is, which must be where all are.
+        """
+        self._message, self._place = message, place
+        self._agreed = message if self._group is None else None
+
+    def ride(self, numbers: Sequence[float]) -> list[float]:
+        """Add numbers up over the replicas, and send the message under way with them.
+
+        Args:
+            numbers: Of a backward that synchronises; as many on every replica.
+
+        Returns:
+            Their sums.
+
+        Raises:
+            SynchronizationError: A replica is elsewhere in its training loop.
+            RuntimeError: A replica is gone, or silent for longer than the group's timeout.
+        """
+        self._riding = len(numbers)
+        vector = self._vector(numbers, rides=True)
+        dist.all_reduce(vector, group=self._group)
+        agreed, sums = self._read(vector)
+        if self._agreed is None and self._message is not None:
+            self._agreed = agreed
+        return sums
+
+    def collect(self) -> ControlMessage | None:
+        """What the replicas agreed on in the exchange under way, None if there is none.
+
+        Raises:
+            SynchronizationError: A replica is gone, or elsewhere in its training loop.
+        """
+        if self._message is None:
+            return None
+        if self._agreed is None:
+            vector = self._vector([0.0] * self._riding, rides=False)
+            work = dist.all_reduce(vector, group=self._group, async_op=True)
+            assert work is not None  # noqa: S101  # this replica is in the group
+            self._wait(work)
+            self._agreed, _ = self._read(vector)
+        agreed, self._message, self._agreed, self._place = self._agreed, None, None, ""
+        return agreed
+
+    def exchange(self, message: ControlMessage, place: str = "") -> ControlMessage:
+        """Send and read at once, for the moments when training waits anyway."""
+        self.collect()
+        self.launch(message, place)
+        agreed = self.collect()
+        assert agreed is not None  # noqa: S101  # it was launched two lines above
+        return agreed
+
+    def barrier(self) -> None:
+        """Return when every replica has come here."""
+        self.exchange(ControlMessage())
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """One CPU tensor of equal shape from every replica, in the order of ranks."""
+        if self._group is None:
+            return [tensor]
+        everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
+        try:
+            dist.all_gather(everyone, tensor, group=self._group)
+        except RuntimeError as error:
+            raise self._lost("while comparing what all must have in common", error) from error
+        return everyone
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Some bytes from every replica, as many as each likes, in the order of ranks."""
+        if self._group is None:
+            return [content]
+        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        everyone = self.gather(padded)
+        return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+    def _refuse_places(self) -> NoReturn:
+        """All replicas have found out at the same moment, so they can tell each other."""
+        places = [place.decode() for place in self.gather_bytes(self._place.encode())]
+        outside, mine = "a point outside of loops", self._place
+        others = "; ".join(
+            f"replica {rank} is at {place or outside}"
+            for rank, place in enumerate(places)
+            if place != mine
+        )
+        raise SynchronizationError(
+            f"replica {dist.get_rank()} of {self._num_replicas} is at {mine or outside}, and "
+            f"another replica is not: every replica must be given the same data sets (same "
+            f"samples, same order, not sharded by hand) and take the same loops ({others})"
+        )
+
+    def _vector(self, numbers: Sequence[float], *, rides: bool) -> torch.Tensor:
+        """Message, place and whether a backward sends them, and then the numbers; float64."""
+        message = self._message if self._message is not None and self._agreed is None else NOTHING
+        mark = float(zlib.crc32(self._place.encode()) & _MARK)
+        head = [*message.numbers(), mark, mark * mark, float(rides)]
+        return torch.tensor([*head, *numbers], dtype=torch.float64)
+
+    def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
+        """The message and the numbers that a sum of vectors stands for."""
+        totals = vector.tolist()
+        head, sums = totals[:_HEAD], totals[_HEAD:]
+        mark, mark_sqr, riding = map(int, head[-3:])
+        if self._num_replicas * mark_sqr != mark * mark:
+            self._refuse_places()
+        if riding not in (0, self._num_replicas):
+            here = f"replica {dist.get_rank()} of {self._num_replicas}"
+            raise SynchronizationError(
+                f"{here} is at {self._place or 'a point outside of loops'}, where {riding} "
+                "replicas ran a backward and the others did not: decide on all replicas alike, or "
+                "multiply the loss by zero"
+            )
+        return ControlMessage.of(head[:-3]), sums
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise self._lost("at a step boundary", error) from error
+
+    def _lost(self, when: str, error: RuntimeError) -> SynchronizationError:
+        return SynchronizationError(
+            f"replica {dist.get_rank()} of {self._num_replicas} lost its peers {when} (waited up "
+            f"to {self._timeout:.0f} s over gloo). Another replica has ended or hangs; its log "
+            f"says why. ({error})"
+        )

@@ -1,0 +1,174 @@
+"""The environment that a scheduler or torchrun gives to a job.
+
+Every variable is optional: a script started by hand with ``python`` is one pipeline replica
+without a scheduler, and one started with ``torchrun`` is as many replicas as it has processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipollux_hybrid.errors import ConfigurationError
+
+__all__ = ["JobEnvironment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnvironment:
+    """What a process of a job knows about its place in the world.
+
+    Example:
+        >>> JobEnvironment.read({"RANK": "1", "WORLD_SIZE": "2"}).rank
+        1
+    """
+
+    rank: int = 0
+    """Index r of this pipeline replica (``RANK``)."""
+    num_replicas: int = 1
+    """Number R of pipeline replicas (``WORLD_SIZE``)."""
+    local_rank: int = 0
+    """Index of this replica on its node (``LOCAL_RANK``); it decides which devices are its own."""
+    num_nodes: int = 1
+    """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
+    job_id: str | None = None
+    """Name of the job (``PIPOLLUX_JOB_ID``)."""
+    generation: int = 0
+    """Number of this launch of the job (``PIPOLLUX_GENERATION``); 0 without a scheduler."""
+    checkpoint_dir: Path | None = None
+    """Where checkpoints live (``PIPOLLUX_CHECKPOINT_DIR``), on storage that all nodes see."""
+    supervisor_url: str | None = None
+    """Where hints are sent (``PIPOLLUX_SUPERVISOR_URL``)."""
+    token: str | None = None
+    """The job's own token (``PIPOLLUX_TOKEN``)."""
+    num_stages: int | None = None
+    """Number K of stages the scheduler chose (``PIPOLLUX_NUM_STAGES``)."""
+    devices: tuple[str, ...] = ()
+    """One device per stage (``PIPOLLUX_DEVICES``, separated by commas)."""
+    hints_interval: float = 30.0
+    """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
+    heartbeat_interval: float = 10.0
+    """Seconds between two signs of life (``PIPOLLUX_HEARTBEAT_INTERVAL``); 0: none."""
+    checkpoint_interval: float = 60.0
+    """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
+    checkpoint_background: bool = False
+    """Whether a thread writes the periodic ones (``PIPOLLUX_CHECKPOINT_BACKGROUND``, 0 or 1)."""
+    progress: bool = True
+    """Whether progress is shown where no scheduler does (``PIPOLLUX_PROGRESS``, 0 or 1)."""
+    tensorboard_dir: Path | None = None
+    """Where scalars for TensorBoard are written (``PIPOLLUX_TENSORBOARD_DIR``)."""
+    trace_dir: Path | None = None
+    """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
+    num_threads: int | None = None
+    """Threads of a CPU replica (``OMP_NUM_THREADS``, of a list the first); None: torch's choice."""
+    check_replicas: int = 0
+    """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
+
+    @property
+    def under_torchrun(self) -> bool:
+        """Whether there are peers to meet, that is, whether torchrun gave an address."""
+        return "MASTER_ADDR" in os.environ and "RANK" in os.environ
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> JobEnvironment:
+        """Read the environment.
+
+        Raises:
+            ConfigurationError: A variable does not hold what it should; its name is in the message.
+        """
+        env = os.environ if environ is None else environ
+        num_replicas = _integer(env, "WORLD_SIZE", 1, minimum=1)
+        rank = _integer(env, "RANK", 0, minimum=0)
+        if rank >= num_replicas:
+            raise ConfigurationError(
+                f"RANK is {rank} but WORLD_SIZE is {num_replicas}: ranks run from 0 to "
+                f"{num_replicas - 1}; start the script with torchrun, which sets both"
+            )
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", num_replicas, minimum=1)
+        stages = env.get("PIPOLLUX_NUM_STAGES")
+        return cls(
+            rank=rank,
+            num_replicas=num_replicas,
+            local_rank=_integer(env, "LOCAL_RANK", 0, minimum=0),
+            # Without a scheduler torchrun's local world size tells how many nodes there are.
+            num_nodes=_integer(
+                env, "PIPOLLUX_NUM_NODES", -(-num_replicas // local_size), minimum=1
+            ),
+            job_id=env.get("PIPOLLUX_JOB_ID") or None,
+            generation=_integer(env, "PIPOLLUX_GENERATION", 0, minimum=0),
+            checkpoint_dir=_path(env, "PIPOLLUX_CHECKPOINT_DIR"),
+            supervisor_url=env.get("PIPOLLUX_SUPERVISOR_URL") or None,
+            token=env.get("PIPOLLUX_TOKEN") or None,
+            num_stages=_integer(env, "PIPOLLUX_NUM_STAGES", 1, minimum=1) if stages else None,
+            devices=tuple(
+                name.strip() for name in env.get("PIPOLLUX_DEVICES", "").split(",") if name.strip()
+            ),
+            hints_interval=_seconds(env, "PIPOLLUX_HINTS_INTERVAL", 30.0),
+            heartbeat_interval=_seconds(env, "PIPOLLUX_HEARTBEAT_INTERVAL", 10.0, or_none=True),
+            checkpoint_interval=_seconds(env, "PIPOLLUX_CHECKPOINT_INTERVAL", 60.0),
+            checkpoint_background=_switch(env, "PIPOLLUX_CHECKPOINT_BACKGROUND", default=False),
+            progress=_switch(env, "PIPOLLUX_PROGRESS", default=True),
+            tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
+            trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
+            num_threads=_threads(env),
+            check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
+        )
+
+
+def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -> int:
+    text = env.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigurationError(
+            f"environment variable {name}={text!r}: a whole number of at least {minimum} is needed"
+        )
+    return value
+
+
+def _threads(env: Mapping[str, str]) -> int | None:
+    """OpenMP's own variable: a number, or a list with one for each level of nested regions."""
+    text = env.get("OMP_NUM_THREADS", "")
+    if not text.strip():
+        return None
+    levels = [level.strip() for level in text.split(",")]
+    if not all(level.isascii() and level.isdecimal() and int(level) > 0 for level in levels):
+        raise ConfigurationError(
+            f"environment variable OMP_NUM_THREADS={text!r}: a whole number of at least 1, or "
+            "several separated by commas, of which the first is taken, is needed"
+        )
+    return int(levels[0])
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float, *, or_none: bool = False) -> float:
+    text = env.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < float("inf") and not (or_none and value == 0.0):
+        allowed = ", or 0 for none," if or_none else ""
+        raise ConfigurationError(
+            f"environment variable {name}={text!r}: a positive number of seconds{allowed} is needed"
+        )
+    return value
+
+
+def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = env.get(name, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"environment variable {name}={text!r}: 0 and 1 are allowed")
+    return default if not text else text == "1"
+
+
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    text = env.get(name)
+    return Path(text) if text else None

@@ -1,0 +1,69 @@
+"""The wish to stop, as a flag that a signal sets and the training loop honours.
+
+A signal may arrive in the middle of a backward pass, so its handler does nothing but remember.
+The replicas agree on it at the next step boundary (:mod:`pipollux_hybrid.job.control_plane`). A
+second Ctrl-C interrupts at once: whoever presses it twice means it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+__all__ = ["exit_code", "install_handlers", "request_stop", "reset", "stop_requested"]
+
+_requested: int | None = None
+_on_request: Callable[[int], None] | None = None
+_previous: dict[int, object] = {}
+
+
+def install_handlers(on_request: Callable[[int], None] | None = None) -> None:
+    """Remember SIGTERM and SIGINT instead of dying of them; only the main thread can.
+
+    Args:
+        on_request: Called with the signal, after it was remembered, between two instructions of
+            whatever the main thread does.
+    """
+    global _on_request
+    _on_request = on_request
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number not in _previous:
+            _previous[number] = signal.signal(number, _remember)
+
+
+def request_stop(signal_number: int = signal.SIGTERM) -> None:
+    """Ask for a stop at the next step boundary, as a signal would."""
+    global _requested
+    _requested = int(signal_number)
+
+
+def stop_requested() -> bool:
+    """Whether this process was asked to stop."""
+    return _requested is not None
+
+
+def exit_code() -> int:
+    """The exit status after an agreed stop: 128 + the signal, as shells have it; 143 by default."""
+    return 128 + (_requested if _requested is not None else int(signal.SIGTERM))
+
+
+def reset() -> None:
+    """Forget the wish and give the signals back to whom they belonged."""
+    global _requested, _on_request
+    _requested = _on_request = None
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in _previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+    _previous.clear()
+
+
+def _remember(number: int, _frame: FrameType | None) -> None:
+    request_stop(number)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
+    if _on_request is not None:
+        _on_request(number)

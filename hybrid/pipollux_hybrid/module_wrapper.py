@@ -1,0 +1,254 @@
+"""What may be wrapped and called, and what the wrapped model still shows of the plain one.
+
+Its layers, and state under their names; whatever else a model is wrapped with or called with is
+refused in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pipollux_hybrid.checkpoint.model_state import STATE_NAME
+from pipollux_hybrid.checkpoint.parameter_groups import plain_name
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_sequence, switch
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.partition.placement import BALANCE_RULES
+from pipollux_hybrid.pipeline.engine import CHECKPOINT_MODES
+from pipollux_hybrid.pipeline.microbatch import PyTree
+
+__all__ = ["ModuleWrapper", "batch_of", "check_arguments", "check_single"]
+
+
+class ModuleWrapper(nn.Module):
+    """A module around an ``nn.Sequential`` that saves and loads as that one does.
+
+    Stages leave no trace in names, and neither does ``torch.compile``, so state goes from any
+    number of stages to any other, and from and to the plain module.
+
+    Args:
+        module: The layers.
+    """
+
+    def __init__(self, module: nn.Sequential) -> None:
+        super().__init__()
+        self.module = module
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self.module)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer by its place."""
+        return self.module[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return iter(self.module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's state, keyed by its own layer names whatever the balance."""
+        state = self.module.state_dict(*args, **kwargs)
+        for name in list(state):  # all are put back, so that their order stays
+            state[plain_name(name)] = state.pop(name)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the plain module's state, whether its layers were compiled or not."""
+        if assign:
+            raise ConfigurationError(
+                "assign=True would put other tensors in the place of parameters that the optimizer "
+                "and the synchronisation hold: load before wrapping, or with assign=False"
+            )
+        ours = {plain_name(name): name for name in self.module.state_dict()}
+        renamed = {ours.get(plain_name(n), n): value for n, value in state_dict.items()}
+        return self.module.load_state_dict(renamed, strict=strict)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Change the type of parameters and buffers; their devices are the stages'.
+
+        Raises:
+            ConfigurationError: A device was asked for.
+        """
+        try:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        except RuntimeError:  # a device by its number, on a machine that has none
+            _refuse_to_move()
+        if device is not None:
+            _refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:  # noqa: ARG002  # the base class's signature
+        """Refused, as stages have their devices."""
+        _refuse_to_move()
+
+    def cpu(self) -> NoReturn:
+        """Refused, as stages have their devices."""
+        _refuse_to_move()
+
+
+def _refuse_to_move() -> NoReturn:
+    raise ConfigurationError(
+        "a pipeline's layers cannot be moved, as each stage has a device of its own: say "
+        "HybridParallel(…, devices=[…]), one for each stage, and leave the call out"
+    )
+
+
+def _is_object_with(*methods: str) -> Callable[[Any], bool]:
+    """A test for objects, not classes, that can do something."""
+    return lambda value: (
+        not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in methods)
+    )
+
+
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+OPTIMIZER = {
+    "optimizer": Allowed(
+        lambda value: not isinstance(value, type) and hasattr(value, "param_groups"),
+        "one optimizer over module.parameters() is needed, such as "
+        "torch.optim.SGD(module.parameters(), lr=0.1)",
+    )
+}
+"""What the optimizer of a model may be."""
+OPTIONS = {
+    "checkpoint": Allowed(
+        lambda value: value in CHECKPOINT_MODES,
+        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed",
+    ),
+    "balance": Allowed(
+        _or_none(lambda value: isinstance(value, str) or is_sequence(value)),
+        "a list with the number of layers of each stage is allowed, as in [3, 2], or "
+        f"{', '.join(map(repr, BALANCE_RULES))}; a number of stages is num_stages",
+    ),
+    "devices": Allowed(
+        _or_none(is_sequence),
+        "a list with one device for each stage is needed, as in ['cuda:0', 'cuda:1']",
+    ),
+    "memory_limit": Allowed(
+        _or_none(lambda value: isinstance(value, (int, float))),
+        "a number of bytes above 0 is needed, or None",
+    ),
+    "scaling_rule": Allowed(
+        _or_none(_is_object_with("factor")),
+        "an object with factor(state) is needed, such as AdaScale(), AdamScale(), LinearScale(), "
+        "SquareRootScale() or LEGWScale(…), or None for the one that suits the optimizer",
+    ),
+    "lr_scheduler": Allowed(
+        _or_none(_is_object_with("step", "state_dict", "load_state_dict")),
+        "a scheduler over the optimizer is needed, such as "
+        "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30), or None",
+    ),
+    "broadcast_buffers": switch(),
+}
+"""What the options of a model may be, as far as their kind goes."""
+
+
+def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTree:
+    """The batch that a model was called with: its argument, or the tuple of several.
+
+    Raises:
+        ConfigurationError: There are keyword arguments; it shows how to pass them.
+    """
+    if keywords:
+        given = ", ".join(f"{name!r}: {name}" for name in keywords)
+        raise ConfigurationError(
+            "the model got keyword arguments, and its first layer takes one value: pass them as a "
+            f"dict, model({{{given}}}); docs/models.md shows layers that hand them on"
+        )
+    return inputs[0] if len(inputs) == 1 else inputs
+
+
+def check_single(ctx: JobContext) -> None:
+    """Refuse a second model in the process.
+
+    Raises:
+        ConfigurationError: There is one already.
+    """
+    if STATE_NAME in ctx.component(States):
+        raise ConfigurationError(
+            "there is a HybridParallel in this process already: a job has one pipeline, one "
+            "optimizer and one batch size; in a notebook call destroy_process_group() before "
+            "wrapping anew"
+        )
+
+
+def check_arguments(
+    module: nn.Sequential, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+) -> None:
+    """Refuse what cannot be trained as a pipeline.
+
+    Args:
+        module: The layers.
+        optimizer: Over their parameters.
+        options: The other arguments of ``HybridParallel`` that :data:`OPTIONS` tells of.
+
+    Raises:
+        ConfigurationError: Names the argument, its value and what is allowed.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ConfigurationError(
+            f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
+            "cut from its layers; docs/models.md shows how to make one of a model"
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise ConfigurationError(
+            f"module is a {type(module).__name__} with a forward of its own, which stages would "
+            "not run: move what it does into layers of a plain nn.Sequential"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ConfigurationError(
+            "module has hooks, which would never be called as stages run its layers one by one: "
+            "register them on the layers"
+        )
+    if len(module) == 0:
+        raise ConfigurationError("module is an empty nn.Sequential: there is nothing to train")
+    check_values(OPTIMIZER, {"optimizer": optimizer})
+    check_values(OPTIONS, options)
+    _check_parameters(module, optimizer)
+    _check_scheduler(optimizer, options["lr_scheduler"])
+
+
+def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"parameter {name!r} of module has no shape yet: run one batch through the module, "
+                "and make the optimizer after that"
+            )
+    for name, layer in module.named_modules():
+        sparse = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        if sparse and layer.weight.requires_grad:
+            raise ConfigurationError(
+                f"parameter '{name}.weight' would have a sparse gradient, which is not averaged "
+                f"over replicas: create the {type(layer).__name__} with sparse=False"
+            )
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigurationError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not in module: make it from module.parameters()"
+                )
+
+
+def _check_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+    # Schedulers that are not PyTorch's need not tell what they are over.
+    other = getattr(lr_scheduler, "optimizer", optimizer)
+    if other is not optimizer:
+        name = type(lr_scheduler).__name__
+        raise ConfigurationError(
+            f"lr_scheduler is a {name} over another optimizer ({type(other).__name__}) than the "
+            f"{type(optimizer).__name__} that was given, whose learning rate would never change: "
+            f"make it from that one, {name}(optimizer, …)"
+        )

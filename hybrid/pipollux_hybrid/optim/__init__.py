@@ -1,0 +1,1 @@
+"""The optimizer under a changing batch size."""

@@ -1,0 +1,225 @@
+"""The optimizer inside an adaptive loop: steps when an iteration is complete, at the scaled rate.
+
+The loop body calls ``zero_grad``, ``backward`` and ``step`` at every atomic batch. On accumulation
+steps the two optimizer calls do nothing, so the loop needs no ``if``; this is AdaptDL's way. The
+same holds for the learning-rate scheduler that HybridParallel was given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .kept_gradients import KeptGradients
+from .scaling_rules import is_adam_like
+
+__all__ = ["AdaptiveOptimizer", "adaptive_of"]
+
+ADAM_WARMUP = 5
+"""Steps before Adam's second moment says anything about the geometry, as in AdaptDL."""
+REFRESH = 10
+"""Steps for which a preconditioner is used: Adam's second moment changes by some 1 % in them."""
+
+
+_adaptive: weakref.WeakKeyDictionary[torch.optim.Optimizer, AdaptiveOptimizer] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def adaptive_of(optimizer: torch.optim.Optimizer) -> AdaptiveOptimizer | None:
+    """What has patched the optimizer; None for one that HybridParallel does not know."""
+    return _adaptive.get(optimizer)
+
+
+class AdaptiveOptimizer:
+    """Patches ``step`` and ``zero_grad`` of an optimizer.
+
+    Args:
+        optimizer: Any optimizer whose ``step`` needs no closure.
+        is_complete: Whether the gradients of an iteration are complete.
+        factor: The factor on the learning rate of the coming step.
+        on_step: Called after each real step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        is_complete: Callable[[], bool],
+        factor: Callable[[], float],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._is_complete = is_complete
+        self._factor = factor
+        self._on_step = on_step
+        self._may_zero = True
+        self._kept = KeptGradients(optimizer)
+        self._adam = is_adam_like(optimizer)
+        self._preconditioners: dict[nn.Parameter, Tensor] = {}
+        self._steps_used = 0
+        self.num_steps = 0
+        """Steps taken, of this object."""
+        self._patch_step()
+        self._patch_zero_grad()
+        self._expect_scalers()
+        # A second HybridParallel over the optimizer, in a notebook say, takes it over.
+        _adaptive[optimizer] = self
+
+    @property
+    def may_zero(self) -> bool:
+        """Whether gradients may be forgotten: not while accumulation steps are gathering them."""
+        return self._may_zero
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of an iteration are complete, so that the optimizer may step."""
+        return self._is_complete()
+
+    def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
+        """The weights of squares in Adam's geometry, 1 / (√v̂ + ε)², of the parameter's shape.
+
+        Those of a complex parameter are one for each of its real numbers, shape [..., 2].
+
+        None for other optimizers and in the first steps. They stay the same for some steps.
+        """
+        if not self._adam:
+            return None
+        if parameter not in self._preconditioners:
+            weights = self._weights(parameter)
+            if weights is None:
+                return None
+            self._preconditioners[parameter] = weights
+        return self._preconditioners[parameter]
+
+    def _weights(self, parameter: nn.Parameter) -> Tensor | None:
+        state = self.optimizer.state.get(parameter, {})
+        step = float(state.get("step", 0))
+        if step < ADAM_WARMUP:
+            return None
+        group = next(
+            g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])
+        )
+        correction = math.sqrt(1.0 - float(group["betas"][1]) ** step)
+        moment: Tensor = state["exp_avg_sq"]
+        if moment.is_complex():  # Adam takes a complex number for two real ones
+            moment = torch.view_as_real(moment)
+        divisor = moment.sqrt().div_(correction).add_(group["eps"])
+        return divisor.square_().reciprocal_()
+
+    def _patch_step(self) -> None:
+        original = self.optimizer.step
+
+        @functools.wraps(original)
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                raise ConfigurationError(
+                    "optimizer.step(closure) evaluates the loss more than once an iteration, which "
+                    "adaptive batch sizes do not allow: call backward() and then step()"
+                )
+            self._refuse_foreign_scaler()
+            if not self._is_complete():
+                self._kept.check()
+                return None
+            result = self._scaled(original)
+            self._may_zero = True
+            self.num_steps += 1
+            self._steps_used += 1
+            if self._steps_used >= REFRESH or not self._preconditioners:
+                self._preconditioners.clear()
+                self._steps_used = 0
+            self._on_step()
+            return result
+
+        # A method, as schedulers made later look for one.
+        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]  # this is what the class is for
+
+    def _expect_scalers(self) -> None:
+        """Have torch's GradScaler say that it is there: it does to optimizers that unscale."""
+        self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's own protocol with fused optimizers
+
+    def _refuse_foreign_scaler(self) -> None:
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            raise ConfigurationError(
+                "scaler is a torch.amp.GradScaler, which knows nothing of accumulation steps and "
+                "whose scale would be taken for the gradient's noise: use "
+                "`from pipollux_hybrid import GradScaler`, with the same arguments"
+            )
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Within, the optimizer steps on gradients that a GradScaler has unscaled already."""
+        self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # see above
+        try:
+            yield
+        finally:
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see above
+
+    def skip_step(self) -> None:
+        """The iteration ends without a step: its gradients were not finite."""
+        self._may_zero = True
+        # Else a scheduler would warn of a loop that never steps its optimizer.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+
+    def follow(self, lr_scheduler: Any) -> None:
+        """Have a learning-rate scheduler stand still on accumulation steps.
+
+        Args:
+            lr_scheduler: Anything with a ``step``. Its class is replaced by one derived from it, as
+                an attribute of the object would get into its ``state_dict``.
+        """
+        kind = type(lr_scheduler)
+        if getattr(kind, "_pipollux_follows", None) is not None:
+            kind = kind.__mro__[1]
+        adaptive = self
+
+        @functools.wraps(kind.step)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            return kind.step(scheduler, *args, **kwargs) if adaptive.is_complete else None
+
+        names = {"step": step, "_pipollux_follows": True, "__module__": kind.__module__}
+        lr_scheduler.__class__ = type(kind.__name__, (kind,), names)
+
+    def _scaled(self, step: Callable[[], Any]) -> Any:
+        factor = self._factor()
+        if factor == 1.0:
+            return step()
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            return step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _patch_zero_grad(self) -> None:
+        original = self.optimizer.zero_grad
+
+        @functools.wraps(original)
+        def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            # Gradients kept by accumulation steps are not to be lost to the next loop body.
+            if self._may_zero:
+                original(set_to_none=set_to_none)
+
+        self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
+
+    def keep_gradients(self) -> None:
+        """From now to the next step gradients are being gathered: ``zero_grad`` does nothing."""
+        self._may_zero = False
+        self._kept.note()
+
+    def leave_kept_gradients(self) -> None:
+        """A step that an accumulation step does not take, by way of a GradScaler."""
+        self._kept.check()

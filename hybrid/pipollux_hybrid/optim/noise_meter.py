@@ -1,0 +1,197 @@
+"""Feeding the gradient noise scale from what synchronisation leaves behind at some steps.
+
+The noise changes slowly, a fit reads it every half minute, and measuring it costs a few passes over
+all gradients. So it is measured at every step at first, which gives the first fit what it needs,
+and at one step of many from there on. Which steps these are follows from their number and from the
+averages so far, which all replicas have alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.sync.grad_norms import sum_products
+from pipollux_hybrid.sync.synchronizer import SyncResult
+
+from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
+
+__all__ = ["NoiseMeter"]
+
+MEASURED_AT_FIRST = 24
+"""Samples of the noise that are taken at successive steps, in as many steps of a run at most."""
+MEASURED_EVERY = 64
+"""Every so many steps it is measured once these are taken."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The gradients of a step, kept until the next one."""
+
+    number: int
+    gradients: Sequence[Tensor | None]
+    """For each parameter, multiplied by the loss scale."""
+    batch_size: int
+    loss_scale: float
+
+
+class _Estimates(TypedDict):
+    total_sqr: float
+    estimate_sqr: float
+    batch_size: int
+
+
+class NoiseMeter:
+    """Measures the gradient's noise at some optimizer steps.
+
+    Args:
+        ctx: The job's context, whose :class:`MeasuredNoise` holds the noise scale.
+        parameters: The model's parameters.
+        preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
+    """
+
+    def __init__(
+        self,
+        ctx: JobContext,
+        parameters: Sequence[nn.Parameter],
+        preconditioner: Callable[[nn.Parameter], Tensor | None],
+    ) -> None:
+        self._batch = ctx.batch
+        self._noise = ctx.component(MeasuredNoise)
+        self._parameters = list(parameters)
+        self._preconditioner = preconditioner
+        self._previous: _Step | None = None
+        self._steps = 0
+        self._measured_at = -1
+
+    def wanted(self) -> bool:
+        """Whether this iteration is measured, or kept for the next one to be compared with."""
+        return self._is_due(self._steps) or (self._differences() and self._is_due(self._steps + 1))
+
+    def stepped(self) -> None:
+        """The optimizer stepped."""
+        self._steps += 1
+
+    def measure(self, result: SyncResult, loss_scale: float = 1.0) -> None:
+        """Take in what the synchronisation of this step found; gradients are the averages now.
+
+        Args:
+            result: Of the synchronisation.
+            loss_scale: What the loss, and so every gradient, was multiplied by.
+        """
+        noise, limits = self._noise.scale, self._batch.limits
+        if noise is None:
+            noise = self._noise.scale = GradientNoiseScale(
+                limits.init_batch_size if limits else max(result.batch_size, 1)
+            )
+        if self._batch.micro_step is None:
+            return  # gradients summed by hand: their weights are not known
+        if result.num_estimates > 1:
+            self._take(noise, result, loss_scale)
+        elif self._differences():
+            self._difference(noise, result.batch_size, loss_scale)
+
+    def _is_due(self, step: int) -> bool:
+        noise = self._noise.scale
+        if step < MEASURED_AT_FIRST and (noise is None or noise.num_samples < MEASURED_AT_FIRST):
+            return True
+        return step % MEASURED_EVERY == 0
+
+    def _differences(self) -> bool:
+        """Whether successive steps may serve as estimates: no step had several yet."""
+        noise = self._noise.scale
+        return noise is None or noise.differenced or noise.grad_params is None
+
+    def _take(self, noise: GradientNoiseScale, result: SyncResult, loss_scale: float) -> None:
+        """Take the estimates of this step."""
+        self._previous = None
+        gradients = self._gradients()
+        total_sqr = self._product(gradients, gradients) / loss_scale**2
+        if not math.isfinite(total_sqr):
+            return  # the loss scale was too large; the step is left out
+        noise.update(
+            total_sqr=total_sqr,
+            estimate_sqr=result.estimate_sqr / loss_scale**2,
+            num_estimates=result.num_estimates,
+            batch_size=result.batch_size,
+            num_steps=self._steps - self._measured_at,
+            preconditioned=self._preconditioned(),
+        )
+        self._measured_at = self._steps
+
+    def _difference(self, noise: GradientNoiseScale, batch_size: int, loss_scale: float) -> None:
+        """Take this step and the one before as two estimates: there is no second one in a step."""
+        before, self._previous = self._previous, None
+        if before is not None and before.number == self._steps - 1:
+            noise.update(
+                **self._compare(before, batch_size, loss_scale),
+                num_estimates=2,
+                num_steps=self._steps - self._measured_at,
+                differenced=True,
+                preconditioned=self._preconditioned(),
+            )
+            self._measured_at = self._steps
+        if self._is_due(self._steps + 1):
+            copies = self._copies(before.gradients if before is not None else ())
+            self._previous = _Step(self._steps, copies, batch_size, loss_scale)
+
+    def _copies(self, used: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Copies, as the script may clip gradients in place, or set them to zero.
+
+        Args:
+            used: Those of the step before, whose memory is taken where they fit: fresh memory
+                costs a page fault every 4 KiB.
+        """
+        gradients = self._gradients()
+        present = [gradient.detach() for gradient in gradients if gradient is not None]
+        memory = [copy for copy in used if copy is not None]
+        alike = [_kind(gradient) for gradient in gradients] == [_kind(copy) for copy in used]
+        if not alike or not present:
+            return [None if g is None else g.detach().clone() for g in gradients]
+        torch._foreach_copy_(memory, present)
+        return used
+
+    def _compare(self, before: _Step, batch_size: int, loss_scale: float) -> _Estimates:
+        """|G|², S and B of two steps together, over parameters that have a gradient in both."""
+        kept, gradients = before.gradients, self._gradients()
+        both = [a is not None and b is not None for a, b in zip(kept, gradients, strict=True)]
+        first = [a if known else None for a, known in zip(kept, both, strict=True)]
+        second = [b if known else None for b, known in zip(gradients, both, strict=True)]
+        # The step before is measured again: Adam's geometry has moved since.
+        first_sqr = self._product(first, first) / before.loss_scale**2
+        second_sqr = self._product(second, second) / loss_scale**2
+        inner = self._product(first, second) / (before.loss_scale * loss_scale)
+        total = before.batch_size + batch_size
+        share, rest = before.batch_size / total, batch_size / total
+        return {
+            # |share · first + rest · second|², without making the sum
+            "total_sqr": share**2 * first_sqr + rest**2 * second_sqr + 2 * share * rest * inner,
+            "estimate_sqr": share * first_sqr + rest * second_sqr,
+            "batch_size": total,
+        }
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [p.grad if p.requires_grad else None for p in self._parameters]
+
+    def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
+        """The inner product over all stages, in the optimizer's geometry."""
+        return sum_products(
+            (a, b, self._preconditioner(parameter))
+            for parameter, a, b in zip(self._parameters, one, other, strict=True)
+            if a is not None and b is not None
+        )
+
+    def _preconditioned(self) -> bool:
+        first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
+        return first is not None and self._preconditioner(first) is not None
+
+
+def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:
+    """What a parameter's gradient may change between two steps; its shape is the parameter's."""
+    return None if tensor is None else (tensor.device, tensor.dtype)

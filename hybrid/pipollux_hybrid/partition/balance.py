@@ -1,0 +1,266 @@
+"""Where to cut the layers into stages, and which devices the stages get."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.pipeline.microbatch import num_samples
+from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memory
+from pipollux_perfmodel.timing.params import Checkpoint
+
+from .layer_profiler import profile_layers
+from .tied_parameters import TiedParameters, blocks_of, check_ties, find_ties, merge_layers
+
+__all__ = [
+    "PartitionRequest",
+    "Partitioning",
+    "choose_balance",
+]
+
+DEVICE_SHARE = 0.9
+"""Part of a GPU's memory that stages may plan with: the rest is the kernels' own, copies that
+cross a cut, and what the allocator loses to fragments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionRequest:
+    """What the user wants of a cut."""
+
+    num_stages: int
+    balance: Sequence[int] | str | None
+    """Layers of each stage, or what to balance: ``"time"``, ``"memory"``, ``"parameters"``."""
+    sample: Any = None
+    num_microbatches: int = 1
+    checkpoint: Checkpoint = "never"
+    memory_limit: float | None = None
+    """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
+
+    @property
+    def rule(self) -> str | None:
+        """What to balance; None where the balance is given."""
+        if isinstance(self.balance, str):
+            return self.balance
+        if self.balance is not None:
+            return None
+        return "parameters" if self.sample is None else "time"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the sample: what a replica works on at once."""
+        return num_samples(self.sample)
+
+
+class Partitioning(NamedTuple):
+    """How the layers are cut, and what that was decided by."""
+
+    balance: list[int]
+    """Number of layers of each stage."""
+    profile: LayerProfile | None
+    """What the layers cost; None without a sample."""
+    memory_limit: float | None
+    """Bytes of a device that stages may need; None: not bounded, or without a sample."""
+    blocks: list[int]
+    """Number of layers of each block that has to stay in one stage."""
+
+    def in_blocks(self) -> tuple[LayerProfile, tuple[int, ...]] | None:
+        """What the blocks cost, and the number of them in each stage; None without a sample."""
+        if self.profile is None:
+            return None
+        ends = list(itertools.accumulate(self.blocks))
+        cuts = [0, *(ends.index(end) + 1 for end in itertools.accumulate(self.balance))]
+        counts = tuple(end - start for start, end in itertools.pairwise(cuts))
+        return merge_layers(self.profile, self.blocks), counts
+
+
+def choose_balance(
+    ctx: JobContext,
+    module: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    request: PartitionRequest,
+) -> Partitioning:
+    """Number of layers of each stage, and the profile of the layers if there is a sample.
+
+    All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
+    not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by the rule asked
+    for, among those that keep tied layers together and fit the devices.
+
+    Raises:
+        ConfigurationError: The wishes contradict each other, the layers or the memory.
+    """
+    _check_limit(request)
+    ties, given = find_ties(module), request.rule is None
+    blocks = blocks_of(ties, len(module))
+    if given:
+        balance = _checked(request.balance, request.num_stages, len(module))
+        check_ties(ties, balance)
+    else:
+        _check_count(ties, request.num_stages, len(module))
+    profile = None
+    if request.sample is not None:
+        profile = _agreed_profile(ctx, module, optimizer, device, request.sample)
+    limit = _limit(ctx, request, device) if profile is not None else None
+    if given:
+        _check_memory(profile, balance, request, limit)
+        return Partitioning(balance, profile, limit, blocks)
+    counts = _cut(module, profile, blocks, request, limit)
+    ends = iter(blocks)
+    balance = [sum(next(ends) for _ in range(count)) for count in counts]
+    return Partitioning(balance, profile, limit, blocks)
+
+
+def _cut(
+    module: nn.Sequential,
+    profile: LayerProfile | None,
+    blocks: Sequence[int],
+    request: PartitionRequest,
+    limit: float | None,
+) -> list[int]:
+    """Number of blocks of each stage."""
+    if profile is None:
+        return partition(_sums(_sizes(module), blocks), request.num_stages)
+    merged, microbatches = merge_layers(profile, blocks), request.num_microbatches
+    options: dict[str, Any] = {
+        "micro_bsz": request.num_samples / microbatches,
+        "checkpoint": request.checkpoint,
+    }
+    try:
+        # Whatever is balanced, it has to fit.
+        fastest = partition(merged, request.num_stages, microbatches, limit, **options)
+        if request.rule == "time":
+            return fastest
+        if request.rule == "memory":
+            least = least_memory(merged, request.num_stages, microbatches, **options)
+            return partition(merged, request.num_stages, microbatches, least, **options)
+        counts = partition(_sums(_sizes(module), blocks), request.num_stages)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    _check_memory(merged, counts, request, limit)
+    return counts
+
+
+def _check_memory(
+    profile: LayerProfile | None,
+    balance: Sequence[int],
+    request: PartitionRequest,
+    limit: float | None,
+) -> None:
+    """Refuse a balance whose stages do not fit."""
+    if profile is None or limit is None:
+        return
+    samples = request.num_samples / request.num_microbatches
+    needed = stage_memory(
+        profile, balance, samples, request.num_microbatches, checkpoint=request.checkpoint
+    )
+    stage = int(needed.argmax())
+    if needed[stage] > limit:
+        raise ConfigurationError(
+            f"balance={list(balance)}: stage {stage} needs {needed[stage]:.4g} bytes with "
+            f"{request.num_microbatches} micro-batches of {samples:g} samples, and memory_limit is "
+            f"{limit:.4g}; leave balance out to have one chosen that fits, or give more stages, "
+            'smaller micro-batches or checkpoint="always"'
+        )
+
+
+def _check_limit(request: PartitionRequest) -> None:
+    limit = request.memory_limit
+    needs = (
+        "memory_limit"
+        if limit is not None
+        else f"balance={request.rule!r}"
+        if request.rule in ("time", "memory")
+        else None
+    )
+    if needs is not None and request.sample is None:
+        raise ConfigurationError(
+            f"{needs} needs to know what the layers take: pass sample=, a batch of inputs"
+        )
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        raise ConfigurationError(f"memory_limit={limit}: bytes above 0 are needed, or None")
+
+
+def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
+    """Bytes of a device; of the smallest, where replicas have different ones."""
+    limit = math.inf if request.memory_limit is None else request.memory_limit
+    if request.memory_limit is None and device.type == "cuda":
+        limit = DEVICE_SHARE * float(torch.cuda.get_device_properties(device).total_memory)
+    everyones = ctx.control.gather(torch.tensor([limit], dtype=torch.float64))
+    least = min(float(other) for other in everyones)
+    return least if math.isfinite(least) else None
+
+
+def _agreed_profile(
+    ctx: JobContext,
+    module: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    sample: Any,
+) -> LayerProfile:
+    """Rank 0's profile: times differ from replica to replica, and so would the cuts."""
+    answer: dict[str, Any] = {}
+    if ctx.env.rank == 0:
+        try:
+            profile = profile_layers(module, sample, optimizer=optimizer, device=device)
+            answer = {"profile": profile.to_json_object()}
+        except ConfigurationError as error:
+            answer = {"error": str(error)}  # the others wait, and are to know
+    content = json.dumps(answer).encode()
+    length = int(ctx.control.gather(torch.tensor([len(content)]))[0])
+    padded = bytearray(content[:length].ljust(length))
+    shared = ctx.control.gather(torch.frombuffer(padded, dtype=torch.uint8))[0]
+    answer = json.loads(bytes(shared.tolist()))
+    if "error" in answer:
+        raise ConfigurationError(str(answer["error"]))
+    return LayerProfile.from_json_object(answer["profile"])
+
+
+def _sizes(module: nn.Sequential) -> list[float]:
+    """Parameters of each layer; one more, so that layers without any still spread."""
+    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in module]
+
+
+def _sums(costs: Sequence[float], blocks: Sequence[int]) -> list[float]:
+    rest = iter(costs)
+    return [sum(next(rest) for _ in range(count)) for count in blocks]
+
+
+def _check_count(ties: Sequence[TiedParameters], num_stages: int, num_layers: int) -> None:
+    if num_stages > num_layers:
+        raise ConfigurationError(
+            f"num_stages={num_stages}: the module has only {num_layers} layers, and each stage "
+            "needs one; ask for fewer stages or cut the module into more layers"
+        )
+    most = len(blocks_of(ties, num_layers))
+    if num_stages > most:
+        tied = "; ".join(map(str, ties))
+        raise ConfigurationError(
+            f"num_stages={num_stages}: {tied}, and have to be on one stage, so at most {most} "
+            "stages can be cut; ask for fewer, or untie them"
+        )
+
+
+def _checked(given: Any, num_stages: int, num_layers: int) -> list[int]:
+    balance = list(given)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in balance):
+        raise ConfigurationError(f"balance={balance}: each stage needs at least one layer")
+    if sum(balance) != num_layers:
+        raise ConfigurationError(
+            f"balance={balance} covers {sum(balance)} layers, the module has {num_layers}"
+        )
+    if len(balance) != num_stages:
+        raise ConfigurationError(
+            f"balance={balance} makes {len(balance)} stages, but {num_stages} were asked for "
+            "(num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): leave balance out to have it "
+            "chosen"
+        )
+    return balance

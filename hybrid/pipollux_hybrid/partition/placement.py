@@ -1,0 +1,99 @@
+"""How many stages there are, and on which devices; what is asked for has to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.env import JobEnvironment
+
+__all__ = ["BALANCE_RULES", "choose_devices", "choose_num_stages"]
+
+BALANCE_RULES = ("time", "memory", "parameters")
+
+
+def find_devices(names: Sequence[torch.device | str], source: str) -> list[torch.device]:
+    """The devices of such names.
+
+    Args:
+        names: As PyTorch names them.
+        source: Where they come from, for the message.
+
+    Raises:
+        ConfigurationError: One of them is not there, or no device for stages.
+    """
+    return [_find(name, source) for name in names]
+
+
+def _find(name: torch.device | str, source: str) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is not None and device.type == "cpu":
+        return device
+    if device is not None and device.type == "cuda" and (device.index or 0) < count:
+        return device
+    others = "".join(f", 'cuda:{index}'" for index in range(count))
+    hint = (
+        "fewer stages or replicas on this node, or other devices"
+        if count
+        else f"torch {torch.__version__} sees no CUDA device; leave devices out to train on the CPU"
+    )
+    raise ConfigurationError(
+        f"{source} ask for {str(name)!r}, and stages can run on 'cpu'{others} here: {hint}"
+    )
+
+
+def choose_num_stages(
+    env: JobEnvironment, num_stages: int | None, balance: Sequence[int] | str | None
+) -> int:
+    """The scheduler's number of stages, else the script's.
+
+    Raises:
+        ConfigurationError: It is no whole number of at least 1, or ``balance`` is no balance.
+    """
+    default = 1
+    if isinstance(balance, str):
+        if balance not in BALANCE_RULES:
+            allowed = ", ".join(map(repr, BALANCE_RULES))
+            raise ConfigurationError(
+                f"balance={balance!r}: the number of layers of each stage is allowed, or {allowed}"
+            )
+    elif balance is not None:
+        default = len(balance)
+    wanted = env.num_stages or (default if num_stages is None else num_stages)
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise ConfigurationError(f"num_stages={wanted!r}: a whole number of at least 1 is needed")
+    return wanted
+
+
+def choose_devices(
+    env: JobEnvironment, num_stages: int, devices: Sequence[torch.device | str] | None
+) -> list[torch.device]:
+    """One device per stage.
+
+    Raises:
+        ConfigurationError: There are fewer devices than stages, or one of them is not there.
+    """
+    chosen: Sequence[torch.device | str]
+    if devices is not None:
+        chosen, source = devices, "devices"
+    elif env.devices:
+        chosen, source = env.devices, "PIPOLLUX_DEVICES"
+    elif torch.cuda.is_available():
+        first = env.local_rank * num_stages
+        count = torch.cuda.device_count()
+        chosen = [torch.device("cuda", k) for k in range(first, min(first + num_stages, count))]
+        source = f"the {count} CUDA devices of this node (LOCAL_RANK={env.local_rank})"
+    else:
+        return [torch.device("cpu")] * num_stages
+    if len(chosen) < num_stages:
+        raise ConfigurationError(
+            f"{num_stages} stages need {num_stages} devices, {source} give {len(chosen)}: ask for "
+            "fewer stages, or for fewer replicas on this node"
+        )
+    return find_devices(chosen[:num_stages], source)

@@ -1,0 +1,88 @@
+"""Tied parameters: layers that share one must share a stage, as a gradient has one home."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_perfmodel import Layer, LayerProfile
+
+__all__ = ["TiedParameters", "blocks_of", "check_ties", "find_ties", "merge_layers"]
+
+
+@dataclass(frozen=True)
+class TiedParameters:
+    """A parameter that several layers hold."""
+
+    parameter: str
+    """The name under which the module lists it."""
+    first: int
+    last: int
+    """Positions of the first and the last layer that hold it."""
+    layers: tuple[str, ...]
+    """Names of all that hold it."""
+
+    def __str__(self) -> str:
+        """For messages: ``layers '0' and '4' share the parameter '0.weight'``."""
+        *most, end = (repr(name) for name in self.layers)
+        return f"layers {', '.join(most)} and {end} share the parameter {self.parameter!r}"
+
+
+def find_ties(module: nn.Sequential) -> list[TiedParameters]:
+    """The parameters that more than one layer holds, in the order of their first layer."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for index, (name, layer) in enumerate(module.named_children()):
+        for parameter in layer.parameters():
+            holders.setdefault(parameter, []).append((index, name))
+    return [
+        TiedParameters(names[parameter], held[0][0], held[-1][0], tuple(name for _, name in held))
+        for parameter, held in holders.items()
+        if len(held) > 1
+    ]
+
+
+def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
+    """Refuse a balance that cuts between layers which share a parameter.
+
+    Raises:
+        ConfigurationError: Names the layers and the parameter.
+    """
+    ends = list(itertools.accumulate(balance))
+    for tie in ties:
+        if any(tie.first < end <= tie.last for end in ends):
+            raise ConfigurationError(
+                f"balance={list(balance)}: {tie}, and would be on different stages: give a balance "
+                f"that keeps layers {tie.first} to {tie.last} in one stage, or untie them"
+            )
+
+
+def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
+    """Number of layers of each block that may not be cut; blocks follow each other.
+
+    Example:
+        >>> blocks_of([TiedParameters("1.weight", 1, 3, ("1", "3"))], 6)
+        [1, 3, 1, 1]
+    """
+    whole = {cut for tie in ties for cut in range(tie.first + 1, tie.last + 1)}
+    cuts = [cut for cut in range(num_layers + 1) if cut not in whole]
+    return [end - start for start, end in itertools.pairwise(cuts)]
+
+
+def merge_layers(profile: LayerProfile, blocks: Sequence[int]) -> LayerProfile:
+    """The profile of the blocks: each costs what its layers cost together."""
+    merged, start = [], 0
+    for count in blocks:
+        layers = profile.layers[start : start + count]
+        start += count
+        sums = {
+            field: sum(getattr(layer, field) for layer in layers)
+            for field in Layer._fields
+            if field not in ("output_bytes", "name")
+        }
+        merged.append(layers[-1]._replace(**sums, name=layers[0].name))
+    return LayerProfile(tuple(merged), profile.input_bytes)

@@ -1,0 +1,1 @@
+"""One batch through K stages; knows no replicas."""

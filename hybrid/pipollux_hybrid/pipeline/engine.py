@@ -1,0 +1,168 @@
+"""The pipeline of one replica: GPipe over the devices of a process.
+
+torchgpipe (Kim et al., 2020) has the schedule, the copies and the threads; what is missing there
+for batches that change from step to step is here and in the modules beside it: micro-batches are
+counted as they are (:mod:`.pipeline`), recomputation sees what surrounded the forward
+(:mod:`.outer`, :mod:`.recompute`), layers may pass any nest of tensors (:mod:`.nest`), stages leave
+their inputs alone and name what fails (:mod:`.stage`), and skip connections (:mod:`.skip`) and
+batch normalisation (:mod:`.batchnorm`) do what they do in the plain model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torchgpipe.skip.tracker import use_skip_tracker
+from torchgpipe.stream import AbstractStream, new_stream
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .gpipe import PipelineRun
+from .microbatch import PyTree, flatten, gather, scatter
+from .microbatch_backward import separate
+from .recompute import make_phonies
+from .skip import SkipTracker, layout_of
+from .stage import Stage
+from .thread_state import ThreadLocalState
+
+__all__ = ["CHECKPOINT_MODES", "PipelineEngine"]
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class PipelineEngine:
+    """A sequential module cut into stages, one device each.
+
+    Args:
+        module: The layers; they are moved to their stage's device.
+        balance: Number of layers of each stage, from first to last.
+        devices: One device per stage.
+        checkpoint: When activations are recomputed: ``"always"``, ``"except_last"`` (all
+            micro-batches but the last) or ``"never"``.
+
+    Raises:
+        ConfigurationError: The module cannot be cut like that.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        checkpoint: str,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.devices = [_with_index(device) for device in devices]
+        """The device of each stage."""
+        _prepare_devices(self.devices)
+        self.stages = _cut_stages(module, balance, self.devices)
+        """The layers of each stage."""
+        self._layout = layout_of(module, self.stages)
+        self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
+
+    def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+        """The parameters of each stage, by the names that they have in the whole module."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return [[(names[p], p) for p in stage.parameters()] for stage in self.stages]
+
+    def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
+        """How many of the micro-batches are recomputed in the backward."""
+        if not training or self.checkpoint == "never":
+            return 0
+        return num_microbatches - (self.checkpoint == "except_last")
+
+    def run(
+        self, inputs: PyTree, sizes: Sequence[int], *, training: bool, separately: bool = False
+    ) -> PyTree:
+        """Forward of one batch.
+
+        Args:
+            inputs: PyTree of tensors of shape [batch, …], on the first device.
+            sizes: Samples of each micro-batch (:func:`microbatch_sizes`).
+            training: Whether activations may be recomputed; only with gradients they are.
+            separately: Whether a parameter receives a gradient for each micro-batch also where
+                nothing is recomputed. Costs some of what stages do side by side.
+
+        Returns:
+            The nest that the last layer gives, of the whole batch, on the last device.
+        """
+        recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
+        if len(self.stages) == len(sizes) == 1 and not recomputed:
+            return self._run_directly(inputs)
+        run = PipelineRun(
+            self.stages,
+            scatter(inputs, sizes),
+            recomputed,
+            self._streams(len(sizes)),
+            self._layout,
+            ThreadLocalState.capture(device.type for device in self.devices),
+            separate=separately,
+        )
+        outputs = run.forward()
+        return gather(separate(outputs) if separately else outputs, sizes)
+
+    def _run_directly(self, inputs: PyTree) -> PyTree:
+        """One micro-batch through one stage: the caller's thread does it, as in the plain model."""
+        stage = self.stages[0]
+        if not isinstance(inputs, Tensor):
+            flatten(inputs, "the input of the model")
+        with ExitStack() as stack:
+            if stage.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(stage.device))
+            if self._layout.by_ns_name:
+                stack.enter_context(use_skip_tracker(SkipTracker(self._layout)))
+            output = stage(inputs)
+        if not isinstance(output, Tensor):
+            flatten(output, stage.output_name)
+        return output
+
+    def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
+        """A stream for the copies of each micro-batch to each stage; kept, as they cost memory."""
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams += [new_stream(device) for _ in range(num_microbatches - len(streams))]
+        return self._copy_streams
+
+
+def _cut_stages(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[Stage]:
+    layers = list(module._modules.items())
+    _check_distinct(layers)
+    ends = list(itertools.accumulate(balance))
+    stages = []
+    for k, (end, count, device) in enumerate(zip(ends, balance, devices, strict=True)):
+        chosen = {name: layer for name, layer in layers[end - count : end] if layer is not None}
+        stages.append(Stage(chosen, k, device).to(device))
+    return stages
+
+
+def _check_distinct(layers: Sequence[tuple[str, nn.Module | None]]) -> None:
+    first: dict[int, str] = {}
+    for name, layer in layers:
+        before = first.setdefault(id(layer), name)
+        if before != name:
+            raise ConfigurationError(
+                f"layers {before!r} and {name!r} of the module are one and the same object: a "
+                "layer belongs to one stage; make a layer of its own for each place, or one "
+                "layer that applies it twice"
+            )
+
+
+def _prepare_devices(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        make_phonies(device)
+    with warnings.catch_warnings():
+        # torchgpipe's copies between GPUs use typed storages, of which torch warns once a process.
+        warnings.simplefilter("ignore")
+        torch.empty(0).storage()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

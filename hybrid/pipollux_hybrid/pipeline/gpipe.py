@@ -1,0 +1,206 @@
+"""One forward of a batch through the stages, in GPipe's order.
+
+The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
+micro-batch i is in stage j at tick i + j. What a stage computes is prepared here, so that whatever
+nest of tensors a layer gives reaches the next stage: tensors of floating point type go through
+torchgpipe's copies, which gradients follow back; all else goes beside them.
+
+::
+
+    tick      0      1      2      3
+    stage 0  (0,0)  (1,0)  (2,0)
+    stage 1         (0,1)  (1,1)  (2,1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.microbatch import Batch
+from torchgpipe.pipeline import Pipeline, clock_cycles, copy, wait
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import use_skip_tracker
+from torchgpipe.stream import AbstractStream, current_stream, use_device
+from torchgpipe.worker import Task, spawn_workers
+
+from .microbatch import PyTree
+from .recompute import Recomputation
+from .skip import SkipTracker
+from .stage import Stage
+from .thread_state import ThreadLocalState
+from .transfer import Boundary, Tensors
+
+__all__ = ["PipelineRun"]
+
+
+class StageCall:
+    """What a stage does with one micro-batch, the first time and when recomputed.
+
+    Knows nothing of the run that it belongs to: the graph holds on to it, and the run to the graph.
+    """
+
+    def __init__(self, stage: Stage, entering: Boundary, tracker: SkipTracker) -> None:
+        self._stage = stage
+        self._entering = entering
+        self._tracker = tracker
+        self.leaving: Boundary | None = None
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        """From the stage's input to its output."""
+        stage = self._stage
+        value = self._entering.restore(tensors, stage.device)
+        with use_skip_tracker(self._tracker):
+            output = stage(value)
+        what = stage.output_name
+        if not is_recomputing():
+            self.leaving = Boundary.of(output, what)
+        assert self.leaving is not None  # noqa: S101  # the first time comes first
+        return self.leaving.floating(output, stage.device, what)
+
+
+class Escape(Exception):  # noqa: N818  # not an error: it carries one out of a thread
+    """A SystemExit or KeyboardInterrupt of a layer, on its way out of a worker thread.
+
+    torchgpipe's workers catch exceptions only; anything else ends them, and the script waits.
+    """
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class PipelineRun(Pipeline):
+    """Runs micro-batches through stages.
+
+    Args:
+        stages: The stages, each on its device.
+        microbatches: Nests of tensors of shape [micro-batch, …], on the first device.
+        num_recomputed: How many of them, counted from the first, are recomputed in the backward.
+        copy_streams: Per stage and micro-batch, the stream that copies run in.
+        layout: Where stashed tensors go.
+        outer: What surrounds the forward in the script.
+        separate: Whether the backward of each micro-batch is to have nothing to do with the others.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[PyTree],
+        num_recomputed: int,
+        copy_streams: list[list[AbstractStream]],
+        layout: SkipLayout,
+        outer: ThreadLocalState,
+        *,
+        separate: bool = False,
+    ) -> None:
+        devices = [stage.device for stage in stages]
+        what = "the input of the model"
+        self._boundaries = [Boundary.of(value, what, is_input=True) for value in microbatches]
+        batches = [
+            Batch(boundary.floating(value, devices[0], what))
+            for boundary, value in zip(self._boundaries, microbatches, strict=True)
+        ]
+        super().__init__(batches, list(stages), devices, copy_streams, layout, num_recomputed)
+        self._stages = list(stages)
+        self._trackers: list[Any] = [SkipTracker(layout) for _ in microbatches]
+        self._outer = outer
+        self._separate = separate
+        self._streams = [current_stream(device) for device in devices]
+
+    def forward(self) -> list[PyTree]:
+        """Run all micro-batches through all stages.
+
+        Returns:
+            The outputs of the micro-batches, on the last device.
+        """
+        with spawn_workers(self.devices) as queues:
+            for tick in clock_cycles(len(self.batches), len(self.partitions)):
+                if self._separate:
+                    self._carry(tick)
+                else:
+                    self.fence(tick, self._trackers)
+                self._compute(tick, *queues)
+        device = self.devices[-1]
+        return [
+            boundary.restore(tuple(batch), device)
+            for boundary, batch in zip(self._boundaries, self.batches, strict=True)
+        ]
+
+    def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
+        """What torchgpipe's fence does, but for the order that it gives to backwards."""
+        for i, j in tick:
+            streams = [self.copy_streams[k][i] for k in range(j + 1)]
+            for source, namespace, name in self.skip_layout.copy_policy(j):
+                self._trackers[i].copy(
+                    self.batches[i], streams[source], streams[j], namespace, name
+                )
+            if j > 0:
+                copy(self.batches[i], streams[j - 1], streams[j])
+
+    def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
+        """Have every stage of a tick work, then take over what they did."""
+        begun = []
+        for i, j in tick:
+            if j > 0:
+                wait(self.batches[i], self.copy_streams[j][i], self._streams[j])
+            call, task = self._task(i, j)
+            entries[j].put(task)
+            begun.append((i, j, call))
+        failure = None
+        for i, j, call in begun:
+            succeeded, result = exits[j].get()
+            if succeeded and failure is None:
+                self._take_over(i, j, call, *result)
+            elif failure is None:
+                failure = result
+        if failure is not None:
+            _raise(failure)
+
+    def _task(self, i: int, j: int) -> tuple[StageCall, Task]:
+        call = StageCall(self._stages[j], self._boundaries[i], self._trackers[i])
+        inputs = tuple(self.batches[i])
+        outer = self._outer
+        if i >= self.checkpoint_stop:
+
+            def compute() -> Batch:
+                with _letting_escape(), outer.entered():
+                    return Batch(call(inputs))
+
+            return call, Task(self._streams[j], compute=compute, finalize=None)
+        recomputation = Recomputation(call, outer)
+
+        def compute_first() -> Batch:
+            with _letting_escape(), outer.entered():
+                return Batch(recomputation.forward(inputs))
+
+        def schedule(batch: Batch) -> None:
+            recomputation.schedule(batch, inputs)
+
+        return call, Task(self._streams[j], compute=compute_first, finalize=schedule)
+
+    def _take_over(self, i: int, j: int, call: StageCall, task: Task, batch: Batch) -> None:
+        if j < len(self.partitions) - 1:
+            wait(batch, self._streams[j], self.copy_streams[j][i])
+        with use_device(self.devices[j]):
+            task.finalize(batch)
+        assert call.leaving is not None  # noqa: S101  # it has been called
+        self._boundaries[i] = call.leaving
+        self.batches[i] = batch
+
+
+class _letting_escape:  # noqa: N801  # used like a function
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: Any, error: BaseException | None, _traceback: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            raise Escape(error) from error
+
+
+def _raise(failure: tuple[Any, BaseException, Any]) -> None:
+    _, error, traceback = failure
+    if isinstance(error, Escape):
+        raise error.reason
+    raise error.with_traceback(traceback)

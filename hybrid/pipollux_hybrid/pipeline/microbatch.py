@@ -1,0 +1,184 @@
+"""Nests of tensors: what layers take and give, cut into micro-batches and joined again.
+
+A nest is a tensor, or tuples, lists and dicts of nests, with plain values (None, numbers, strings)
+between them. Every tensor of a batch has the samples in dimension 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipollux_hybrid.errors import ConfigurationError
+
+__all__ = ["PyTree", "Structure", "flatten", "gather", "map_tensors", "tensors_of", "unflatten"]
+
+PyTree: TypeAlias = Any
+"""A tensor, or tuples, lists and dicts of nests; anything the type system cannot say better."""
+Structure: TypeAlias = pytree.TreeSpec
+"""A nest without its leaves."""
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Values beside tensors that may stand in a nest: they mean the same on every device."""
+
+
+def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
+    """The leaves of a nest, and what they hang on.
+
+    Args:
+        value: The nest.
+        what: Whose nest it is, for the message.
+
+    Raises:
+        ConfigurationError: A leaf is neither a tensor nor a plain value.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)) and leaf is not None:
+            raise ConfigurationError(
+                f"{what} is or holds a {type(leaf).__name__}: a pipeline carries tensors, tuples, "
+                "lists and dicts of tensors, and numbers, strings or None between them"
+            )
+    return leaves, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> PyTree:
+    """The nest of such leaves."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def tensors_of(value: PyTree) -> list[Tensor]:
+    """The tensors of a nest, in order."""
+    if isinstance(value, Tensor):  # by far the most frequent nest
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
+    """The nest with a function applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return pytree.tree_map_only(Tensor, function, value)
+
+
+def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
+    """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
+
+    Args:
+        batch: A nest of tensors of shape [batch, …].
+        sizes: Samples of each micro-batch, together those of the batch.
+
+    Example:
+        >>> [x["ids"].tolist() for x in cut({"ids": torch.arange(3), "scale": 2}, [2, 1])]
+        [[0, 1], [2]]
+    """
+    leaves, structure = flatten(batch, "the input of the model")
+    columns = [
+        leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+
+
+def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
+    """Put the outputs of micro-batches together along dimension 0.
+
+    Args:
+        outputs: Nests of the same structure.
+        sizes: Samples that each came from.
+
+    Raises:
+        ConfigurationError: They do not go together; the message says why and what to return.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [flatten(output, "the output of the model") for output in outputs]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ConfigurationError(
+            "the model returned a nest of another structure for another micro-batch: return the "
+            "same tuple, list or dict for every input"
+        )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten([_join_leaf(column, sizes) for column in columns], structure)
+
+
+def _join_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if not isinstance(column[0], Tensor):
+        if any(leaf != column[0] for leaf in column):
+            raise ConfigurationError(
+                f"the model returned {column[0]!r} for one micro-batch and another value for "
+                "another: return a tensor with one entry per sample"
+            )
+        return column[0]
+    if any(tensor.dim() == 0 for tensor in column):
+        raise ConfigurationError(
+            "the model returned a scalar, and micro-batches are put together along the batch "
+            "dimension: return one value per sample, and reduce it outside of the model"
+        )
+    rows = [tensor.shape[0] for tensor in column]
+    if any(rows[0] * size != count * sizes[0] for count, size in zip(rows, sizes, strict=True)):
+        raise ConfigurationError(
+            f"the model returned tensors whose dimension 0 has sizes {rows} for micro-batches of "
+            f"{list(sizes)} samples: dimension 0 must be the batch, as micro-batches are put "
+            "together along it"
+        )
+    return torch.cat(list(column))
+
+
+def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
+    """Samples of each micro-batch, as :meth:`torch.Tensor.chunk` cuts them.
+
+    Example:
+        >>> microbatch_sizes(5, 4)
+        [2, 2, 1]
+    """
+    size = -(-batch_size // num_microbatches)
+    full, rest = divmod(batch_size, size)
+    return [size] * full + ([rest] if rest else [])
+
+
+def num_samples(sample: PyTree) -> int:
+    """Samples of a batch: the size of its tensors' first dimension.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    tensors = tensors_of(sample)
+    if not tensors or any(x.dim() == 0 or x.shape[0] == 0 for x in tensors):
+        raise ConfigurationError(
+            "sample holds no tensor of shape [batch, …] with at least one sample: give an input "
+            "of the module"
+        )
+    return min(x.shape[0] for x in tensors)
+
+
+def batch_size_of(batch: PyTree) -> int:
+    """Samples of a batch: the size of dimension 0 of every tensor in it.
+
+    Raises:
+        ConfigurationError: There is no tensor, or the sizes differ.
+    """
+    tensors = tensors_of(batch)
+    if not tensors:
+        raise ConfigurationError(
+            f"the model got a {type(batch).__name__} without a tensor in it: a batch is a tensor, "
+            "or tuples, lists and dicts of tensors"
+        )
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ConfigurationError("the model got a scalar: each input needs a batch dimension")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigurationError(
+            f"the inputs have batch dimensions of different size ({shapes}): the pipeline cuts all "
+            "of them along dimension 0"
+        )
+    size = sizes.pop()
+    if size == 0:
+        raise ConfigurationError("the model got an empty batch: at least one sample is needed")
+    return size

@@ -1,0 +1,206 @@
+"""Skip connections: layers that hand tensors to a later layer, past those between.
+
+The interface is torchgpipe's: ``@skippable(stash=[…], pop=[…])`` on a layer's class whose
+``forward`` is a generator that says ``yield stash(name, x)`` and ``x = yield pop(name)``. In a
+pipeline the tensor goes straight from the one stage to the other. What is added: such layers
+pickle, integer and boolean tensors may be stashed, and so may tensors that nothing differentiates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchgpipe.checkpoint import is_checkpointing
+from torchgpipe.dependency import join
+from torchgpipe.microbatch import Batch
+from torchgpipe.skip import Namespace, pop, stash, verify_skippables
+from torchgpipe.skip import skippable as _skippable
+from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
+from torchgpipe.skip.portal import Portal
+from torchgpipe.skip.skippable import Skippable
+from torchgpipe.skip.tracker import SkipTrackerThroughPotals
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .transfer import Parcel
+
+__all__ = ["Namespace", "SkipTracker", "layout_of", "pop", "skippable", "stash"]
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Declare which tensors a layer stashes for later layers, and which it pops.
+
+    Example::
+
+        @skippable(stash=["long"])
+        class Down(nn.Module):
+            def forward(self, x):
+                yield stash("long", x)
+                return self.conv(x)
+
+
+        @skippable(pop=["long"])
+        class Up(nn.Module):
+            def forward(self, x):
+                return x + (yield pop("long"))
+
+    Two pairs of the same name are told apart by :meth:`~Skippable.isolate` with a
+    :class:`Namespace` each.
+
+    Args:
+        stash: Names of tensors that ``forward`` stashes.
+        pop: Names of tensors that it pops.
+    """
+    names = (tuple(sorted(stash)), tuple(sorted(pop)))
+
+    def decorate(layer: type[nn.Module]) -> type[Skippable]:
+        return _wrap(layer, *names)
+
+    return decorate
+
+
+_wrappers: dict[Any, type[Skippable]] = {}
+
+
+def _wrap(layer: type[nn.Module], *names: tuple[str, ...]) -> type[Skippable]:
+    """The skippable class of a layer; the same one whenever it is asked for."""
+    key = (layer, *names)
+    if key not in _wrappers:
+        _wrappers[key] = _new_wrapper(layer, *names)
+    return _wrappers[key]
+
+
+def _new_wrapper(
+    layer: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...]
+) -> type[Skippable]:
+    wrapper = _skippable(stash=stash, pop=pop)(layer)
+    wrapper.__module__, wrapper.__doc__ = layer.__module__, layer.__doc__
+    wrapper.__qualname__ = layer.__qualname__
+    if getattr(sys.modules.get(layer.__module__), layer.__qualname__, None) is layer:
+        # Called as a function: the layer keeps its name, and the wrapper has none to be found by.
+        setattr(wrapper, "__reduce_ex__", _reduce)  # noqa: B010  # mypy refuses to assign methods
+    else:
+        # The decorator takes the layer's name away; pickle finds it as the wrapper's attribute.
+        layer.__qualname__ = f"{layer.__qualname__}.module_cls"
+    return wrapper
+
+
+def _reduce(self: Skippable, _protocol: object) -> tuple[Any, ...]:
+    names = (tuple(self.stashable_names), tuple(self.poppable_names))
+    return _revive, (self.module_cls, *names), self.__dict__
+
+
+def _revive(layer: type[nn.Module], *names: tuple[str, ...]) -> Skippable:
+    wrapper = _wrap(layer, *(tuple(sorted(some)) for some in names))
+    return wrapper.__new__(wrapper)
+
+
+def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLayout:
+    """Which stage each stashed tensor goes to.
+
+    Raises:
+        ConfigurationError: A stash has no pop, or the other way round.
+    """
+    try:
+        verify_skippables(module)
+    except TypeError as error:
+        findings = " ".join(str(error).split())
+        raise ConfigurationError(f"skip connections of the module: {findings}") from error
+    return inspect_skip_layout(list(stages))
+
+
+class SkipTracker(SkipTrackerThroughPotals):
+    """The stashed tensors of one micro-batch on their way from stage to stage.
+
+    Args:
+        layout: Which stage each goes to.
+    """
+
+    def __init__(self, layout: SkipLayout) -> None:
+        super().__init__(layout)
+        self._parcels: dict[tuple[Namespace, str], Parcel] = {}
+
+    def save(self, batch: Batch, ns: Namespace, name: str, tensor: Tensor | None) -> None:
+        """A layer stashed a tensor."""
+        key = (ns, name)
+        if not self.skip_layout.requires_copy(ns, name):
+            self.tensors[key] = tensor
+        elif tensor is None or not _differentiable(tensor):
+            # Sent as it is: what autograd does not follow needs no way back.
+            self._parcels[key] = Parcel.of(tensor)
+        else:
+            _check_carrier(batch, name)
+            phony = self._portal(key, tensor).blue()
+            batch[0] = join(batch[0], phony)
+
+    def load(self, batch: Batch, ns: Namespace, name: str) -> Tensor | None:
+        """A layer pops a tensor."""
+        parcel = self._parcels.get((ns, name))
+        if parcel is not None:
+            content: Tensor | None = parcel.open(batch[0].device)
+            return content
+        if self.skip_layout.requires_copy(ns, name):
+            _check_carrier(batch, name)
+        return super().load(batch, ns, name)
+
+    def copy(
+        self, batch: Batch, prev_stream: Any, next_stream: Any, ns: Namespace, name: str
+    ) -> None:
+        """Between two stages: bring a tensor to the device where it is popped."""
+        if (ns, name) not in self._parcels:
+            super().copy(batch, prev_stream, next_stream, ns, name)
+
+    def _portal(self, key: tuple[Namespace, str], tensor: Tensor) -> Portal:
+        portal = self.portals.get(key)
+        if portal is not None:
+            # Stashed once more by the recomputation; the tensor itself is not needed again.
+            portal.put_tensor(tensor, 1)
+            return portal
+        # Uses of the tensor: by the stash, by the pop, and by the pop when it is recomputed.
+        portal = ForgivingPortal(tensor, 3 if is_checkpointing() else 2)
+        self.portals[key] = portal
+        return portal
+
+
+class ForgivingPortal(Portal):
+    """A portal whose gradient is zero where the popped tensor was used without one.
+
+    torchgpipe's fails there: a mask, or a tensor that is only compared, gets no gradient.
+    """
+
+    def put_tensor(self, tensor: Tensor | None, tensor_life: int) -> None:
+        """Keep a tensor for so many uses, and what its gradient looks like."""
+        super().put_tensor(tensor, tensor_life)
+        if tensor is not None:
+            self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._shape = tensor.shape
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient that came back, or zeros of its shape."""
+        if self._gradient is None:
+            return self._like.new_zeros(self._shape)
+        return self._gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._gradient = value
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_carrier(batch: Batch, name: str) -> None:
+    if not _differentiable(batch[0]):
+        raise TypeError(
+            f"a layer that stashes or pops {name!r} across stages takes and gives a tuple that "
+            f"begins with a tensor of {batch[0].dtype}: put one of floating point type first, as "
+            "the way back of the gradient hangs on it"
+        )

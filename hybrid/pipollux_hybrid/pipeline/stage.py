@@ -1,0 +1,123 @@
+"""A stage: a run of the user's layers, that says where it failed and leaves its input alone."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .microbatch import PyTree, map_tensors, tensors_of
+
+__all__ = ["Stage", "in_pipeline", "name_place"]
+
+
+class _Thread(threading.local):
+    in_pipeline = False
+
+
+_thread = _Thread()
+
+
+def in_pipeline() -> bool:
+    """Whether the caller is a layer that runs within a pipeline (recomputation included)."""
+    return _thread.in_pipeline
+
+
+class Stage(nn.Sequential):
+    """Layers of one stage, under the names that they have in the whole module.
+
+    Two things differ from :class:`torch.nn.Sequential`. What a layer raises begins with the stage's
+    and the layer's name. And a first layer that works in place (``nn.ReLU(inplace=True)``) gets
+    a copy: in a pipeline its input belongs to others, to the script or, for recomputation, to the
+    past.
+
+    Args:
+        layers: The layers by name.
+        index: Number k of the stage, from 0.
+        device: Where they are.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], index: int, device: torch.device) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.index = index
+        self.device = device
+        self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
+        """What messages call it."""
+        self._in_place: dict[bool, bool] = {}
+        """In training and in evaluation: whether the first layers change their input."""
+
+    def forward(self, value: PyTree) -> PyTree:
+        """Run the layers one after another.
+
+        Args:
+            value: Input of the stage, tensors of shape [micro-batch, …].
+        """
+        before, _thread.in_pipeline = _thread.in_pipeline, True
+        try:
+            if self._in_place.get(self._trains()) is False:
+                return self._checked_run(value)
+            return self._run_on_copy(value)
+        finally:
+            _thread.in_pipeline = before
+
+    def _run_on_copy(self, value: PyTree) -> PyTree:
+        """Run the layers on a copy of their input, and see whether they change it."""
+        copied = map_tensors(torch.clone, value)
+        before = _versions(copied)
+        output = self._run(copied)
+        if before is not None:
+            self._in_place[self._trains()] = before != _versions(copied)
+        return output
+
+    def _checked_run(self, value: PyTree) -> PyTree:
+        before = _versions(value)
+        output = self._run(value)
+        if before != _versions(value):
+            raise ConfigurationError(
+                f"stage {self.index}, layer {next(iter(self._modules))!r}: it changed its input in "
+                "place, which it did not do in its first forward; have it do so always or never "
+                "(inplace=False), as this input is still needed"
+            )
+        return output
+
+    def _run(self, value: PyTree) -> PyTree:
+        for name, layer in self._modules.items():
+            assert layer is not None  # noqa: S101  # none was added
+            try:
+                value = layer(value)
+            except Exception as error:  # named by its place and raised on
+                name_place(
+                    error,
+                    f"stage {self.index} ({self.device}), layer {name!r} ({type(layer).__name__})",
+                )
+                raise
+        return value
+
+    def _trains(self) -> bool:
+        # The stage's own flag is nobody's to set: its layers are children of the user's module.
+        return any(layer.training for layer in self._modules.values() if layer is not None)
+
+
+def name_place(error: Exception, place: str) -> None:
+    """Put where something happened in front of what happened, whatever the exception's type."""
+    if getattr(error, "_place_named", False):
+        return
+    error._place_named = True  # type: ignore[attr-defined]  # so that outer places are not added
+    plain = type(error).__str__ in (Exception.__str__, BaseException.__str__)
+    if plain and error.args and isinstance(error.args[0], str):
+        error.args = (f"{place}: {error.args[0]}", *error.args[1:])
+    else:
+        error.add_note(f"in {place}")
+
+
+def _versions(value: PyTree) -> list[int] | None:
+    """How often each tensor was changed in place; None where PyTorch does not count."""
+    tensors: list[Tensor] = tensors_of(value)
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [tensor._version for tensor in tensors]

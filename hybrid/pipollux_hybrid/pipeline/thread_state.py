@@ -1,0 +1,76 @@
+"""What surrounds a forward in the script, carried to where stages really run.
+
+Stages run in worker threads, and again in the autograd engine when they are recomputed. Neither
+sees what the script has entered around its forward, as PyTorch keeps that per thread: without this
+module a forward under ``torch.autocast`` would run in float32 and be recomputed in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ThreadLocalState"]
+
+
+@dataclass(frozen=True)
+class ThreadLocalState:
+    """Contexts that were entered where a forward began.
+
+    Example::
+
+        outer = ThreadLocalState.capture({"cuda"})     # in the thread of the script
+        with outer.entered():                       # in any other
+            layer(x)
+    """
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """Device type, whether autocast is on, and its dtype."""
+    inference: bool
+    """Whether under :func:`torch.inference_mode`."""
+    device: torch.device
+    """Where factory functions make tensors by default."""
+    saved_tensors: tuple[Any, Any] | None
+    """Innermost pair of :class:`torch.autograd.graph.saved_tensors_hooks`."""
+
+    @classmethod
+    def capture(cls, device_types: Iterable[str]) -> ThreadLocalState:
+        """Note what surrounds the caller, for devices of these types and the CPU."""
+        types = sorted({"cpu", *device_types})
+        return cls(
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in types
+            ),
+            inference=torch.is_inference_mode_enabled(),
+            device=torch.get_default_device(),
+            saved_tensors=_innermost_hooks(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Surround the body with the same, wherever the caller is."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                now = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                if now != (enabled, dtype):
+                    # Its cache of cast weights must not outlive a forward without gradients: what
+                    # is recomputed later with gradients would take weights that have none.
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            if self.inference and not torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode())
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            if self.saved_tensors is not None and self.saved_tensors != _innermost_hooks():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors))
+            yield
+
+
+def _innermost_hooks() -> tuple[Any, Any] | None:
+    # PyTorch itself uses the innermost pair only, and has no public way to ask for it.
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks

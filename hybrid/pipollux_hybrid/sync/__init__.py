@@ -1,0 +1,1 @@
+"""Gradients and buffers made equal across replicas."""

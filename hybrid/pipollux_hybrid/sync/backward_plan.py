@@ -1,0 +1,101 @@
+"""What the backward of one forward will look like, written down when the forward runs.
+
+A script may run several forwards before a backward, evaluate in between, or never call a backward
+at all. So a forward changes nothing: it leaves a plan with its output, and the plan takes effect
+when that output's gradient arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipollux_hybrid.job.batch import MicroStep
+
+__all__ = ["BackwardPlan", "plan_backward"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardPlan:
+    """How the gradients of one forward come back, and what they count.
+
+    Micro-batches that are recomputed in the backward deliver a gradient each, the last one first,
+    and so do those that are kept apart. All others share one pass, which comes before them.
+    """
+
+    sizes: Sequence[int]
+    """Rows of each micro-batch."""
+    num_separate: int
+    """How many of them, from the first on, deliver a gradient each."""
+    num_samples: int
+    """Samples of this replica that count; 0 when the batch only keeps step with its peers."""
+    synchronize: bool
+    """Whether this backward ends an iteration."""
+    weighted: bool
+    """Whether accumulation steps are averaged by their samples (else summed, as in PyTorch)."""
+    measured: bool
+    """Whether norms are taken for the noise; the same throughout an iteration."""
+    timed: bool = False
+    """Whether the arrival of gradients is noted for the stages' time line."""
+    part: object | None = None
+    """The part of an iteration it belongs to; a second backward of a part adds no samples."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the samples count; a batch that does not adds nothing."""
+        return self.num_samples > 0
+
+    @property
+    def shares_a_pass(self) -> bool:
+        """Whether there are micro-batches that deliver one gradient for all."""
+        return self.num_separate < len(self.sizes)
+
+    @property
+    def passes(self) -> int:
+        """How often each parameter receives a gradient."""
+        return self.num_separate + self.shares_a_pass
+
+    @cached_property
+    def samples_by_pass(self) -> list[float]:
+        """Samples behind each gradient, in the order of arrival."""
+        rest = sum(self.sizes[self.num_separate :])
+        rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_separate]))
+        # A script may make several rows of a sample, or one of several.
+        return [count * self.num_samples / sum(self.sizes) for count in rows]
+
+
+def plan_backward(
+    sizes: Sequence[int],
+    micro_step: MicroStep | None,
+    *,
+    synchronize: bool,
+    measured: bool,
+    timed: bool,
+    num_recomputed: int,
+    one_graph: bool,
+) -> BackwardPlan:
+    """Return the plan of a backward.
+
+    Args:
+        sizes: Samples of each micro-batch.
+        micro_step: What the loop body works on; None outside of an adaptive loader.
+        synchronize: Whether it ends the iteration.
+        measured: Whether the gradient's noise is to be measured, if that can be.
+        timed: Whether the stages are timed.
+        num_recomputed: Micro-batches that are recomputed, each in a backward of its own.
+        one_graph: Whether the micro-batches must stay parts of one graph.
+    """
+    measured = measured and micro_step is not None
+    # The noise is told from the gradients of micro-batches, recomputed or not.
+    separate = measured and len(sizes) > 1 and not num_recomputed and not one_graph
+    return BackwardPlan(
+        sizes=sizes,
+        num_separate=len(sizes) if separate else num_recomputed,
+        num_samples=sum(sizes) if micro_step is None else micro_step.num_samples,
+        synchronize=synchronize,
+        weighted=micro_step is not None,
+        measured=measured,
+        timed=timed,
+        part=micro_step,
+    )

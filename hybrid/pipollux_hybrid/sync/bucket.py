@@ -1,0 +1,243 @@
+"""Buckets: gradients of a stage that travel together, as one flat tensor.
+
+As in PyTorch's DistributedDataParallel (Li et al., VLDB 2020), gradients are sent in buckets of
+about 25 MiB: large enough that latency does not count, small enough that the first is on its way
+while the last is being computed. A stage's parameters are taken in reverse order, in which their
+gradients become final, and the stages from the last to the first::
+
+    parameters          stage 0: a b c d        stage 1: e f
+    launch order        (f e)  (d c)  (b a)
+
+A bucket holds a copy. The parameters' own gradients stay as they are until the averages are written
+back, so a bucket that was sent too early can be sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
+
+__all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of a bucket on the wire, DistributedDataParallel's own default."""
+WIRE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Bucket:
+    """Gradients of one stage, one device and one type on the wire.
+
+    Args:
+        stage: Index of the stage.
+        parameters: Whose gradients they are.
+        dtype: What they travel as.
+    """
+
+    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self.stage = stage
+        self.parameters = list(parameters)
+        self.device = parameters[0].device
+        sizes = [_real(p.detach()).numel() for p in parameters]
+        # Kept from step to step: fresh memory costs a page fault every 4 KiB.
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+        self._views = [
+            view.view_as(_real(p.detach()))
+            for view, p in zip(self._flat.split(sizes), parameters, strict=True)
+        ]
+        self._streams: set[torch.cuda.Stream] = set()
+        self._work: dist.Work | None = None
+        self.pending = 0
+        """Parameters whose gradients are not final yet."""
+        self.launched = False
+        self.late = False
+        """Whether a gradient arrived after it was launched."""
+
+    def reset(self) -> None:
+        """A backward begins."""
+        self.launched = self.late = False
+        self._work = None
+        self._streams.clear()
+
+    def arrived(self) -> None:
+        """One of the gradients was added to, on the current stream of this thread."""
+        if self.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(self.device))
+
+    def launch(self, weight: float) -> None:
+        """Send the gradients, each times ``weight``, to be summed over the replicas."""
+        self.launched = True
+        with self._on_stream():
+            self._pack(weight)
+            # Callers launch in the same order on all replicas, whatever thread they are in.
+            self._work = dist.all_reduce(self._flat, async_op=True)
+
+    def relaunch(self, weight: float) -> None:
+        """Send again what was sent too early; the first answer is thrown away."""
+        self.wait()
+        self._streams.clear()
+        self.launch(weight)
+
+    def wait(self) -> None:
+        """Wait for the sums; on a CUDA device its current stream waits, and not the host.
+
+        Raises:
+            SynchronizationError: A peer is gone, or silent for longer than the group's timeout.
+        """
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise SynchronizationError(
+                f"replica {dist.get_rank()} lost its peers while averaging the gradients of stage "
+                f"{self.stage}: another replica has ended or hangs; its log says why. ({error})"
+            ) from error
+        self._work = None
+
+    def write_back(self, factor: float, present: Sequence[bool]) -> None:
+        """Make each gradient the sum times ``factor``.
+
+        Args:
+            factor: One over the weight of all replicas together.
+            present: For each parameter, whether any replica has a gradient that counts. Where none
+                has, there is no gradient, as in the plain model.
+        """
+        gradients, views = [], []
+        for parameter, view, anywhere in zip(self.parameters, self._views, present, strict=True):
+            if not anywhere:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            gradients.append(_real(parameter.grad.detach()))
+            views.append(view)
+        if not gradients:
+            return
+        if self._is_narrow(gradients):
+            torch._foreach_copy_(gradients, views)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            return
+        _copy_times(factor, views, gradients)
+
+    def _pack(self, weight: float) -> None:
+        if weight == 0.0:  # not a factor: what does not count may be infinite
+            self._flat.zero_()
+            return
+        gradients, views = [], []
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                gradients.append(_real(parameter.grad.detach()))
+                views.append(view)
+        if not gradients:
+            return
+        if self._is_narrow(gradients):
+            if weight != 1.0:  # weigh first, round once
+                gradients = list(torch._foreach_mul(gradients, weight))
+            torch._foreach_copy_(views, gradients)
+            return
+        _copy_times(weight, gradients, views)
+
+    def _is_narrow(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether gradients have more digits than what they travel as."""
+        return self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Work behind all gradients of the bucket, with its device current.
+
+        The thread that completes the order may be another device's, whose streams know nothing of
+        these gradients.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        stream, *others = self._streams or {torch.cuda.current_stream(self.device)}
+        for other in others:
+            stream.wait_stream(other)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def make_buckets(
+    stages: Sequence[Sequence[nn.Parameter]], bucket_bytes: int, dtype: torch.dtype | None
+) -> list[Bucket]:
+    """Buckets of all stages, in the order in which they are launched.
+
+    Args:
+        stages: Trainable parameters of each stage, from the first to the last.
+        bucket_bytes: Bytes of a bucket on the wire; a parameter that has more is a bucket alone.
+        dtype: What gradients travel as; None: float32, and float64 for float64 gradients.
+    """
+    buckets = []
+    for index in reversed(range(len(stages))):
+        open_: dict[torch.dtype, list[nn.Parameter]] = {}
+        filled: dict[torch.dtype, int] = {}
+        for parameter in reversed(stages[index]):
+            wire = dtype or _widest(parameter)
+            size = _real(parameter.detach()).numel() * wire.itemsize
+            if open_.get(wire) and filled[wire] + size > bucket_bytes:
+                buckets.append(Bucket(index, open_.pop(wire), wire))
+                filled[wire] = 0
+            open_.setdefault(wire, []).append(parameter)
+            filled[wire] = filled.get(wire, 0) + size
+        buckets += [Bucket(index, parameters, wire) for wire, parameters in open_.items()]
+    return buckets
+
+
+def check_wire(gradient_dtype: torch.dtype | None, bucket_bytes: int, num_replicas: int) -> None:
+    """Refuse a way to send gradients that cannot be gone.
+
+    Raises:
+        ConfigurationError: Names the argument, its value and what is allowed.
+    """
+    if gradient_dtype is not None and gradient_dtype not in WIRE_DTYPES:
+        raise ConfigurationError(
+            f"gradient_dtype={gradient_dtype!r}: None (float32, and float64 for float64 "
+            "gradients), torch.float32 and torch.bfloat16 are allowed"
+        )
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ConfigurationError(
+            f"bucket_bytes={bucket_bytes!r}: a whole number of at least 1 is needed"
+        )
+    if gradient_dtype is torch.bfloat16 and num_replicas > 1 and dist.get_backend() == "gloo":
+        try:
+            dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
+        except RuntimeError as error:
+            raise ConfigurationError(
+                "gradient_dtype=torch.bfloat16: gloo of this version of PyTorch does not add "
+                f"bfloat16; leave gradient_dtype at None, or use NCCL ({error})"
+            ) from error
+
+
+def _copy_times(factor: float, sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors of the same shapes times a factor, rounding once."""
+    alike = all(a.dtype == b.dtype for a, b in zip(sources, targets, strict=True))
+    if factor == 1.0:
+        torch._foreach_copy_(targets, sources)
+    elif alike and not sources[0].is_cuda:
+        # One pass over memory where there would be two; on a GPU many small kernels cost more.
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, factor, out=target)
+    elif sources[0].dtype.itemsize > min(t.dtype.itemsize for t in targets):
+        torch._foreach_copy_(targets, torch._foreach_mul(sources, factor))
+    else:
+        torch._foreach_copy_(targets, sources)
+        torch._foreach_mul_(targets, factor)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _widest(parameter: nn.Parameter) -> torch.dtype:
+    double = parameter.dtype in (torch.float64, torch.complex128)
+    return torch.float64 if double else torch.float32

@@ -1,0 +1,90 @@
+"""Inner products and norms of gradients, in as few passes over memory as they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["NormSum", "product", "sum_products"]
+
+CACHED = 1 << 16
+"""Elements of a gradient and its weights that fit into a core's cache together."""
+
+
+def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
+    """The inner product of two gradients, as a tensor without dimensions.
+
+    Called for every gradient of a measured step, so it makes as few passes over memory as it can.
+
+    Args:
+        one: Of any shape; complex numbers count as two real ones.
+        other: Of the same shape; ``one`` itself for its squared norm.
+        weights: What each product counts, as many as there are real numbers; None: 1.
+    """
+    a = _flat(one)
+    b = a if other is one else _flat(other)
+    if weights is None:
+        return torch.dot(a, b)
+    weights = weights.reshape(-1)
+    if a.is_cuda or a.numel() <= CACHED:
+        return torch.dot(a, b * weights)
+    # Products that stay in the cache: on a CPU a third faster than one pass after the other.
+    parts = zip(a.split(CACHED), b.split(CACHED), weights.split(CACHED), strict=True)
+    return torch.stack([torch.dot(x, y * w) for x, y, w in parts]).sum()
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    if gradient.dtype not in (torch.float32, torch.float64):
+        gradient = gradient.float()
+    return gradient.reshape(-1)
+
+
+class NormSum:
+    """Σ factor · |c|² over gradients c that arrive one by one.
+
+    Each takes one small kernel as it comes; the rest is done for many at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._factor = 1.0
+        self._total: Tensor | None = None
+
+    def add(self, gradient: Tensor, weights: Tensor | None, factor: float) -> None:
+        """Add a gradient; ``weights`` as in :func:`product`."""
+        if factor != self._factor:
+            self._gather()
+            self._factor = factor
+        self._waiting.append(product(gradient, gradient, weights))
+
+    def total(self) -> Tensor | None:
+        """The sum, float64 without dimensions, on the gradients' device; None for no gradient."""
+        self._gather()
+        return self._total
+
+    def clear(self) -> None:
+        """Start again."""
+        self._waiting, self._total = [], None
+
+    def _gather(self) -> None:
+        if self._waiting:
+            part = torch.stack(self._waiting).sum(dtype=torch.float64) * self._factor
+            self._total = part if self._total is None else self._total + part
+            self._waiting = []
+
+
+def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
+    """The inner product of two lists of gradients; each device is waited for once.
+
+    Args:
+        gradients: Arguments of :func:`product`, for each parameter.
+    """
+    terms: dict[torch.device, list[Tensor]] = {}
+    for one, other, weights in gradients:
+        terms.setdefault(one.device, []).append(product(one, other, weights).double())
+    return sum(float(torch.stack(some).sum()) for some in terms.values())

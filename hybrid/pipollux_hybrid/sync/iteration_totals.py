@@ -1,0 +1,77 @@
+"""What the replicas add up at the end of an iteration, beside the gradients.
+
+These few numbers need every digit, where gradients may travel in 16 bits; and they are known to the
+host, where gradients may be on a GPU. So they are one small float64 vector over gloo, which is on
+its way together with the last bucket, and takes along what the replicas tell each other at a step
+boundary (:mod:`pipollux_hybrid.job.control_plane`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from pipollux_hybrid.errors import SynchronizationError
+
+__all__ = ["IterationTotals"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTotals:
+    """One replica's numbers, or their sums over all replicas."""
+
+    samples: float
+    """Samples of the iteration that count."""
+    part_samples: float
+    """Those of its last part."""
+    estimates: float
+    """Independent gradient estimates."""
+    sqr: float
+    """Σ n²/b |c|² over contributions c of b samples, in parts of n."""
+    unmeasurable: float
+    """Replicas whose contributions cannot be told apart."""
+    buffers: Sequence[float]
+    """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
+    late: Sequence[float]
+    """For each bucket, replicas where a gradient came after it had been sent."""
+    present: Sequence[float]
+    """For each parameter, in the order of buckets, replicas with a gradient that counts."""
+
+    def sum_over_replicas(
+        self, add_up: Callable[[Sequence[float]], list[float]], num_replicas: int
+    ) -> IterationTotals:
+        """The sums over all replicas, each of which calls this.
+
+        Args:
+            add_up: Adds numbers up over the replicas.
+            num_replicas: Their number.
+
+        Raises:
+            SynchronizationError: A peer is gone, or silent for longer than the group's timeout, or
+                sent a summary of other parameters.
+        """
+        head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
+        numbers = [*head, *self.buffers, *self.late, *self.present]
+        try:
+            totals = add_up(numbers)
+        except SynchronizationError:
+            raise  # a replica is elsewhere, which the message says
+        except RuntimeError as error:
+            raise SynchronizationError(
+                f"replica {dist.get_rank()} of {num_replicas} lost its peers while averaging "
+                "gradients: another replica has ended, hangs, or trains other parameters; its log "
+                f"says why. ({error})"
+            ) from error
+        first, second = len(head) + len(self.buffers), len(numbers) - len(self.present)
+        return IterationTotals(
+            samples=totals[0],
+            part_samples=totals[1],
+            estimates=totals[2],
+            sqr=totals[3],
+            unmeasurable=totals[4],
+            buffers=totals[len(head) : first],
+            late=totals[first:second],
+            present=totals[second:],
+        )

@@ -1,0 +1,164 @@
+"""Counting the gradients of one backward, and sending each bucket when its last one is in.
+
+A bucket is complete when each of its parameters has received a gradient once a pass. Buckets go in
+a fixed order, each when all before it have gone, so all replicas send the same ones in the same
+order whatever their timing. Counts only decide *when* a bucket goes. Should a gradient come after
+its bucket has gone (two losses of one model in one backward, a layer that was not used in the step
+before), the bucket is late, all replicas hear of it at the end of the backward, and it goes
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .backward_plan import BackwardPlan
+from .bucket import Bucket, make_buckets
+
+__all__ = ["Reducer"]
+
+HOLD = 20
+"""Synchronisations for which buckets wait for the end of the backward after one was late."""
+
+
+class Reducer:
+    """Gradients that have arrived in the backward under way, and the buckets they fill.
+
+    Args:
+        bucket_bytes: Bytes of a bucket on the wire.
+        dtype: What gradients travel as; None: :func:`~pipollux_hybrid.sync.bucket.make_buckets`
+        chooses. buckets_wanted: Whether anything will travel; with one replica nothing does.
+    """
+
+    def __init__(
+        self, bucket_bytes: int, dtype: torch.dtype | None, *, buckets_wanted: bool
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._buckets_wanted = buckets_wanted
+        self.parameters: list[nn.Parameter] = []
+        """Trainable parameters in this backward."""
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._counts: dict[nn.Parameter, int] = {}
+        self._separate = 0
+        self._shared = False
+        self._unused: set[nn.Parameter] = set()
+        self._surprising: set[nn.Parameter] = set()
+        self._next = 0
+        self._weight: float | None = None
+        self._hold = 0
+        self.overlap = True
+        """Whether buckets go while the backward is still under way."""
+
+    @property
+    def passes(self) -> int:
+        """How often each parameter is expected to receive a gradient."""
+        return self._separate + self._shared
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter received a gradient."""
+        return bool(self._counts)
+
+    @property
+    def surplus(self) -> bool:
+        """Whether a parameter received gradients that do not come from a micro-batch."""
+        return any(count > self.passes for count in self._counts.values())
+
+    def count(self, parameter: nn.Parameter) -> int:
+        """Gradients that the parameter has received."""
+        return self._counts.get(parameter, 0)
+
+    def prepare_for_backward(
+        self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
+    ) -> None:
+        """A backward starts.
+
+        Args:
+            stages: Trainable parameters of each stage.
+            plan: What is expected of it.
+            weight: What this replica's gradients are multiplied by when they are sent; None if this
+                backward does not synchronise.
+        """
+        parameters = [parameter for stage in stages for parameter in stage]
+        if len(parameters) != len(self.parameters) or any(
+            a is not b for a, b in zip(parameters, self.parameters, strict=True)
+        ):
+            self._lay_out(stages, parameters)
+        self._counts = {}
+        self._separate, self._shared = plan.num_separate, plan.shares_a_pass
+        self._weight, self._next = weight, 0
+        for bucket in self.buckets:
+            bucket.reset()
+        self._count_pending()
+
+    def join(self, plan: BackwardPlan, weight: float | None) -> None:
+        """The same backward reaches another output: the passes of both are to be waited for."""
+        self._separate += plan.num_separate
+        # What is not recomputed meets in one graph, and arrives as one sum.
+        self._shared = self._shared or plan.shares_a_pass
+        self._weight = weight if self._weight is None else self._weight
+        self._count_pending()
+
+    def mark_ready(self, parameter: nn.Parameter) -> None:
+        """A parameter received a gradient."""
+        count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None or self._weight is None:
+            return
+        bucket.arrived()
+        if bucket.launched:
+            bucket.late = True
+            self._surprising.add(parameter)
+            return
+        if parameter in self._unused:
+            self._unused.discard(parameter)
+            bucket.pending += 1
+        if count == self.passes:
+            bucket.pending -= 1
+            if self.overlap and not self._hold:
+                self._launch(complete=True)
+
+    def flush(self) -> None:
+        """The backward is over: send what has not gone."""
+        self._launch(complete=False)
+        self._hold = HOLD if any(b.late for b in self.buckets) else max(self._hold - 1, 0)
+        # Parameters without a gradient are not waited for next time, unless that went wrong once.
+        self._unused = {
+            p for p in self.parameters if p not in self._counts and p not in self._surprising
+        }
+
+    def relaunch(self, late: Sequence[bool]) -> None:
+        """Send the buckets again that were late on some replica."""
+        assert self._weight is not None  # noqa: S101  # set where backwards synchronise
+        for bucket, again in zip(self.buckets, late, strict=True):
+            if again:
+                bucket.relaunch(self._weight)
+
+    def _launch(self, *, complete: bool) -> None:
+        assert self._weight is not None  # noqa: S101  # set where backwards synchronise
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if complete and bucket.pending > 0:
+                return
+            self._next += 1
+            bucket.launch(self._weight)
+
+    def _count_pending(self) -> None:
+        for bucket in self.buckets:
+            bucket.pending = sum(
+                self.count(p) < self.passes for p in bucket.parameters if p not in self._unused
+            )
+
+    def _lay_out(
+        self, stages: Sequence[Sequence[nn.Parameter]], parameters: list[nn.Parameter]
+    ) -> None:
+        self.parameters = parameters
+        self._unused &= set(parameters)
+        if self._buckets_wanted:
+            self.buckets = make_buckets(stages, self._bucket_bytes, self._dtype)
+            self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

@@ -1,0 +1,131 @@
+"""A check for debugging: after an optimizer step all replicas hold the same parameters and buffers.
+
+They must, bit by bit: they began with the same, and every step adds the same averages. If they do
+not, something on one replica changed them outside of ``backward()`` and ``step()``, or is not
+deterministic where it has to be, and the replicas train apart without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
+from pipollux_hybrid.job.control_plane import ControlPlane
+
+__all__ = ["ReplicaCheck", "check_interval"]
+
+DIGEST = 16
+"""Bytes of a digest: 128 bits."""
+
+
+def check_interval(value: bool | int, from_environment: int) -> int:
+    """Every how many optimizer steps replicas are compared; 0 for never.
+
+    Args:
+        value: ``check_replicas``: True is every step.
+        from_environment: ``PIPOLLUX_CHECK_REPLICAS``, which goes before it unless it is 0.
+
+    Raises:
+        ConfigurationError: The value is negative or no whole number.
+    """
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(
+            f"check_replicas={value!r}: True (after every optimizer step), False, or a number of "
+            "steps is needed"
+        )
+    return from_environment or int(value)
+
+
+class ReplicaCheck:
+    """Compares digests of all parameters and buffers between the replicas.
+
+    Args:
+        module: The layers.
+        control: What the digests travel over.
+        interval: Every how many optimizer steps; 0 for never.
+    """
+
+    def __init__(self, module: nn.Module, control: ControlPlane, interval: int) -> None:
+        self._module = module
+        self._control = control
+        self._interval = interval if control.group is not None else 0
+        self._steps = 0
+
+    def stepped(self, step: int) -> None:
+        """The optimizer stepped; every replica calls it after the same step.
+
+        Args:
+            step: Number of the step in the whole training, for the message.
+
+        Raises:
+            SynchronizationError: Replicas differ; it names the first tensor that does, the step,
+                the ranks and their digests, and it is raised on every replica.
+        """
+        self._steps += 1
+        if not self._interval or self._steps % self._interval:
+            return
+        names, digests = self._digests()
+        whole = _digest([*(name.encode() for name in names), *digests])
+        counted = whole + len(names).to_bytes(8, "little")
+        answers = self._gather(counted)
+        if all(answer == answers[0] for answer in answers):
+            return
+        counts = [int.from_bytes(answer[DIGEST:], "little") for answer in answers]
+        if len(set(counts)) > 1:
+            found = ", ".join(f"{count} on replica {rank}" for rank, count in enumerate(counts))
+            raise SynchronizationError(
+                f"replicas differ after optimizer step {step}: the number of parameters and "
+                f"buffers is {found}; every replica needs the same layers"
+            )
+        tables = self._gather(b"".join(digests))
+        for index, name in enumerate(names):
+            row = [table[index * DIGEST : (index + 1) * DIGEST].hex() for table in tables]
+            if len(set(row)) > 1:
+                raise SynchronizationError(self._message(name, step, row))
+        raise SynchronizationError(
+            f"replicas differ after optimizer step {step}: their parameters and buffers are the "
+            "same but go by other names or come in another order; every replica needs the same "
+            "layers"
+        )
+
+    def _message(self, name: str, step: int, row: Sequence[str]) -> str:
+        kind = "parameter" if name in dict(self._module.named_parameters()) else "buffer"
+        ranks: dict[str, list[int]] = {}
+        for rank, digest in enumerate(row):
+            ranks.setdefault(digest[:12], []).append(rank)
+        found = "; ".join(
+            f"{digest} on replica{'s' if len(where) > 1 else ''} {', '.join(map(str, where))}"
+            for digest, where in ranks.items()
+        )
+        return (
+            f"replicas differ after optimizer step {step}: {kind} {name!r} is the first that does "
+            f"({found}); change parameters and buffers only in backward() and step(), or alike on "
+            "all replicas"
+        )
+
+    def _digests(self) -> tuple[list[str], list[bytes]]:
+        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return [name for name, _ in tensors], [_tensor_digest(*item) for item in tensors]
+
+    def _gather(self, content: bytes) -> list[bytes]:
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return [bytes(answer.tolist()) for answer in self._control.gather(tensor)]
+
+
+def _tensor_digest(name: str, tensor: Tensor) -> bytes:
+    about = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode()
+    # As bytes, so that -0.0 is not 0.0 and a NaN equals itself.
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _digest([about, data])
+
+
+def _digest(parts: Sequence[bytes | memoryview | object]) -> bytes:
+    state = hashlib.blake2b(digest_size=DIGEST)
+    update: Callable[[object], None] = state.update  # type: ignore[assignment]  # arrays are buffers
+    for part in parts:
+        update(part)
+    return state.digest()

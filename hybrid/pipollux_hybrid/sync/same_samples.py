@@ -1,0 +1,58 @@
+"""Whether a loop without an adaptive loader gives every replica the same samples.
+
+A plain ``DataLoader`` reads all of its data set on every replica. With the same seed everywhere all
+replicas train on the same batches, and more of them gain nothing. Nobody sees the loader, but its
+first batches can be compared. A loop may shard by itself (a ``DistributedSampler``, an iterable
+data set that reads its share), and equal batches may be meant (synthetic data, one batch to overfit
+on), so that this only warns.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from typing import Any
+
+import torch
+
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
+
+__all__ = ["SameSamples"]
+
+
+class SameSamples:
+    """Compares the batches of the first optimizer step outside of adaptive loops.
+
+    Args:
+        ctx: The job's context; replica 0 warns.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._digest = 0
+        self._pending = ctx.env.num_replicas > 1
+
+    def note(self, batch: PyTree) -> None:
+        """The model is called with a batch to train on."""
+        if not self._pending or self._context.batch.micro_step is not None:
+            return
+        for tensor in tensors_of(batch):
+            data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            self._digest = zlib.crc32(data, self._digest)
+
+    def compare(self) -> None:
+        """The optimizer stepped; every replica calls it after the same step."""
+        if not self._pending or self._context.batch.micro_step is not None:
+            return
+        self._pending = False
+        everyones = self._context.control.gather(torch.tensor([self._digest]))
+        digests = [int(digest) for digest in everyones]
+        if self._context.env.rank == 0 and self._digest and len(set(digests)) == 1:
+            warnings.warn(
+                f"all {len(digests)} replicas train on the same samples: the batches of their "
+                "first step are equal, as a plain DataLoader gives each replica the whole data "
+                "set; use pipollux_hybrid.AdaptiveDataLoader, which shares the samples out, or "
+                "DataLoader(…, sampler=DistributedSampler(dataset))",
+                stacklevel=4,
+            )

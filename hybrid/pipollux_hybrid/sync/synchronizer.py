@@ -1,0 +1,352 @@
+"""Averaging gradients over the replicas, stage by stage, while earlier stages still compute.
+
+DistributedDataParallel cannot do this: it expects each gradient once per backward, where GPipe with
+recomputation delivers one per micro-batch, and it loses gradients without a word when the number of
+micro-batches falls. So gradients are counted here (:mod:`pipollux_hybrid.sync.reducer`), and sent
+in buckets (:mod:`pipollux_hybrid.sync.bucket`), from the last stage to the first.
+
+Every gradient counts by its samples. With n_ra samples and mean gradient g_ra on replica r in
+accumulation step a, parameters end up with
+
+    Σ_ra n_ra g_ra / Σ_ra n_ra
+
+which is the gradient of the mean loss over the whole batch, also when shares differ by a sample or
+a replica has none in the last batch of an epoch.
+
+Counts, norms and flags travel apart from the gradients, as float64 over the CPU
+(:mod:`pipollux_hybrid.sync.iteration_totals`), so that nothing waits for a GPU to learn them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
+
+from .backward_plan import BackwardPlan
+from .bucket import BUCKET_BYTES, check_wire
+from .buffers import BufferSynchronizer
+from .comm_timer import CommTimer
+from .grad_norms import NormSum
+from .iteration_totals import IterationTotals
+from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
+from .reducer import Reducer
+
+__all__ = ["GradientSynchronizer", "SyncResult"]
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What one synchronisation found out on the way."""
+
+    batch_size: int
+    """B: samples behind the averaged gradients, over all replicas and accumulation steps."""
+    num_estimates: int
+    """J: independent gradient estimates among them; 0 if they could not be told apart."""
+    estimate_sqr: float
+    """S of :mod:`pipollux_hybrid.optim.gradient_noise_scale`."""
+    sync_time: float
+    """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
+    an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.CommTimer`."""
+
+
+class GradientSynchronizer:
+    """Averages the gradients of a pipeline over all replicas.
+
+    Args:
+        stages: Named parameters of each stage.
+        num_replicas: Number R of replicas; with one nothing travels.
+        add_up: Adds counts and flags up over the replicas, exactly.
+        preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
+        on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
+        on_finished: Called at the end of each backward, with the result if it synchronised.
+        buffers: What keeps the buffers together, if anything does.
+        gradient_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
+            ``torch.bfloat16`` for half of the bytes.
+        bucket_bytes: Bytes of a bucket on the wire.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[tuple[str, nn.Parameter]]],
+        *,
+        num_replicas: int,
+        preconditioner: Callable[[nn.Parameter], Tensor | None],
+        on_gradient: Callable[[int], None],
+        on_finished: Callable[[SyncResult | None], None],
+        add_up: Callable[[Sequence[float]], list[float]],
+        buffers: BufferSynchronizer | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        check_wire(gradient_dtype, bucket_bytes, num_replicas)
+        self._stages = [list(named) for named in stages]
+        self._num_replicas = num_replicas
+        self._add_up = add_up
+        self._preconditioner = preconditioner
+        self._on_gradient = on_gradient
+        self._on_finished = on_finished
+        self._buffers = buffers
+        self._reducer = Reducer(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
+        self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
+        self._hooks = ParameterHooks(self._measure, self._arrive)
+        self._lock = threading.Lock()
+        # The backward under way.
+        self._task: int | None = None
+        self._plans: list[BackwardPlan] = []
+        self._synchronizes = False
+        self._measures = False
+        self._watched: Watched | None = None
+        # The iteration under way.
+        self._fresh = True
+        self._averaged = False
+        self._part: object | None = None
+        self._samples = 0
+        self._estimates = 0
+        self._measurable = True
+        self._unit = 0
+        self._sqr = [NormSum() for _ in self._stages]
+        # What the replicas agreed on in the last one.
+        self._reference = 1.0
+        self._batch_over_part = 1.0
+
+    def watch(self, output: PyTree, plan: BackwardPlan) -> None:
+        """Let a plan take effect when the gradient of this output arrives.
+
+        Args:
+            output: Tensor, or nest of tensors, that a forward gave.
+            plan: What is to be expected of its backward.
+        """
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._start_backward, plan))
+
+    def stepped(self) -> None:
+        """The optimizer stepped: what comes next belongs to another iteration."""
+        self._averaged = False
+
+    # --- the beginning of a backward -----------------------------------------------------------
+
+    def _start_backward(self, plan: BackwardPlan, gradient: Tensor) -> Tensor | None:
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if task != self._task:
+                self._enter(plan, task)
+            elif plan not in self._plans:
+                self._join(plan)
+        # A batch that does not count leaves zeros everywhere, and its hooks all the same.
+        return None if plan.counted else torch.zeros_like(gradient)
+
+    def _enter(self, plan: BackwardPlan, task: int) -> None:
+        if self._task is not None and self._synchronizes and self._num_replicas > 1:
+            raise SynchronizationError(
+                "the backward before this one failed after it had begun to average gradients, so "
+                "this replica and the others may be at different gradients: let the job end, and "
+                "start it again from its last checkpoint"
+            )
+        Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
+        self._task, self._plans = task, [plan]
+        self._synchronizes = plan.synchronize
+        # One gradient for all samples of an iteration: nothing to be told apart.
+        single = self._fresh and plan.synchronize and plan.passes == self._num_replicas == 1
+        if self._fresh:
+            self._begin_iteration(plan)
+        if plan.part is None or plan.part is not self._part:
+            self._account(plan)
+        else:
+            self._measurable = False  # two backwards of the same samples: halves of an estimate
+        self._part = plan.part
+        self._measures = plan.measured and plan.counted and not single
+        self._prepare_reducer(plan)
+
+    def _prepare_reducer(self, plan: BackwardPlan) -> None:
+        """Have gradients counted as they arrive, if anything depends on it."""
+        if not (self._num_replicas > 1 or self._measures or plan.timed):
+            self._hooks.set((), arrivals=False, gradients=False)
+            self._watched = Watched(self._stages)
+            return
+        trainable = [[(n, p) for n, p in named if p.requires_grad] for named in self._stages]
+        self._hooks.set(trainable, arrivals=True, gradients=self._measures)
+        stages = [[parameter for _, parameter in named] for named in trainable]
+        self._reducer.prepare_for_backward(stages, plan, self._weight())
+        self._watched = None
+
+    def _rewind(self) -> Callable[[], None]:
+        """What takes back the beginning of a backward that turns out to be none."""
+        before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
+        sqr, averaged = list(self._sqr), self._averaged
+
+        def rewind() -> None:
+            if before[0] and averaged and self._part is before[1] is not None:
+                self._scale_gradients(1.0 / self._batch_over_part)
+            self._fresh, self._part, self._samples, self._estimates, self._measurable = before
+            self._sqr = sqr
+
+        return rewind
+
+    def _begin_iteration(self, plan: BackwardPlan) -> None:
+        self._fresh = False
+        if self._averaged and plan.part is not None and plan.part is self._part:
+            # A second backward of the part that ended the iteration. What is there is the average
+            # already; in the unit of this part's gradients it stands for B / Σ_r n_r as much.
+            self._scale_gradients(self._batch_over_part)
+            return
+        self._samples = self._estimates = self._unit = 0
+        self._averaged, self._part, self._measurable = False, None, True
+        self._sqr = [NormSum() for _ in self._stages]
+
+    def _account(self, plan: BackwardPlan) -> None:
+        if not plan.counted:
+            return
+        # Kept gradients stand for Σ n g / unit. With the unit set to the coming step's n, that
+        # step's mean gradient adds with the right weight by itself.
+        if plan.weighted and self._unit not in (0, plan.num_samples):
+            self._scale_gradients(self._unit / plan.num_samples)
+        self._unit = plan.num_samples
+        self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
+        self._estimates += plan.passes
+
+    def _join(self, plan: BackwardPlan) -> None:
+        self._plans.append(plan)
+        self._measurable = False
+        self._synchronizes = self._synchronizes or plan.synchronize
+        if self._watched is None:
+            self._reducer.join(plan, self._weight())
+
+    def _weight(self) -> float | None:
+        """What gradients are multiplied by when they are sent; None if they are not."""
+        if not self._synchronizes or self._num_replicas == 1:
+            return None
+        # Close to 1 if replicas have the same share of the batch, whatever its size.
+        return self._unit / self._reference if self._samples > 0 else 0.0
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        gradients = [
+            p.grad
+            for named in self._stages
+            for _, p in named
+            if p.requires_grad and p.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def _measure(self, stage: int, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add n²/b |c|² for the contribution c of one pass over b of n samples."""
+        refuse_sparse(stage, name, gradient)
+        if not self._measures or not self._measurable or self._task is None:
+            return
+        arrival, sizes = self._reducer.count(parameter), self._plans[0].samples_by_pass
+        if arrival >= len(sizes):
+            return
+        factor = self._unit**2 / sizes[arrival]
+        self._sqr[stage].add(gradient, self._preconditioner(parameter), factor)
+
+    def _arrive(self, stage: int, name: str, parameter: nn.Parameter) -> None:
+        refuse_sparse(stage, name, parameter.grad)
+        self._on_gradient(stage)
+        with self._lock:
+            if self._task is not None:
+                self._reducer.mark_ready(parameter)
+
+    # --- the end of a backward -----------------------------------------------------------------
+
+    def _finish(self, rewind: Callable[[], None]) -> None:
+        """End of the backward: send what is left, wait, write the averages back."""
+        if not self._any_arrived():
+            # torch.autograd.grad came by: it asked for gradients of something else.
+            rewind()
+            self._task = None
+            return
+        if self._measures:
+            self._measurable = self._measurable and not self._reducer.surplus
+        if not self._synchronizes:
+            self._task = None
+            self._on_finished(None)
+            return
+        result = self._finish_alone() if self._num_replicas == 1 else self._finish_together()
+        self._fresh = self._averaged = True
+        self._task, self._plans = None, []
+        self._on_finished(result)
+
+    def _any_arrived(self) -> bool:
+        """Whether any parameter received a gradient."""
+        watched, self._watched = self._watched, None  # it holds on to gradients
+        return self._reducer.any if watched is None else watched.changed()
+
+    def _finish_alone(self) -> SyncResult:
+        self._batch_over_part = self._samples / max(self._unit, 1)
+        if self._samples > 0:
+            self._scale_gradients(self._unit / self._samples)
+        estimates = self._estimates if self._measurable else 0
+        return SyncResult(self._samples, estimates, self._sqr_sum() / max(self._samples, 1), 0.0)
+
+    def _finish_together(self) -> SyncResult:
+        reducer = self._reducer
+        self._comm_timer.start()
+        with self._lock:
+            reducer.flush()
+        total = self._summary().sum_over_replicas(self._add_up, self._num_replicas)
+        if total.samples <= 0.0:
+            raise SynchronizationError(
+                "no replica has samples that count in this iteration: its gradients are the mean "
+                "over nothing"
+            )
+        reducer.relaunch([late > 0.0 for late in total.late])
+        factor = self._reference / total.samples
+        offset = 0
+        for bucket in reducer.buckets:
+            present = total.present[offset : offset + len(bucket.parameters)]
+            offset += len(bucket.parameters)
+            bucket.wait()
+            bucket.write_back(factor, [count > 0.0 for count in present])
+        if self._buffers is not None:
+            self._buffers.synchronize(total.buffers)
+        if total.part_samples > 0.0:
+            # A power of two, so that what is added up has the same digits whatever it is.
+            self._reference = _power_of_two(total.part_samples / self._num_replicas)
+            self._batch_over_part = total.samples / total.part_samples
+        return SyncResult(
+            round(total.samples),
+            0 if total.unmeasurable else round(total.estimates),
+            total.sqr / total.samples,
+            self._comm_timer.stop(),
+        )
+
+    def _summary(self) -> IterationTotals:
+        counts = self._samples > 0
+        return IterationTotals(
+            samples=self._samples,
+            part_samples=self._unit if self._plans[0].counted else 0,
+            estimates=self._estimates,
+            sqr=self._sqr_sum(),
+            unmeasurable=not self._measurable,
+            buffers=self._buffers.report() if self._buffers else [],
+            late=[bucket.late for bucket in self._reducer.buckets],
+            present=[
+                counts and parameter.grad is not None
+                for bucket in self._reducer.buckets
+                for parameter in bucket.parameters
+            ],
+        )
+
+    def _sqr_sum(self) -> float:
+        totals = [norms.total() for norms in self._sqr]
+        return sum(float(total) for total in totals if total is not None)
+
+
+def _power_of_two(value: float) -> float:
+    """The largest power of two that is not larger than a positive value."""
+    return math.ldexp(1.0, math.frexp(value)[1] - 1)

@@ -1,0 +1,1 @@
+"""Step times measured, fitted, shown, sent."""

@@ -1,0 +1,211 @@
+"""The model of the job in training: fitted to its measurements, asked for the best batch shape."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from pipollux_hybrid.job.batch import BatchShape
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, MeasuredNoise
+from pipollux_hybrid.partition.balance import Partitioning
+from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches
+from pipollux_perfmodel import GoodputFunction, PerfParams
+
+from .step_profile import StepProfile
+
+if TYPE_CHECKING:
+    from pipollux_perfmodel import SchedHints
+
+__all__ = ["Autotuner"]
+
+RETUNE_GAIN = 1.05
+"""A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
+
+
+class Autotuner:
+    """Step times, noise and limits of one job, and what follows from them.
+
+    The training thread measures, another one fits.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        self._context = ctx
+        self._lock = threading.Lock()
+        self.profile = StepProfile()
+        self._noise = ctx.component(MeasuredNoise)
+        self.perf_params: PerfParams | None = None
+        self.shape_chosen = False
+        """Whether this run has chosen the batch size it starts with."""
+        self.cut: Partitioning | None = None
+        """How the layers are cut; None before a model was made."""
+        self.overlap: float | None = None
+        """How far stages ran side by side when the job last had several; None: it never had."""
+        self.samples_left: float | None = None
+        """Samples to the end of the last epoch; None where the script does not say which that is.
+        """
+        self._training_shape: BatchShape | None = None
+        self._proposal = (0, 0, 0)
+
+    @property
+    def num_stages(self) -> int:
+        """K of the model in training."""
+        return self._context.pipeline.num_stages
+
+    @property
+    def noise(self) -> GradientNoiseScale | None:
+        """What is known about the gradient's noise; None until it was measured."""
+        return self._noise.scale
+
+    @property
+    def gain(self) -> float:
+        """Steps of the initial batch size that a step of the present one is worth (AdaScale)."""
+        return self.noise.gain(self._context.batch.scale) if self.noise is not None else 1.0
+
+    def restore_noise(self, scale: GradientNoiseScale) -> None:
+        """Go on from what an earlier run measured."""
+        self._noise.scale = scale
+
+    def take_proposal(self) -> tuple[int, int, int]:
+        """What :meth:`best_shape` was at the last fit, once; zeros for no change."""
+        with self._lock:
+            proposal, self._proposal = self._proposal, (0, 0, 0)
+        return proposal
+
+    def fit(self) -> None:
+        """Fit the performance model to all measurements, and propose a batch shape by it."""
+        from pipollux_perfmodel import fit_perf_params  # imports scipy
+
+        data = self.profile.fit_data(self.num_stages, self._context.pipeline.checkpoint_mode)
+        if data is None:
+            return
+        params = fit_perf_params(
+            data.num_nodes,
+            data.num_replicas,
+            data.atomic_bsz,
+            data.accum_step_time,
+            data.optim_step_time,
+            num_microbatches=data.num_microbatches,
+            forward_shares=data.forward_shares,
+            backward_shares=data.backward_shares,
+            compute_time=data.compute_time,
+            checkpoint=data.checkpoint,
+        )
+        if self.num_stages > 1:
+            self.overlap = params.overlap
+        elif self.overlap is not None:
+            # One stage overlaps with none: what was seen of several tells what they would be worth.
+            params = params._replace(overlap=self.overlap)
+        self.perf_params = params
+        proposal = self._better_shape()
+        with self._lock:
+            self._proposal = proposal
+
+    def fit_and_hint(self) -> SchedHints | None:
+        """Fit, and return what the scheduler is to know; None: nothing yet."""
+        self.fit()
+        return self.hints()
+
+    def goodput_function(self) -> GoodputFunction | None:
+        """The goodput of this job, None until step times and noise were measured."""
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.perf_params is None or grad_params is None or self.noise is None:
+            return None
+        if self.perf_params.num_stages != self.num_stages:
+            return None
+        return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
+
+    def best_shape(self) -> tuple[int, int, int] | None:
+        """Atomic batch size, accumulation steps and micro-batches of the highest goodput.
+
+        None if the goodput is not known yet; 0 micro-batches where the script decides on them.
+        """
+        goodput_fn, ctx = self.goodput_function(), self._context
+        limits, env = ctx.batch.limits, ctx.env
+        if goodput_fn is None or limits is None:
+            return None
+        follow = ctx.pipeline.microbatches_follow
+        _, largest = limits.local_bsz_bounds or (1, limits.max_batch_size)
+        largest = min(largest, limits.max_batch_size // env.num_replicas)
+        best = goodput_fn.optimize(
+            env.num_nodes,
+            env.num_replicas,
+            max_batch_size=limits.max_batch_size,
+            atomic_bsz_range=limits.local_bsz_bounds,
+            accumulation=limits.gradient_accumulation,
+            num_microbatches=candidate_microbatches(
+                self.num_stages, largest, ctx.pipeline.fewest_samples
+            )
+            if follow
+            else ctx.batch.num_microbatches,
+        )
+        if best.goodput <= 0.0:
+            return None
+        num_microbatches = int(best.num_microbatches) if follow else 0
+        return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
+
+    def hints(self) -> SchedHints | None:
+        """What the scheduler is to know; None before the first fit of this number of stages."""
+        from pipollux_perfmodel import SchedHints  # imports pydantic
+        from pipollux_perfmodel.hints.codec import MAX_LAYERS
+
+        if self.perf_params is None or self.noise is None:
+            return None
+        if self.perf_params.num_stages != self.num_stages:
+            return None  # what was measured before a restart in another number of stages
+        limits, cut = self._context.batch.limits, self.cut
+        layers, balance = (cut.in_blocks() if cut else None) or (None, None)
+        if layers is not None and layers.num_layers > MAX_LAYERS:
+            layers = balance = None
+        return SchedHints(
+            init_batch_size=self.noise.init_batch_size,
+            local_bsz_bounds=limits.local_bsz_bounds if limits else None,
+            global_batch_size=self._training_shape.batch_size if self._training_shape else None,
+            max_batch_size=limits.max_batch_size if limits else None,
+            max_profiled_replicas=self.profile.max_replicas,
+            gradient_accumulation=limits.gradient_accumulation if limits else False,
+            grad_params=self.noise.grad_params,
+            perf_params=self.perf_params,
+            num_stages=self.num_stages,
+            num_microbatches=self._context.batch.num_microbatches,
+            layers=layers,
+            balance=balance,
+            memory_limit=cut.memory_limit if cut else None,
+            remaining_samples=self._remaining_samples(),
+        )
+
+    def _remaining_samples(self) -> float | None:
+        """What is left to train, in samples that are each worth one of the initial batch size."""
+        if self.samples_left is None or self.noise is None:
+            return None
+        scale = self._context.batch.scale
+        efficiency = self.noise.gain(scale) / scale if scale > 1.0 else 1.0
+        return self.samples_left * efficiency
+
+    def _better_shape(self) -> tuple[int, int, int]:
+        shape, goodput_fn = self._training_shape, self.goodput_function()
+        best, ctx = self.best_shape(), self._context
+        if shape is None or best is None or goodput_fn is None:
+            return (0, 0, 0)
+        if shape.batch_size < goodput_fn.init_batch_size:
+            return best
+        atomic_bsz, accum_steps, num_microbatches = best
+        present = ctx.batch.num_microbatches
+        now, then = (
+            goodput_fn.evaluate(ctx.env.num_nodes, ctx.env.num_replicas, *candidate)
+            for candidate in (
+                (shape.atomic_bsz, shape.accum_steps, present),
+                (atomic_bsz, accum_steps, num_microbatches or present),
+            )
+        )
+        return best if then > RETUNE_GAIN * now else (0, 0, 0)
+
+    def noise_scale(self) -> float | None:
+        """Samples of a batch whose gradient is as noisy as it is large; None if not known yet."""
+        grad_params = self.noise.grad_params if self.noise else None
+        if self.noise is None or grad_params is None or grad_params.sqr <= 0.0:
+            return None
+        return float(self.noise.init_batch_size * grad_params.var / grad_params.sqr)

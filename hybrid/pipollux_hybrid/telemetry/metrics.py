@@ -1,0 +1,374 @@
+"""What is known about the job in training: progress, and what its steps were like.
+
+Everything here outlives restarts, so a job that comes back with other replicas predicts its goodput
+from all that it has ever measured.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
+from pipollux_hybrid.checkpoint.state import State
+from pipollux_hybrid.job.batch import BatchShape, Part
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
+from pipollux_hybrid.optim.scaling_rules import ScalingState
+from pipollux_perfmodel import StageEvent
+
+from .autotuner import Autotuner
+from .step_profile import Configuration
+from .step_record import StepRecord
+
+if TYPE_CHECKING:
+    from .reporter import Reporter
+
+__all__ = ["Metrics", "StepRecord"]
+
+
+class DoneStep(NamedTuple):
+    """What is noted of every optimizer step, to make a point of it if one is due."""
+
+    time: float
+    step: int
+    samples: int
+    epoch: int
+    num_epochs: int | None
+    part: Part
+    shape: BatchShape
+    num_microbatches: int
+    step_time: float
+    rate_factor: float
+
+
+class MetricsState(State):
+    """The part of :class:`Metrics` that a checkpoint holds."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__("metrics.json")
+        self._metrics = metrics
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write counters, measurements, noise and the fitted model as JSON."""
+        from pipollux_perfmodel import perf_params_to_json  # imports pydantic
+
+        m = self._metrics
+        content = {
+            "step": m.step,
+            "samples": m.samples,
+            "progress": m.progress,
+            "noise": m.noise.to_json() if m.noise else None,
+            "perf_params": perf_params_to_json(m.perf_params) if m.perf_params else None,
+            "profile": m.profile.to_json(),
+            "overlap": m.overlap,
+        }
+        fileobj.write(json.dumps(content).encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what :meth:`save` wrote."""
+        from pipollux_perfmodel import perf_params_from_json  # imports pydantic
+
+        m, content = self._metrics, json.load(fileobj)
+        m.step = int(content["step"])
+        m.samples = int(content["samples"])
+        m.progress = float(content["progress"])
+        if content["noise"]:
+            m.restore_noise(GradientNoiseScale.from_json(content["noise"]))
+        if content["perf_params"]:
+            m.perf_params = perf_params_from_json(content["perf_params"])
+        m.profile.load_json(content["profile"])
+        m.overlap = content.get("overlap")
+
+
+class Metrics(Autotuner):
+    """Progress and measurements of one job, as one replica sees them.
+
+    Args:
+        ctx: The job's context.
+    """
+
+    def __init__(self, ctx: JobContext) -> None:
+        super().__init__(ctx)
+        self._checkpoints = ctx.component(CheckpointManager)
+        self._reporter: Reporter | None = None
+        self.step = 0
+        self.samples = 0
+        """Samples trained on, over all replicas."""
+        self.progress = 0.0
+        """Steps of the initial batch size that all steps so far are worth."""
+        self.rate_factor = 1.0
+        """What the learning rate of the last step was multiplied by."""
+        self.epoch_size = 0
+        """Samples (of text: tokens) of the loader in use, over all replicas."""
+        self.sample_length = 1
+        """What one sample counts of them."""
+        self._shape: BatchShape | None = None
+        self._part: Part | None = None
+        self._part_started = 0.0
+        self._part_ended: float | None = None
+        self._disturbed = False
+        self._timed: tuple[Configuration, int] | None = None
+        self._step_time = 0.0
+        self._sync_time: float | None = None
+        self._losses: list[tuple[Any, int]] = []
+        self._done: DoneStep | None = None
+        self._launched: DoneStep | None = None
+        self._last_save = time.monotonic()
+        load_state(MetricsState(self))
+        self._checkpoints.saved_step = self.step
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self._context.step or 0
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._context.step = value
+
+    @property
+    def reporter(self) -> Reporter:
+        """Shows and sends what rank 0 knows; made at its first use."""
+        if self._reporter is None:
+            from .reporter import Reporter  # imports httpx
+
+            self._reporter = self._context.component(Reporter)
+            self._reporter.send_hints_of(self.fit_and_hint)
+        return self._reporter
+
+    def pause_progress(self) -> None:
+        """A loop over a loader ended, and the script goes on behind it."""
+        if self._reporter is not None:
+            self._reporter.pause_progress()
+
+    def finish_progress(self) -> None:
+        """A loop over epochs ended."""
+        if self._reporter is not None:
+            self._reporter.finish_progress()
+
+    # --- the training thread -----------------------------------------------------------------
+
+    def start_step(self, shape: BatchShape, part: Part) -> None:
+        """The loop body is about to work on a part of an iteration.
+
+        A part lasts from the end of the one before, as the loader and the step boundary are in
+        every iteration; from now, if it is the first or something else came in between.
+        """
+        self._shape = shape
+        self._sync_time = None
+        now, self._disturbed = time.perf_counter(), False
+        self._part_started = now if self._part_ended is None else self._part_ended
+        self._part_ended = None
+        self._part = part
+
+    def begin_segment(self, epoch_size: int, sample_length: int = 1) -> None:
+        """Iterations of one batch shape begin, in an epoch of so many samples (of text: tokens)."""
+        self.epoch_size, self.sample_length = epoch_size, sample_length
+        self.interrupt_steps()
+
+    def interrupt_steps(self) -> None:
+        """What happens from the last step to the next is not part of a step (a save, an epoch)."""
+        self._part_ended = None
+
+    def note_forward(self, *, disturbed: bool) -> None:
+        """A forward begins that measures the noise or times the stages, or neither."""
+        self._disturbed |= disturbed
+
+    def note_timed(self) -> None:
+        """The stages of the step under way were timed; :meth:`add_timeline` follows later."""
+        full = self._shape is not None and self._part is not None and self._part.is_full
+        loops = self._context.batch.micro_step is not None
+        self._timed = (
+            (self.configuration(self._shape.atomic_bsz), self.step)
+            if self._shape is not None and full and loops
+            else None
+        )
+
+    def note_backward(self, sync_time: float) -> None:
+        """A backward ended, having waited so many seconds for other replicas."""
+        self._sync_time = sync_time
+
+    def note_step(self, batch_size: int, scale: float) -> None:
+        """The optimizer stepped on a batch of so many samples."""
+        self.step += 1
+        self.samples += batch_size
+        self.progress += self.noise.gain(scale) if self.noise else 1.0
+
+    def scaling_state(self, last_batch_size: int) -> ScalingState:
+        """What the learning rate of the coming step follows.
+
+        Args:
+            last_batch_size: Samples of the iteration that ended, which count as the initial batch
+                size where nothing says what that is.
+        """
+        batch = self._context.batch
+        return ScalingState(
+            scale=batch.scale,
+            gain=self.gain,
+            progress=self.progress,
+            step=self.step,
+            init_batch_size=(
+                max(last_batch_size, 1) if batch.limits is None else batch.limits.init_batch_size
+            ),
+        )
+
+    def note_loss(self, loss: Any) -> None:
+        """The script reported the mean loss of what it works on."""
+        micro_step = self._context.batch.micro_step
+        self._losses.append((loss, micro_step.num_samples if micro_step else 1))
+
+    def commit_step(self, part: Part, epoch: int, num_epochs: int | None) -> None:
+        """The loop body is done with its part, in an epoch of so many, if that is known."""
+        now = time.perf_counter()
+        elapsed, self._step_time = (
+            now - self._part_started,
+            self._step_time + now - self._part_started,
+        )
+        self._part_ended = now
+        assert self._shape is not None  # noqa: S101  # start_step came before
+        if self._sync_time is None:
+            self._step_time = 0.0  # no backward: a loop that evaluates
+            return
+        self._training_shape = self._shape
+        if part.is_full:
+            configuration = self.configuration(self._shape.atomic_bsz)
+            self.profile.add_step(
+                configuration,
+                elapsed,
+                self._sync_time,
+                optimizer=part.is_optimizer_step,
+                disturbed=self._disturbed,
+            )
+        if part.is_optimizer_step:
+            self.samples_left = self._samples_left(part, epoch, num_epochs)
+            self._done = self._note_done(part, epoch, num_epochs)
+            self._step_time = 0.0
+
+    def add_timeline(
+        self, events: list[StageEvent], forward: list[float], backward: list[float]
+    ) -> None:
+        """The stages of the step timed last (mean seconds per micro-batch and stage, [K])."""
+        if self._timed is None:
+            return
+        (configuration, step), self._timed = self._timed, None
+        self.profile.add_stages(configuration, forward, backward)
+        if self._context.env.rank == 0:
+            self.reporter.add_timeline(
+                step, configuration.num_stages, configuration.num_microbatches, events
+            )
+
+    def configuration(self, atomic_bsz: int) -> Configuration:
+        """What the job runs as now, at an atomic batch size."""
+        env = self._context.env
+        return Configuration(
+            self.num_stages,
+            env.num_nodes,
+            env.num_replicas,
+            atomic_bsz,
+            self._context.batch.num_microbatches,
+        )
+
+    def take_loss(self) -> tuple[float, int]:
+        """The share of this replica in the loss since the last time, and its samples."""
+        losses, self._losses = self._losses, []
+        self._launched, self._done = self._done, None
+        return (
+            sum(float(loss) * samples for loss, samples in losses),
+            sum(samples for _, samples in losses),
+        )
+
+    def record_agreed(self, agreed: ControlMessage | None) -> None:
+        """The replicas' losses came together: the step they belong to can be reported."""
+        done, self._launched = self._launched, None
+        if agreed is None or done is None or self._context.env.rank != 0:
+            return
+        loss = agreed.loss_sum / agreed.loss_samples if agreed.loss_samples > 0 else None
+        # Most points are never shown, and predictions take longer than a small step.
+        reporter = self.reporter
+        reporter.note_loss(done.step, loss)
+        reporter.add_point(done.time, partial(self._make_point, done, loss))
+
+    def flush(self) -> None:
+        """Bring in what is under way; every replica calls it at the same boundary."""
+        control = self._context.control
+        self.record_agreed(control.collect())
+        loss_sum, loss_samples = self.take_loss()
+        message = ControlMessage(loss_sum=loss_sum, loss_samples=loss_samples)
+        self.record_agreed(control.exchange(message))
+
+    def checkpoint_due(self) -> bool:
+        """Whether a periodic checkpoint is due; saying so counts as having saved."""
+        saving, now = self._checkpoints.saver, time.monotonic()
+        if saving.busy:
+            return False
+        saving.say_failure()
+        if now - self._last_save < self._context.env.checkpoint_interval:
+            return False
+        self._last_save = now
+        return self._context.env.checkpoint_dir is not None
+
+    def _samples_left(self, part: Part, epoch: int, num_epochs: int | None) -> float | None:
+        if num_epochs is None or not self.epoch_size:
+            return None
+        to_come = max(num_epochs - epoch - 1, 0) * self.epoch_size
+        left = to_come + max(self.epoch_size - part.next_index, 0)
+        return left / self.sample_length
+
+    def _note_done(self, part: Part, epoch: int, num_epochs: int | None) -> DoneStep:
+        assert self._shape is not None  # noqa: S101  # commit_step looked
+        return DoneStep(
+            time.time(),
+            self.step,
+            self.samples,
+            epoch,
+            num_epochs,
+            part,
+            self._shape,
+            self._context.batch.num_microbatches,
+            self._step_time,
+            self.rate_factor,
+        )
+
+    def _make_point(self, done: DoneStep, loss: float | None) -> StepRecord:
+        """The step as it is reported, with what the present model predicts for such a one."""
+        shape, env, is_full = done.shape, self._context.env, done.part.is_full
+        predicted = goodput = efficiency = None
+        goodput_fn = self.goodput_function()
+        if goodput_fn is not None and is_full:
+            predicted = float(
+                goodput_fn.step_time(
+                    env.num_nodes,
+                    env.num_replicas,
+                    shape.atomic_bsz,
+                    shape.accum_steps,
+                    done.num_microbatches,
+                ).total
+            )
+        if goodput_fn is not None and shape.batch_size >= goodput_fn.init_batch_size:
+            efficiency = float(goodput_fn.efficiency(shape.batch_size))
+            goodput = shape.batch_size / done.step_time * efficiency if is_full else None
+        return StepRecord(
+            time=done.time,
+            step=done.step,
+            epoch=done.epoch,
+            samples=done.samples,
+            loss=loss,
+            batch_size=shape.batch_size,
+            atomic_bsz=shape.atomic_bsz,
+            accum_steps=shape.accum_steps,
+            num_replicas=env.num_replicas,
+            step_time=done.step_time,
+            predicted_step_time=predicted,
+            goodput=goodput,
+            efficiency=efficiency,
+            num_microbatches=done.num_microbatches,
+            epoch_samples=min(done.part.next_index, self.epoch_size),
+            epoch_size=self.epoch_size,
+            num_epochs=done.num_epochs,
+            noise_scale=self.noise_scale(),
+            rate_factor=done.rate_factor,
+        )

@@ -1,0 +1,54 @@
+"""What a script tells about itself, and where it has it written."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from pipollux_hybrid.job.context import context
+
+from .metrics import Metrics
+from .tensorboard import ScalarWriter
+
+__all__ = ["TensorBoard", "report"]
+
+
+def report(*, loss: Tensor | float) -> None:
+    """Report the mean loss of the batch at hand.
+
+    The replicas' losses are averaged by their samples once a step, and shown by the scheduler.
+
+    Args:
+        loss: The mean loss of this replica's batch; its graph is let go of at once.
+    """
+    context().component(Metrics).note_loss(
+        loss.detach() if isinstance(loss, Tensor) else float(loss)
+    )
+
+
+class TensorBoard(ScalarWriter):
+    """Writes scalars of this job's steps, on rank 0; the others do nothing.
+
+    ``PIPOLLUX_TENSORBOARD_DIR`` does the same without a line in the script.
+
+    Example::
+
+        pipollux.TensorBoard("runs/my-model")   # then: tensorboard --logdir runs
+
+    The scalars are ``loss``, ``throughput`` and ``goodput`` (samples per second),
+    ``efficiency``, ``batch_size/global``, ``batch_size/atomic``, ``microbatches``, ``replicas``,
+    ``noise_scale`` (samples), ``learning_rate_factor``, ``step_time`` and
+    ``step_time_predicted`` (seconds), ``epoch``; the step is the optimizer step of the whole
+    training.
+
+    Args:
+        log_dir: Directory of the run.
+
+    Raises:
+        ConfigurationError: ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__(log_dir)
+        context().component(Metrics).reporter.listen(self)

@@ -1,0 +1,97 @@
+"""Which steps have their stages timed, and where the measured time lines go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.job.context import JobContext
+
+from .chrome_trace import Tracer
+from .metrics import Metrics
+from .stage_timer import Recording, StageTimer, stage_times
+
+__all__ = ["StageProfiler"]
+
+TIMED_EVERY = 10
+"""Every so many iterations the stages of one backward are timed."""
+FIRST_TIMED = 3
+"""The first iterations warm up."""
+PATIENCE = 4
+"""Iterations that measure the noise for which a timing is put off."""
+
+
+class StageProfiler:
+    """Times the stages of some steps.
+
+    On GPUs a time line is read when the devices are done with it, a step later or two, so nothing
+    waits for it.
+
+    Args:
+        ctx: The job's context, whose metrics and tracer get the time lines.
+        stages: The stages' modules.
+        devices: Their devices.
+    """
+
+    def __init__(
+        self, ctx: JobContext, stages: Sequence[nn.Module], devices: Sequence[torch.device]
+    ) -> None:
+        self._metrics = ctx.component(Metrics)
+        self._tracer = ctx.component(Tracer)
+        self._devices = list(devices)
+        self._timer = StageTimer(stages, devices)
+        self._countdown = FIRST_TIMED
+        self._recording: Recording | None = None
+        self._step = 0
+
+    def gradient_arrived(self, stage: int) -> None:
+        """A parameter of the stage received its gradient."""
+        self._timer.gradient_arrived(stage)
+
+    def cancel(self) -> None:
+        """The forward that was being timed is followed by another one."""
+        self._timer.cancel()
+
+    def begin(self, num_recomputed: int, *, measures_noise: bool) -> bool:
+        """A forward begins whose backward ends an iteration; time it if it is one to be timed.
+
+        Args:
+            num_recomputed: Micro-batches that are recomputed.
+            measures_noise: Whether the noise is measured at the same time, which takes time.
+
+        Returns:
+            Whether it is timed.
+        """
+        if not self._is_due(measures_noise):
+            return False
+        self._timer.start(num_recomputed)
+        return True
+
+    def end(self) -> None:
+        """The iteration's last backward ended."""
+        if self._timer.running:
+            self._recording = self._timer.stop()
+            self._step = self._metrics.step + 1
+            self._metrics.note_timed()
+
+    def read(self) -> None:
+        """Hand on the step that was timed last, once its devices are done with it."""
+        if self._recording is None or not self._recording.done():
+            return
+        events, self._recording = self._recording.events(), None
+        self._tracer.take(self._step, events, self._devices)
+        count = max(event.microbatch for event in events) + 1
+        self._metrics.add_timeline(events, *stage_times(events, len(self._devices), count))
+
+    def _is_due(self, measures_noise: bool) -> bool:
+        self._countdown -= 1
+        if self._tracer.wanted and self._recording is None:
+            return True
+        # Rather not while the noise is measured; but where it always is, the wait has an end.
+        measuring = measures_noise and self._countdown > -PATIENCE
+        if self._countdown > 0 or measuring or self._recording is not None:
+            return False
+        self._countdown = TIMED_EVERY
+        return True

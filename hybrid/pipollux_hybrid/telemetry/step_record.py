@@ -1,0 +1,83 @@
+"""One optimizer step as it is reported: to the scheduler, to TensorBoard, on the terminal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["StepListener", "StepRecord"]
+
+NOT_SENT = (
+    "num_microbatches",
+    "epoch_samples",
+    "epoch_size",
+    "num_epochs",
+    "noise_scale",
+    "rate_factor",
+)
+"""Fields that the scheduler's interface does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step."""
+
+    time: float
+    """Seconds since 1970."""
+    step: int
+    epoch: int
+    samples: int
+    """Samples trained on since the training began."""
+    loss: float | None
+    batch_size: int
+    atomic_bsz: int
+    accum_steps: int
+    num_replicas: int
+    step_time: float
+    """Seconds of the whole iteration."""
+    predicted_step_time: float | None
+    goodput: float | None
+    efficiency: float | None
+    num_microbatches: int = 1
+    epoch_samples: int = 0
+    """Samples of the epoch taken so far."""
+    epoch_size: int = 0
+    """Samples of an epoch; 0 where not known."""
+    num_epochs: int | None = None
+    noise_scale: float | None = None
+    """Batch size at which the gradient is half noise: initial batch size · var / sqr, samples."""
+    rate_factor: float = 1.0
+    """What the learning rate was multiplied by to follow the batch size."""
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.batch_size / self.step_time if self.step_time > 0.0 else 0.0
+
+    def wire(self) -> dict[str, Any]:
+        """The fields that the scheduler takes, named as its REST interface has them.
+
+        What is no finite number is a gap: JSON has no word for it.
+        """
+        sent = (name for name in self.__dataclass_fields__ if name not in NOT_SENT)
+        return {_camel(name): _finite(getattr(self, name)) for name in sent}
+
+
+class StepListener(Protocol):
+    """Something that shows or records points; called by the reporting thread of rank 0 only."""
+
+    def on_step(self, point: StepRecord) -> None:
+        """A step was done; of steps in quick succession only some come here."""
+
+    def close(self) -> None:
+        """No more points come."""
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)

@@ -1,0 +1,1 @@
+"""Parameters of step times, from what a job measured."""

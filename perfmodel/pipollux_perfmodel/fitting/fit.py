@@ -1,0 +1,277 @@
+"""Fit of the step time parameters to measured step times, as Pollux does while a job trains.
+
+The loss is in `loss`, what is assumed of what was not measured in `priors`. The search differs from
+AdaptDL's: it starts from straight lines through the data, and runs twice, for a well rounded tip of
+the rmse first (its cone has no gradient where a fit is perfect), and it is SLSQP, with the same
+bounds: since SciPy 1.15 L-BFGS-B waits for the threads of OpenBLAS at every step, and takes twenty
+times as long on a machine that is busy training (scipy/scipy#22438). AdaptDL's own search, L-BFGS-B
+from its start on its loss, is `fit_like_adaptdl` in `adaptdl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.optimize
+from numpy.typing import ArrayLike
+
+from pipollux_perfmodel.timing.params import (
+    BACKWARD_SHARE,
+    FORWARD_SHARE,
+    Checkpoint,
+    PerfParams,
+    check_params,
+    check_shares,
+    even_shares,
+)
+from pipollux_perfmodel.timing.step_time import EPSILON
+
+from .loss import (
+    IS_TIME,
+    NAMES,
+    NEUTRAL,
+    Rows,
+    loss_and_gradient,
+    make_rows,
+    rmse,
+    with_values,
+)
+from .measurements import Floats, Profile, make_profile, merge, stage_shares
+from .priors import Start, raise_unseen, start
+from .report import FitReport, make_report
+
+_LONGEST = 1e8  # seconds, an upper bound that only keeps the search from overflowing
+_LIMITS = {
+    "gamma": (1.0, 10.0),
+    "overlap": (0.0, 1.0),
+    "gamma_c": (1.0, 10.0),
+    "contention": (0.0, 10.0),
+    "growth_n": (-2.0, 2.0),
+    "two_node_penalty": (0.0, 10.0),
+}
+
+
+class _Pass(NamedTuple):
+    """One of the searches."""
+
+    rounding: float
+    """Relative error below which the rmse is rounded off."""
+    tolerance: float
+    """Change of the loss at which the search ends."""
+    by_logarithm: bool
+    """Whether times vary by their logarithms. Steps of ratios go far along the valley between
+    gamma and the network times, but creep towards zero."""
+
+
+_PASSES = (_Pass(1e-2, 1e-6, by_logarithm=False), _Pass(1e-4, 1e-9, by_logarithm=True))
+_POLISH = (_Pass(1e-6, 1e-13, by_logarithm=True), _Pass(1e-9, 1e-16, by_logarithm=True))
+_ROUNDING = _PASSES[-1].rounding
+_MAX_ITERATIONS = 150
+# Relative error of AdaptDL's seven numbers below which nothing more is needed. A measured cluster
+# is nowhere near it; a formula is.
+_PLAIN_ENOUGH = 2e-3
+_NEARLY = 2e-2  # and below which a finer search may get there
+_EXTRAS = ("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead")
+
+
+class FitResult(NamedTuple):
+    """What a fit found."""
+
+    perf_params: PerfParams
+    report: FitReport
+    """How far to trust it."""
+
+
+def fit_perf_params(
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    atomic_bsz: ArrayLike,
+    accum_step_time: ArrayLike,
+    optim_step_time: ArrayLike,
+    *,
+    num_microbatches: ArrayLike | None = None,
+    forward_shares: Sequence[float] | None = None,
+    backward_shares: Sequence[float] | None = None,
+    compute_time: ArrayLike | None = None,
+    checkpoint: Checkpoint = "never",
+) -> PerfParams:
+    """Fit step time parameters to measurements; safe to call from several threads.
+
+    Each measurement is a step, or the mean over the steps of one configuration; all arrays have
+    shape (points,). What the data cannot tell is assumed as `priors` has it. The overlap of stages
+    is fitted when there are several, and either compute times or more than one number of
+    micro-batches were measured; else it is 1.
+
+    Args:
+        num_nodes: nodes that the replicas lay on.
+        num_replicas: R.
+        atomic_bsz: samples per replica in one forward and backward.
+        accum_step_time: seconds of an accumulation step.
+        optim_step_time: seconds of an optimizer step, its synchronisation included.
+        num_microbatches: M; None: 1 everywhere.
+        forward_shares: share of compute time in each stage's forward; None: one stage.
+        backward_shares: share of compute time in each stage's backward; None: one stage.
+        compute_time: seconds of one micro-batch summed over stages, forward and backward, not a
+            number where not measured; None: never measured. Not used with one stage.
+        checkpoint: which micro-batches were recomputed.
+
+    Raises:
+        ValueError: naming the argument that is empty, of another length, or out of range.
+
+    Example:
+        >>> params = fit_perf_params([1, 1], [1, 1], [8, 16], [0.18, 0.26], [0.18, 0.26])
+        >>> round(params.alpha_c, 3), round(params.beta_c, 3)
+        (0.1, 0.01)
+    """
+    shape = _shape(forward_shares, backward_shares, checkpoint)
+    several = shape.num_stages > 1
+    profile = make_profile(
+        num_nodes,
+        num_replicas,
+        atomic_bsz,
+        accum_step_time,
+        optim_step_time,
+        num_microbatches,
+        compute_time if several else None,
+    )
+    return _fit(profile, shape)
+
+
+def fit_measurements(
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    atomic_bsz: ArrayLike,
+    accum_step_time: ArrayLike,
+    optim_step_time: ArrayLike,
+    *,
+    num_microbatches: ArrayLike | None = None,
+    forward: ArrayLike | None = None,
+    backward: ArrayLike | None = None,
+    num_stages: int = 1,
+    checkpoint: Checkpoint = "never",
+) -> FitResult:
+    """Fit step time parameters to measurements, and say how far to trust them.
+
+    As `fit_perf_params`, but stages come as their times, where they were measured; without any they
+    are taken to be equally slow, and what the pipeline gains is told by steps of several M alone.
+
+    Args:
+        num_nodes: nodes that the replicas lay on, shape (points,) like all that follow.
+        num_replicas: R.
+        atomic_bsz: samples per replica in one forward and backward.
+        accum_step_time: seconds of an accumulation step.
+        optim_step_time: seconds of an optimizer step.
+        num_microbatches: M; None: 1 everywhere.
+        forward: seconds of one micro-batch's forward in each stage, shape (points, num_stages),
+            not a number where not measured; None: never measured.
+        backward: the same for the backward, recomputation included.
+        num_stages: K.
+        checkpoint: which micro-batches were recomputed.
+
+    Raises:
+        ValueError: naming the argument that is empty, of another shape, or out of range.
+    """
+    forward_shares, backward_shares = even_shares(num_stages)
+    compute: ArrayLike | None = None
+    if forward is not None and backward is not None:
+        measured = stage_shares(forward, backward, num_stages)
+        forward_shares, backward_shares = measured.forward_shares, measured.backward_shares
+        compute = measured.compute_time if num_stages > 1 else None
+    elif (forward is None) != (backward is None):
+        missing = "forward" if forward is None else "backward"
+        raise ValueError(f"{missing} is missing; give both or none")
+    profile = make_profile(
+        num_nodes,
+        num_replicas,
+        atomic_bsz,
+        accum_step_time,
+        optim_step_time,
+        num_microbatches,
+        compute,
+    )
+    shape = _shape(forward_shares, backward_shares, checkpoint)
+    params = _fit(profile, shape)
+    return FitResult(params, make_report(params, profile, shape))
+
+
+def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
+    merged = merge(profile)
+    rows = make_rows(merged, shape)
+    begin = start(merged, shape)
+    found = _search_all(rows, _without_extras(begin), _PASSES)
+    if rmse(found.values, rows) < _NEARLY:
+        found = _search_all(rows, found, _POLISH)
+    if rmse(found.values, rows) >= _PLAIN_ENOUGH:
+        # More numbers explain more, unless their search gets stuck, as it sometimes does.
+        more = _search_all(rows, begin, _PASSES)
+        found = min(more, found, key=lambda x: loss_and_gradient(x.values, rows, _ROUNDING)[0])
+    return raise_unseen(with_values(shape, found.values.tolist()), merged)
+
+
+def _without_extras(begin: Start) -> Start:
+    """Return the start of a search for AdaptDL's seven numbers and the overlap of stages."""
+    extra = np.isin(NAMES, _EXTRAS)
+    return Start(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
+
+
+def _search_all(rows: Rows, begin: Start, passes: Sequence[_Pass]) -> Start:
+    for search in passes:
+        begin = begin._replace(values=_search(rows, begin, search))
+    return begin
+
+
+def _shape(
+    forward: Sequence[float] | None, backward: Sequence[float] | None, checkpoint: Checkpoint
+) -> PerfParams:
+    """Return parameters that know nothing but the shares and the checkpoint mode."""
+    if (forward is None) != (backward is None):
+        missing = "forward_shares" if forward is None else "backward_shares"
+        raise ValueError(f"{missing} is missing; give both or none")
+    shares = tuple(forward or (FORWARD_SHARE,)), tuple(backward or (BACKWARD_SHARE,))
+    check_shares(*shares)
+    nothing = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
+    return check_params(
+        nothing._replace(forward_shares=shares[0], backward_shares=shares[1], checkpoint=checkpoint)
+    )
+
+
+def _search(rows: Rows, begin: Start, search: _Pass) -> Floats:
+    """Return the numbers of `NAMES` that minimise the loss, from `begin`.
+
+    The variables are the free times relative to where they begin (or the logarithms of that), then
+    the other free numbers as they are.
+    """
+    times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
+    free, num_times = np.append(times_free, others_free), len(times_free)
+    scales, others = begin.values[free[:num_times]], free[num_times:]
+
+    def decode(variables: Floats) -> Floats:
+        values = begin.values.copy()
+        relative = variables[:num_times]
+        times = np.exp(relative) if search.by_logarithm else relative
+        values[free] = np.concatenate((scales * times, variables[num_times:]))
+        return values
+
+    def objective(variables: Floats) -> tuple[float, Floats]:
+        values = decode(variables)
+        total, gradient = loss_and_gradient(values, rows, search.rounding)
+        gradient = gradient[free]
+        gradient[:num_times] *= values[free[:num_times]] if search.by_logarithm else scales
+        return total, gradient
+
+    ends = np.array((EPSILON / scales, np.ones(num_times), _LONGEST / scales))
+    lower, first, upper = np.log(ends) if search.by_logarithm else ends
+    limits = np.array([_LIMITS[NAMES[index]] for index in others]).reshape(-1, 2)
+    lower, upper = np.append(lower, limits[:, 0]), np.append(upper, limits[:, 1])
+    first = np.clip(np.append(first, begin.values[others]), lower, upper)
+    result = scipy.optimize.minimize(
+        objective,
+        first,
+        jac=True,
+        method="SLSQP",
+        bounds=scipy.optimize.Bounds(lower, upper),
+        options={"maxiter": _MAX_ITERATIONS, "ftol": search.tolerance},
+    )
+    return decode(np.clip(result.x, lower, upper))

@@ -1,0 +1,161 @@
+"""Measured step times, the input of a fit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipollux_perfmodel.timing.params import BACKWARD_SHARE, FORWARD_SHARE
+
+Floats = NDArray[np.float64]
+
+
+class Profile(NamedTuple):
+    """Step times by configuration; arrays of shape (points,), floats all."""
+
+    num_nodes: Floats
+    num_replicas: Floats
+    num_microbatches: Floats
+    micro_bsz: Floats
+    """b = atomic_bsz / M."""
+    accum_time: Floats
+    """Measured T_pipe."""
+    optim_time: Floats
+    """Measured T_optim."""
+    compute_time: Floats
+    """Measured C(b); not a number where not measured."""
+    weight: Floats
+    """How many measurements each stands for."""
+
+
+def merge(profile: Profile) -> Profile:
+    """Return one measurement per configuration: the medians, weighted by how many there were."""
+    keys = np.stack(profile[:4])
+    distinct, inverse, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
+    if len(counts) == len(profile.weight):
+        return profile
+    order = np.argsort(inverse, kind="stable")
+    groups = np.split(order, np.cumsum(counts)[:-1])
+    times = [np.array([_median(column[group]) for group in groups]) for column in profile[4:7]]
+    nodes, replicas, microbatches, sizes = distinct
+    accum, optim, compute = times
+    weight = counts.astype(float)
+    return Profile(nodes, replicas, microbatches, sizes, accum, optim, compute, weight)
+
+
+def _median(values: Floats) -> float:
+    measured = values[~np.isnan(values)]
+    return float(np.median(measured)) if measured.size else float("nan")
+
+
+def make_profile(
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    atomic_bsz: ArrayLike,
+    accum_step_time: ArrayLike,
+    optim_step_time: ArrayLike,
+    num_microbatches: ArrayLike | None,
+    compute_time: ArrayLike | None,
+) -> Profile:
+    """Check measurements and put them in arrays of one length.
+
+    Raises:
+        ValueError: naming the argument that is empty, of another length, or out of range.
+    """
+    given: dict[str, Any] = {
+        "num_nodes": num_nodes,
+        "num_replicas": num_replicas,
+        "num_microbatches": 1 if num_microbatches is None else num_microbatches,
+        "atomic_bsz": atomic_bsz,
+        "accum_step_time": accum_step_time,
+        "optim_step_time": optim_step_time,
+        "compute_time": np.nan if compute_time is None else compute_time,
+    }
+    columns = {name: np.atleast_1d(np.asarray(values, float)) for name, values in given.items()}
+    length = len(columns["atomic_bsz"])
+    if length == 0:
+        raise ValueError("atomic_bsz is empty; give at least one measurement")
+    for name, values in columns.items():
+        if values.shape not in ((length,), (1,)):
+            raise ValueError(
+                f"{name} has shape {values.shape}, atomic_bsz ({length},); give one per measurement"
+            )
+        _check_range(name, values)
+        columns[name] = np.broadcast_to(values, (length,))
+    if np.any(columns["num_nodes"] > columns["num_replicas"]):
+        raise ValueError("num_nodes is above num_replicas; a replica lies on one node")
+    return Profile(
+        columns["num_nodes"],
+        columns["num_replicas"],
+        columns["num_microbatches"],
+        columns["atomic_bsz"] / columns["num_microbatches"],
+        columns["accum_step_time"],
+        columns["optim_step_time"],
+        columns["compute_time"],
+        np.ones(length),
+    )
+
+
+class StageShares(NamedTuple):
+    """What measured stage times say."""
+
+    forward_shares: tuple[float, ...]
+    """φ_k over all measurements."""
+    backward_shares: tuple[float, ...]
+    """ψ_k over all measurements."""
+    compute_time: Floats
+    """C(b) of each measurement, not a number where not measured; shape (points,)."""
+
+
+def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> StageShares:
+    """Return the shares of C(b) that stages take.
+
+    Args:
+        forward: seconds of one micro-batch in each stage, shape (points, num_stages), not a number
+            where not measured.
+        backward: the same for the backward.
+        num_stages: K.
+
+    Raises:
+        ValueError: when an array has another shape, or a time is negative.
+    """
+    arrays = []
+    for name, given in (("forward", forward), ("backward", backward)):
+        times = np.asarray(given, float)
+        if times.ndim != 2 or times.shape[1] != num_stages:
+            raise ValueError(
+                f"{name} has shape {times.shape}; give (points, {num_stages}), one per stage"
+            )
+        if np.any((times < 0) | np.isinf(times)):
+            wrong = times[(times < 0) | np.isinf(times)][0]
+            raise ValueError(f"{name} has {wrong:g}; give a finite time >= 0 s, or nan")
+        arrays.append(times)
+    both = np.concatenate(arrays, axis=1)
+    compute = both.sum(axis=1)
+    measured = compute > 0  # False for not a number
+    if not measured.any():
+        shares = np.repeat((FORWARD_SHARE, BACKWARD_SHARE), num_stages) / num_stages
+    else:
+        # Medians, for one slow micro-batch says nothing about the stage it happened to hit.
+        shares = np.median(both[measured] / compute[measured, None], axis=0)
+        shares /= shares.sum()
+    return StageShares(
+        tuple(shares[:num_stages].tolist()),
+        tuple(shares[num_stages:].tolist()),
+        np.where(measured, compute, np.nan),
+    )
+
+
+def _check_range(name: str, values: Floats) -> None:
+    if name == "compute_time":
+        values = values[~np.isnan(values)]
+    if name.endswith("time"):
+        wrong = ~(np.isfinite(values) & (values > 0))
+        allowed = "a finite time above 0 s"
+    else:
+        wrong = ~(np.isfinite(values) & (values >= 1))
+        allowed = "a number from 1 on"
+    if wrong.any():
+        raise ValueError(f"{name} has {values[wrong][0]:g}; give {allowed}")

@@ -1,0 +1,216 @@
+"""What a fit assumes of what was not measured, and where it starts from.
+
+The priors are AdaptDL's. They keep unexplored regimes optimistic: a job seen on one replica only
+must not be priced out of two. What a parameter needs, and what is assumed without it:
+
+    parameter         needs                                        else
+    alpha_c           two micro-batch sizes                        half of C(b) of T_pipe
+    gamma_c           four micro-batch sizes                       1
+    alpha_n           several nodes                                1e-8, but at least 1.1 alpha_r
+    beta_n            several nodes, more than two replicas        1e-8, but at least 1.1 beta_r
+    growth_n          three numbers of replicas across nodes       0 (logarithmic); 1 without beta_n
+    two_node_penalty  two nodes with R > 2, and more than two      0
+    alpha_r           several replicas on one node                 1e-8
+    beta_r            the same, more than two replicas             1e-8
+    gamma             two configurations of R > 1                  1
+    overlap           several stages, and compute times or two M   1
+    contention        two numbers of replicas a node               0
+    overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
+
+gamma_c, contention, growth_n, two_node_penalty and overhead are neutral, too, where the others
+explain everything (`fit`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import scipy.optimize
+from numpy.typing import NDArray
+
+from pipollux_perfmodel.timing.params import PerfParams
+from pipollux_perfmodel.timing.step_time import EPSILON, pipeline_factor
+
+from .loss import NAMES, NEUTRAL
+from .measurements import Floats, Profile
+
+_GAMMA = 1.5  # where the search starts; AdaptDL's own fits end at 1.2 to 2.5
+_GAMMA_C = 1.2
+_LOGARITHMIC = 0.0
+_OVERLAPS = np.linspace(0.0, 1.0, 11)
+_INTER_NODE_FACTOR = 1.1
+_REPEATS = 5  # of reweighting a line
+
+Booleans = NDArray[np.bool_]
+
+
+class Start(NamedTuple):
+    """Where the search starts, in the order of `NAMES`; shape (13,)."""
+
+    values: Floats
+    free: Booleans
+    """Whether a number is fitted or stays as it is."""
+
+
+def start(profile: Profile, shape: PerfParams) -> Start:
+    """Return first guesses for what data can tell, and priors for what they cannot.
+
+    Args:
+        profile: the measurements.
+        shape: its shares and checkpoint mode are those of the job.
+    """
+    told = tell(profile, shape)
+    values = dict(zip(NAMES, NEUTRAL, strict=True))
+    if told["gamma"]:
+        values["gamma"] = _GAMMA
+    if told["gamma_c"]:
+        values["gamma_c"] = _GAMMA_C
+    if told["beta_n"]:
+        values["growth_n"] = _LOGARITHMIC
+    values.update(_guess_compute(profile, shape, told))
+    many, across = profile.num_replicas > 1, profile.num_nodes > 1
+    for ending, seen in (("n", across), ("r", many & ~across)):
+        if seen.any():
+            alpha, beta = _guess_network(profile, seen, values["gamma"], logarithmic=ending == "n")
+            values["alpha_" + ending] = alpha
+            values["beta_" + ending] = beta if told["beta_" + ending] else EPSILON
+    free = np.array([told[name] for name in NAMES])
+    return Start(np.array([values[name] for name in NAMES]), free)
+
+
+def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
+    """Return which numbers of `NAMES` the measurements can tell."""
+    replicas, nodes = profile.num_replicas, profile.num_nodes
+    many, across = replicas > 1, nodes > 1
+    inside, beyond_two = many & ~across, replicas > 2
+    num_sizes = len(np.unique(profile.micro_bsz))
+    return {
+        "alpha_c": num_sizes > 1,
+        "beta_c": True,
+        "alpha_n": bool(across.any()),
+        "beta_n": bool((across & beyond_two).any()),
+        "alpha_r": bool(inside.any()),
+        "beta_r": bool((inside & beyond_two).any()),
+        "gamma": _count_distinct(profile, many) > 1,
+        "overlap": _tells_overlap(profile, shape),
+        "gamma_c": num_sizes > 3,
+        "overhead": _tells_overhead(profile),
+        "contention": len(np.unique(replicas / nodes)) > 1,
+        "growth_n": len(np.unique(replicas[across])) > 2,
+        "two_node_penalty": bool(((nodes == 2) & beyond_two).any() and (nodes > 2).any()),
+    }
+
+
+def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
+    """Keep the network between nodes no faster than the one inside, where it was not seen."""
+    if np.any(profile.num_nodes > 1):
+        return params
+    return params._replace(
+        alpha_n=max(params.alpha_n, params.alpha_r * _INTER_NODE_FACTOR),
+        beta_n=max(params.beta_n, params.beta_r * _INTER_NODE_FACTOR),
+    )
+
+
+def _count_distinct(profile: Profile, chosen: Booleans) -> int:
+    """Return how many different configurations there are among the chosen measurements."""
+    return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
+
+
+def _tells_overlap(profile: Profile, shape: PerfParams) -> bool:
+    """Whether overlap changes predictions of what was measured differently from alpha_c, beta_c."""
+    serial, ideal = (
+        pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches, np)
+        for overlap in (0.0, 1.0)
+    )
+    matters = ideal < serial * (1 - 1e-6)
+    told_directly = matters & ~np.isnan(profile.compute_time)
+    return bool(told_directly.any()) or (
+        bool(matters.any()) and len(np.unique(profile.num_microbatches)) > 1
+    )
+
+
+def _tells_overhead(profile: Profile) -> bool:
+    """Whether what a step costs besides differs from what every micro-batch costs."""
+    sizes, counts = profile.micro_bsz, profile.num_microbatches
+    num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
+    return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3
+
+
+def _guess_compute(profile: Profile, shape: PerfParams, told: dict[str, bool]) -> dict[str, float]:
+    """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
+
+    Given the overlap they are lines, so a few overlaps are tried.
+    """
+    guesses = []
+    for overlap in _OVERLAPS if told["overlap"] else (1.0,):
+        factor = pipeline_factor(
+            shape._replace(overlap=float(overlap)), profile.num_microbatches, np
+        )
+        values, error = _fit_steps(profile, factor * np.ones_like(profile.micro_bsz), told)
+        # Where several explain them alike, the most overlap: the loss has the same term.
+        guesses.append((error + 1e-3 * (overlap - 1) ** 2, float(overlap), values))
+    _, overlap, values = min(guesses, key=lambda guess: guess[0])
+    return {**values, "overlap": overlap}
+
+
+def _fit_steps(
+    profile: Profile, factor: Floats, told: dict[str, bool]
+) -> tuple[dict[str, float], float]:
+    """Return alpha_c, beta_c and overhead of T_pipe = overhead + C(b)·F(M), and their error."""
+    if not told["alpha_c"]:
+        # By the whole step, not by the stages' timers: what a step costs beside its stages
+        # (launching them, the loss) is the same for any batch size, and belongs to alpha_c.
+        implied = profile.accum_time / factor
+        half = float(np.average(implied, weights=profile.weight)) / 2
+        found = {"alpha_c": half, "beta_c": half / float(profile.micro_bsz[0])}
+        spread = float(np.mean(np.abs(np.log(implied / (2 * half)))))
+        return found, spread
+    measured = ~np.isnan(profile.compute_time)
+    sizes, times = profile.micro_bsz[measured], profile.compute_time[measured]
+    columns = [factor, factor * profile.micro_bsz]
+    below = [np.ones_like(sizes), sizes]
+    if told["overhead"]:
+        columns.append(np.ones_like(factor))
+        below.append(np.zeros_like(sizes))
+    every = np.concatenate((np.stack(columns, axis=1), np.stack(below, axis=1)))
+    coefficients, error = _least_errors(every, np.concatenate((profile.accum_time, times)))
+    names = ("alpha_c", "beta_c", "overhead")
+    return dict(zip(names, np.maximum(coefficients, EPSILON).tolist(), strict=False)), error
+
+
+def _guess_network(
+    profile: Profile, seen: Booleans, gamma: float, logarithmic: bool
+) -> tuple[float, float]:
+    """Return alpha and beta from what optimizer steps took longer than accumulation steps."""
+    accum, optim = profile.accum_time[seen], profile.optim_time[seen]
+    # In units of the step, so that no power overflows.
+    rest = optim * np.maximum(1 - (accum / optim) ** gamma, 0.0) ** (1 / gamma)
+    network = np.maximum(rest, 0.05 * accum)
+    replicas = profile.num_replicas[seen]
+    beyond = np.log(replicas - 1) if logarithmic else replicas - 2
+    alpha, beta = _fit_line(np.maximum(beyond, EPSILON), network)
+    # Away from the lower bounds, where a search by logarithms would be stuck.
+    alpha = max(alpha, 0.1 * float(network.min()))
+    return alpha, max(beta, 1e-3 * alpha)
+
+
+def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
+    """Return (alpha, beta) >= EPSILON of y ≈ alpha + beta·x by relative errors."""
+    coefficients, _ = _least_errors(np.stack((np.ones_like(x), x), axis=1), y)
+    alpha, beta = np.maximum(coefficients, EPSILON).tolist()
+    return alpha, beta
+
+
+def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
+    """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
+
+    Errors count by magnitude, not by square, so that a straggler does not turn the line.
+    """
+    columns = columns / y[:, None]
+    weights = np.ones_like(y)
+    for _ in range(_REPEATS):
+        coefficients, _ = scipy.optimize.nnls(columns * weights[:, None], weights)
+        errors = np.abs(columns @ coefficients - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, 1e-3))
+    return coefficients, float(np.mean(errors))

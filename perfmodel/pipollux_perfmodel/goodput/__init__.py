@@ -1,0 +1,1 @@
+"""Training progress per second, and the configuration that makes most of it."""

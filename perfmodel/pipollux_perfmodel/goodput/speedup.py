@@ -1,0 +1,244 @@
+"""Speedup of a job: its best goodput on an allocation over that on one replica.
+
+The scheduler asks for the same few allocations thousands of times, so answers are kept, by the
+number of nodes and of replicas as far as the model tells them apart (`step_time`).
+
+More replicas may do worse, when the batch size has reached its limit or nodes are slow. A policy
+that takes more for never worse can ask for a monotone speedup: that of the best number of replicas
+up to the one given, the others idle.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipollux_perfmodel.timing.gpipe import Numbers
+
+from .config_search import Plan
+from .goodput import AtomicBszRange, GoodputFunction
+
+_BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
+
+
+class Configuration(NamedTuple):
+    """How a job would run on an allocation, and what that is worth."""
+
+    num_stages: int
+    """K."""
+    num_replicas: int
+    """R."""
+    num_microbatches: int
+    """M."""
+    atomic_bsz: int
+    """Samples per replica in one forward and backward; 0 when no batch size is within bounds."""
+    accum_steps: int
+    """Accumulation steps before each optimizer step."""
+    goodput: float
+    """Samples (of the initial batch size's worth) per second; 0.0 when none is within bounds."""
+    speedup: float
+    """Goodput over that of one replica."""
+
+    @property
+    def batch_size(self) -> int:
+        """R · atomic_bsz · (accum_steps + 1)."""
+        return self.num_replicas * self.atomic_bsz * (self.accum_steps + 1)
+
+    @property
+    def micro_bsz(self) -> float:
+        """Samples per micro-batch, atomic_bsz / M."""
+        return self.atomic_bsz / self.num_microbatches
+
+
+class SpeedupFunction:
+    """Speedup as a function of (num_nodes, num_replicas), scalars or arrays.
+
+    Relative to one replica. A job whose bounds no single replica can satisfy is measured by the
+    fewest replicas r that can, which then have speedup r; when none can, speedup is 0 everywhere.
+
+    Args:
+        goodput_fn: the job's goodput.
+        max_batch_size: largest batch size; None: the initial one.
+        atomic_bsz_range: least and largest atomic batch size; None: unbounded.
+        accumulation: whether accumulation steps are allowed.
+        mem_size: numbers of replicas to keep answers for at first; it grows when asked for more.
+        num_microbatches: M, or several to choose from.
+        plans: ways to cut the model to choose from (`GoodputFunction.optimize`).
+        memory_limit: bytes of a stage's device, for those plans.
+        monotone: whether replicas that would do harm may stay idle, so that more are never worse.
+        base_goodput: goodput that has speedup 1, so that several ways to run one job (numbers of
+            stages, types of GPU) have one measure; None: that of one replica, as above.
+
+    Raises:
+        ValueError: when `base_goodput` is not a finite number above 0.
+
+    Example:
+        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+        >>> speedup_fn = SpeedupFunction(goodput_fn, max_batch_size=256)
+        >>> speedup_fn(0, 0), speedup_fn(1, 1)
+        (0.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        goodput_fn: GoodputFunction,
+        max_batch_size: float | None = None,
+        atomic_bsz_range: AtomicBszRange | None = None,
+        accumulation: bool = False,
+        mem_size: int = 32,
+        num_microbatches: int | Sequence[int] = 1,
+        *,
+        plans: Sequence[Plan] = (),
+        memory_limit: float | None = None,
+        monotone: bool = False,
+        base_goodput: float | None = None,
+    ) -> None:
+        if base_goodput is not None and not (math.isfinite(base_goodput) and base_goodput > 0):
+            raise ValueError(
+                f"base_goodput is {base_goodput}; give finite samples per second > 0, or None"
+            )
+        self._goodput_fn = goodput_fn
+        self._bounds: dict[str, Any] = {
+            "max_batch_size": max_batch_size,
+            "atomic_bsz_range": atomic_bsz_range,
+            "accumulation": accumulation,
+            "num_microbatches": num_microbatches,
+            "plans": plans,
+            "memory_limit": memory_limit,
+        }
+        self._monotone = monotone
+        self._most_nodes = _count_told_apart(goodput_fn, plans)
+        # Row: nodes, column: replicas. Not a number: not asked for yet.
+        self._known = np.full((1, max(mem_size, 1)), np.nan)
+        self._known[0, 0] = 0.0
+        self._base_goodput = self._find_base() if base_goodput is None else base_goodput
+
+    def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
+        """Return the speedup, a float for scalars, else an array of the broadcast shape.
+
+        Raises:
+            ValueError: unless 1 <= num_nodes <= num_replicas, or both are 0.
+        """
+        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+        if np.any((nodes < 0) | (nodes > replicas) | ((nodes == 0) != (replicas == 0))):
+            raise ValueError(
+                f"num_nodes is {num_nodes}, num_replicas {num_replicas}; "
+                "give 1 <= num_nodes <= num_replicas, or 0 and 0"
+            )
+        rows = np.minimum(nodes, self._most_nodes)
+        if self._monotone:
+            known = self._known_up_to(int(rows.max(initial=0)), int(replicas.max(initial=0)))
+            speedup = np.fmax.accumulate(known, axis=1)[rows, replicas]
+        else:
+            speedup = self._look_up(rows, replicas)
+        return speedup.item() if speedup.ndim == 0 else speedup
+
+    @property
+    def base_goodput(self) -> float:
+        """Goodput that has speedup 1; 0.0: no batch size is within bounds, all speedups are 0."""
+        return self._base_goodput
+
+    def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
+        """Return how the job would run on an allocation.
+
+        With a monotone speedup it may have fewer replicas than were given.
+
+        Raises:
+            ValueError: unless 1 <= num_nodes <= num_replicas.
+        """
+        speedup = self(num_nodes, num_replicas)
+        if self._monotone:
+            num_replicas = self._fewest_as_good(num_nodes, num_replicas, speedup)
+            num_nodes = min(num_nodes, num_replicas)
+        best = self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)
+        found = best.goodput > 0
+        return Configuration(
+            num_stages=best.num_stages,
+            num_replicas=num_replicas,
+            num_microbatches=best.num_microbatches,
+            atomic_bsz=best.atomic_bsz if found else 0,
+            accum_steps=best.accum_steps,
+            goodput=best.goodput,
+            speedup=speedup,
+        )
+
+    def _fewest_as_good(self, num_nodes: int, num_replicas: int, speedup: float) -> int:
+        # Where nodes beyond some are told apart no more, replicas that stay idle may leave some.
+        nodes = min(num_nodes, self._most_nodes)
+        replicas = np.arange(nodes, num_replicas + 1)
+        row = np.full_like(replicas, nodes)
+        as_good = np.flatnonzero(self._look_up(row, replicas) >= speedup)
+        return int(replicas[as_good[0]]) if as_good.size else num_replicas
+
+    def _known_up_to(self, num_nodes: int, num_replicas: int) -> NDArray[np.float64]:
+        """Return the table of answers with every possible allocation of that size filled in."""
+        rows, replicas = np.mgrid[: num_nodes + 1, : num_replicas + 1]
+        possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
+        self._look_up(rows[possible], replicas[possible])
+        return self._known
+
+    def _look_up(self, rows: Any, replicas: Any) -> Any:
+        known = self._grown(int(np.max(rows, initial=0)), int(np.max(replicas, initial=0)))
+        speedup = known[rows, replicas]
+        missing = np.isnan(speedup)
+        if missing.any():
+            self._learn(known, rows[missing], replicas[missing])
+            speedup = known[rows, replicas]
+        return speedup
+
+    def _find_base(self) -> float:
+        """Return the goodput that counts as speedup 1; 0.0 when nothing is within bounds."""
+        goodput = float(self._goodput(1, 1))
+        if goodput > 0:
+            return goodput
+        _, max_atomic_bsz = self._bounds["atomic_bsz_range"] or (None, None)
+        init_batch_size = self._goodput_fn.init_batch_size
+        fewest = 1
+        if max_atomic_bsz and not self._bounds["accumulation"]:
+            fewest = math.ceil(init_batch_size / max_atomic_bsz)
+        replicas = np.arange(fewest, fewest + _BASE_SEARCH)
+        many = self._goodput(np.ones_like(replicas), replicas)
+        feasible = np.flatnonzero(many > 0)
+        if not feasible.size:
+            return 0.0
+        return float(many[feasible[0]] / replicas[feasible[0]])
+
+    def _goodput(self, num_nodes: Numbers, num_replicas: Numbers) -> Any:
+        return self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)[0]
+
+    def _grown(self, row: int, num_replicas: int) -> NDArray[np.float64]:
+        """Return the table of answers, with room for such a row and so many replicas."""
+        known = self._known
+        if row >= known.shape[0] or num_replicas >= known.shape[1]:
+            num_rows, num_columns = (
+                length if most < length else max(most + 1, 2 * length)
+                for most, length in zip((row, num_replicas), known.shape, strict=True)
+            )
+            larger = np.full((num_rows, num_columns), np.nan)
+            larger[: known.shape[0], : known.shape[1]] = known
+            self._known = known = larger
+        return known
+
+    def _learn(
+        self, known: NDArray[np.float64], rows: NDArray[np.int64], replicas: NDArray[np.int64]
+    ) -> None:
+        """Fill in the answers of these rows and columns of the table."""
+        codes = np.unique(rows * known.shape[1] + replicas)
+        rows, replicas = np.divmod(codes, known.shape[1])
+        if self._base_goodput > 0:
+            known[rows, replicas] = self._goodput(rows, replicas) / self._base_goodput
+        else:
+            known[rows, replicas] = 0.0
+
+
+def _count_told_apart(goodput_fn: GoodputFunction, plans: Sequence[Plan]) -> int:
+    """Return how many nodes are as good as more of them, whatever the number of replicas."""
+    all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
+    if any(params.contention for params in all_params):
+        return sys.maxsize
+    return 3 if any(params.two_node_penalty for params in all_params) else 2

@@ -1,0 +1,262 @@
+"""`PerfParams` and `GradParams` as JSON: which keys, which values, what is said of a wrong one.
+
+Keys are the fields' names; `gradParams` is AdaptDL's {norm, var}. What AdaptDL writes is read as it
+is. An unknown key, or a number that is not finite or out of range, is refused by name. On its own
+an object carries its version; within hints the hints' version counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import core_schema
+
+from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
+from pipollux_perfmodel.timing.params import (
+    Checkpoint,
+    GradParams,
+    PerfParams,
+    check_params,
+    check_shares,
+)
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+STRICT_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
+VERSION = 1
+MAX_LAYERS = 2048
+"""Layers that a profile on the wire may have; more would be megabytes, every few seconds."""
+
+_Seconds = Annotated[float, Field(ge=0)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+# Always written; the others only where they are not neutral.
+_ALWAYS = (*PerfParams._fields[:7], "forward_shares", "backward_shares", "overlap")
+
+
+class ParamsError(ValueError):
+    """Parameters that cannot be believed; its text is one sentence naming key, value, remedy."""
+
+
+class PerfParamsObject(BaseModel):
+    """The JSON object of `PerfParams`; shares left out mean equally slow stages."""
+
+    model_config = STRICT_KEYS
+
+    alpha_c: _Seconds
+    beta_c: _Seconds
+    alpha_n: _Seconds
+    beta_n: _Seconds
+    alpha_r: _Seconds
+    beta_r: _Seconds
+    gamma: Annotated[float, Field(ge=1, le=10)]
+    forward_shares: tuple[_Share, ...] | None = None
+    backward_shares: tuple[_Share, ...] | None = None
+    overlap: _Share = 1.0
+    forward_alpha_shares: tuple[_Share, ...] = ()
+    backward_alpha_shares: tuple[_Share, ...] = ()
+    alpha_t: tuple[_Seconds, ...] = ()
+    beta_t: tuple[_Seconds, ...] = ()
+    transfers_overlap: bool = True
+    checkpoint: Checkpoint = "never"
+    gradient_shares: tuple[_Share, ...] = ()
+    shared_link: bool = True
+    gamma_c: Annotated[float, Field(ge=1)] = 1.0
+    contention: Annotated[float, Field(ge=0)] = 0.0
+    growth_n: float = 1.0
+    two_node_penalty: Annotated[float, Field(ge=0)] = 0.0
+    overhead: _Seconds = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.alpha_c + self.beta_c <= 0:
+            raise ValueError("alpha_c and beta_c are both 0; a micro-batch must take some time")
+        if self.forward_shares is not None or self.backward_shares is not None:
+            check_shares(self.forward_shares or (), self.backward_shares or ())
+            check_params(_perf_params_from(self))
+        return self
+
+
+class GradParamsObject(BaseModel):
+    """The JSON object of `GradParams`."""
+
+    model_config = STRICT_KEYS
+
+    norm: Annotated[float, Field(ge=0)]
+    """GradParams.sqr."""
+    var: Annotated[float, Field(ge=0)]
+
+
+class _VersionedPerfParams(PerfParamsObject):
+    version: Literal[1] = 1
+
+
+class _VersionedGradParams(GradParamsObject):
+    version: Literal[1] = 1
+
+
+def perf_params_to_json(params: PerfParams) -> dict[str, Any]:
+    """Return step time parameters as an object for `json.dumps`.
+
+    Example:
+        >>> perf_params_to_json(PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5))["alpha_c"]
+        0.1
+    """
+    return {"version": VERSION, **_perf_params_to(params)}
+
+
+def perf_params_from_json(value: Mapping[str, Any]) -> PerfParams:
+    """Return step time parameters from decoded JSON, ours or AdaptDL's seven.
+
+    Raises:
+        ParamsError: naming the first key that is wrong, its value and what is allowed.
+    """
+    checked = _validate(_VersionedPerfParams, "perf_params", value)
+    params = _perf_params_from(checked)
+    if params.forward_shares:
+        return params
+    try:
+        return check_params(params._replace(**_ONE_STAGE))
+    except ValueError as error:  # copies, say, as between several stages
+        raise ParamsError(f"perf_params: {error}") from None
+
+
+def grad_params_to_json(params: GradParams) -> dict[str, Any]:
+    """Return the gradient's size and noise as an object for `json.dumps`, keys norm and var."""
+    return {"version": VERSION, **_grad_params_to(params)}
+
+
+def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
+    """Return the gradient's size and noise from decoded JSON.
+
+    Raises:
+        ParamsError: naming the first key that is wrong, its value and what is allowed.
+    """
+    return _grad_params_from(_validate(_VersionedGradParams, "grad_params", value))
+
+
+def describe(error: ValidationError, what: str, known: Callable[[list[str]], list[str]]) -> str:
+    """Say in one sentence what is wrong: key, value, what is allowed.
+
+    Args:
+        error: what pydantic found.
+        what: name of the whole object.
+        known: the keys that may stand at a path in it.
+    """
+    details = error.errors(include_url=False)
+    first = details[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        *path, name = map(str, first["loc"])
+        text = f"{what}: {key} is not a known key; {_suggestion(name, known(path))}"
+    elif first["type"] == "value_error":
+        text = f"{what}: {key + ': ' if key else ''}{first['ctx']['error']}"
+    elif first["type"] == "missing":
+        text = f"{what}: {key} is missing; give it"
+    else:
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        text = f"{what}: {key or 'the whole'} is {first['input']!r:.60}; {reason}"
+    more = len(details) - 1
+    return f"{text} (and {more} more)" if more else text
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def _validate(model: type[_Model], what: str, value: Any) -> _Model:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        known = list(model.model_fields)
+        raise ParamsError(describe(error, what, lambda _path: known)) from None
+
+
+def _perf_params_from(value: PerfParamsObject) -> PerfParams:
+    fields = value.model_dump(exclude_none=True, exclude={"version"})
+    # No shares: zero stages for now, who asks knows how many there are.
+    fields.setdefault("forward_shares", ())
+    fields.setdefault("backward_shares", ())
+    return PerfParams(**fields)
+
+
+_ONE_STAGE: Any = {
+    name: PerfParams._field_defaults[name] for name in ("forward_shares", "backward_shares")
+}
+
+
+def _grad_params_from(value: GradParamsObject) -> GradParams:
+    return GradParams(value.norm, value.var)
+
+
+def _grad_params_to(value: GradParams) -> dict[str, float]:
+    return {"norm": float(value.sqr), "var": float(value.var)}
+
+
+def _perf_params_to(value: PerfParams) -> dict[str, Any]:
+    return {
+        key: _plain(field)
+        for key, field in value._asdict().items()
+        if key in _ALWAYS or field != PerfParams._field_defaults[key]
+    }
+
+
+def _plain(field: Any) -> Any:
+    if isinstance(field, tuple):
+        return list(map(float, field))
+    return field if isinstance(field, bool | str) else float(field)
+
+
+def _wire(model: type[BaseModel], tuple_type: type, decode: Any, encode: Any) -> Any:
+    """Give a NamedTuple the JSON form of `model`: its keys, its checks, its schema."""
+
+    def schema(_source: Any, handler: Any) -> core_schema.CoreSchema:
+        inner = handler(model)
+        checked = core_schema.no_info_after_validator_function(decode, inner)
+        return core_schema.no_info_before_validator_function(
+            lambda value: encode(value) if isinstance(value, tuple_type) else value,
+            checked,
+            serialization=core_schema.plain_serializer_function_ser_schema(encode),
+        )
+
+    return GetPydanticSchema(schema)
+
+
+PerfParamsField = Annotated[
+    PerfParams, _wire(PerfParamsObject, PerfParams, _perf_params_from, _perf_params_to)
+]
+"""`PerfParams` as a field of a pydantic model."""
+GradParamsField = Annotated[
+    GradParams, _wire(GradParamsObject, GradParams, _grad_params_from, _grad_params_to)
+]
+"""`GradParams` as a field of a pydantic model."""
+
+
+def _read_layers(value: Any) -> LayerProfile:
+    if isinstance(value, LayerProfile):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r:.60} is not a layer profile; give an object with layers")
+    entries = value.get("layers")
+    count = len(entries) if isinstance(entries, list) else 0
+    if count > MAX_LAYERS:
+        raise ValueError(f"the profile has {count} layers; give at most {MAX_LAYERS}")
+    return LayerProfile.from_json_object(value)
+
+
+LayersField = Annotated[
+    LayerProfile, PlainValidator(_read_layers), PlainSerializer(LayerProfile.to_json_object)
+]
+"""`LayerProfile` as a field of a pydantic model, read and written in its own wire form."""

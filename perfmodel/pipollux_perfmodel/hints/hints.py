@@ -1,0 +1,199 @@
+"""What a running job tells the scheduler about itself.
+
+The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
+numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
+`perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
+`balance`, `memoryLimit` and `remainingSamples`. Whatever else is in it is refused by name, for a
+hint that is silently dropped is a job that is silently misjudged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from pipollux_perfmodel.goodput.goodput import GoodputFunction
+from pipollux_perfmodel.goodput.speedup import SpeedupFunction
+from pipollux_perfmodel.partitioning.layer_profile import check_balance
+from pipollux_perfmodel.timing.params import check_params, even_shares
+
+from .codec import (
+    STRICT_KEYS,
+    GradParamsField,
+    GradParamsObject,
+    LayersField,
+    PerfParamsField,
+    PerfParamsObject,
+    describe,
+)
+
+
+class HintsError(ValueError):
+    """Hints that cannot be believed; its text is one sentence naming key, value and remedy."""
+
+
+def _zero_is_unknown(value: Any) -> Any:
+    """AdaptDL writes 0 for a size that it does not know yet."""
+    return None if value == 0 and not isinstance(value, bool) else value
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_ONLY_KNOWN = ("layers", "balance", "memory_limit", "remaining_samples")
+_UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
+
+
+class SchedHints(BaseModel):
+    """Hints of one job: snake_case in Python, camelCase in JSON.
+
+    Example:
+        >>> hints = SchedHints.from_json_object({"initBatchSize": 32, "numStages": 2})
+        >>> hints.num_stages, hints.to_json_object()["initBatchSize"]
+        (2, 32)
+    """
+
+    model_config = ConfigDict(
+        **STRICT_KEYS, alias_generator=to_camel, populate_by_name=True, frozen=True
+    )
+
+    init_batch_size: _UnknownCount = None
+    """Batch size that the user chose for one replica; None (in JSON also 0): not known yet."""
+    local_bsz_bounds: tuple[_Count | None, _Count | None] | None = None
+    """Least and largest atomic batch size; None: unbounded."""
+    global_batch_size: _UnknownCount = None
+    """Batch size that the job runs with now."""
+    max_batch_size: _UnknownCount = None
+    """Largest batch size; None: the initial batch size."""
+    max_profiled_replicas: Annotated[int, Field(ge=0)] = 0
+    """Largest number of replicas that step times were measured on."""
+    gradient_accumulation: bool = False
+    """Whether the job may take accumulation steps."""
+    grad_params: GradParamsField | None = None
+    """Size and noise of the gradient; None: not measured yet."""
+    perf_params: PerfParamsField | None = None
+    """Step time parameters; None: not fitted yet."""
+    num_stages: _Count = 1
+    """K, the stages of one pipeline replica."""
+    num_microbatches: _Count = 1
+    """M, the micro-batches of one forward and backward."""
+    layers: LayersField | None = None
+    """What the layers cost, in the wire form of `LayerProfile`; from it other numbers of stages can
+    be priced (`stage_speedups`). None: not measured."""
+    balance: tuple[_Count, ...] | None = None
+    """Number of layers of each stage as the job runs now; None: the best cut of `layers`."""
+    memory_limit: _Positive | None = None
+    """Bytes of a stage's device that stages may plan with; None: not bounded, or not known."""
+    remaining_samples: Annotated[float, Field(ge=0)] | None = None
+    """Samples, each worth one of a batch of the initial size, that are left to train; None: the job
+    does not know."""
+    version: Literal[1] = 1
+    """Version of this format."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_sizes()
+        self._check_layers()
+        self._settle_stages()
+        return self
+
+    def _check_sizes(self) -> None:
+        low, high = self.local_bsz_bounds or (None, None)
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"localBszBounds is [{low}, {high}]; give the smaller one first")
+        init, largest = self.init_batch_size, self.max_batch_size
+        if init is not None and largest is not None and largest < init:
+            raise ValueError(
+                f"maxBatchSize {largest} is below initBatchSize {init}; give at least {init}"
+            )
+
+    def _check_layers(self) -> None:
+        if self.balance is None:
+            return
+        if self.layers is None:
+            raise ValueError(f"balance is {list(self.balance)} but layers is missing; give both")
+        if len(self.balance) != self.num_stages:
+            raise ValueError(
+                f"balance {list(self.balance)} has {len(self.balance)} entries but numStages is "
+                f"{self.num_stages}; give the number of layers of each stage"
+            )
+        check_balance(self.balance, self.layers.num_layers)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unknown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what earlier readers do not know, where there is nothing to say."""
+        written: dict[str, Any] = write(self)
+        unknown = [name for name in _ONLY_KNOWN if getattr(self, name) is None]
+        for name in unknown:
+            written.pop(name, None)
+            written.pop(to_camel(name), None)
+        return written
+
+    def _settle_stages(self) -> None:
+        """Fill in the shares that were left out, and refuse those of another number of stages."""
+        params = self.perf_params
+        if params is None or params.num_stages == self.num_stages:
+            return
+        if params.num_stages:
+            raise ValueError(
+                f"perfParams.forward_shares has {params.num_stages} entries but numStages is "
+                f"{self.num_stages}; give one share per stage"
+            )
+        forward, backward = even_shares(self.num_stages)
+        settled = params._replace(forward_shares=forward, backward_shares=backward)
+        object.__setattr__(self, "perf_params", check_params(settled))
+
+    @classmethod
+    def from_json_object(cls, value: Mapping[str, Any]) -> SchedHints:
+        """Read hints from decoded JSON (or YAML).
+
+        Raises:
+            HintsError: naming the first key that is wrong, its value and what is allowed.
+        """
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise HintsError(describe(error, "hints", _known)) from None
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Return the hints as a dict for `json.dumps`, keys in camelCase."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def goodput_function(self) -> GoodputFunction | None:
+        """Return the job's goodput; None until its sizes, step times and gradients are known."""
+        if self.perf_params is None or self.grad_params is None or self.init_batch_size is None:
+            return None
+        return GoodputFunction(self.perf_params, self.grad_params, self.init_batch_size)
+
+    def speedup_function(self) -> SpeedupFunction | None:
+        """Return the job's speedup; None until its goodput is known."""
+        goodput_fn = self.goodput_function()
+        if goodput_fn is None:
+            return None
+        return SpeedupFunction(
+            goodput_fn,
+            max_batch_size=self.max_batch_size,
+            atomic_bsz_range=self.local_bsz_bounds,
+            accumulation=self.gradient_accumulation,
+            num_microbatches=self.num_microbatches,
+        )
+
+
+def _known(path: list[str]) -> list[str]:
+    """Return the keys that may stand at a place in the hints."""
+    if path == ["perfParams"]:
+        return list(PerfParamsObject.model_fields)
+    if path == ["gradParams"]:
+        return list(GradParamsObject.model_fields)
+    return [to_camel(field) for field in SchedHints.model_fields]

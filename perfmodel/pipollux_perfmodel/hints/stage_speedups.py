@@ -1,0 +1,178 @@
+"""What one job would reach with other numbers of stages than the one it runs with.
+
+The number of stages that runs is known by its own measurements. Any other is priced from the
+profile of the layers, which is first made as slow as the stages that run were measured to be
+(`correct_profile`); network, γ and ω, which layers do not tell, are those of the run. What is
+optimistic about the model (a job of one stage has never seen ω) stays so until it has been tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipollux_perfmodel.goodput.goodput import GoodputFunction
+from pipollux_perfmodel.goodput.speedup import SpeedupFunction
+from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
+from pipollux_perfmodel.partitioning.memory import stage_memory
+from pipollux_perfmodel.partitioning.partition import partition
+from pipollux_perfmodel.partitioning.stage_plan import (
+    StagePlan,
+    correct_profile,
+    plan_stages,
+    restage,
+)
+from pipollux_perfmodel.timing.params import PerfParams
+
+if TYPE_CHECKING:
+    from .hints import SchedHints  # imports pydantic
+
+FIRST_PER_STAGE = 4
+"""Micro-batches per stage from which GPipe's bubble is small (Huang et al., 2019, section 2.3)."""
+
+
+def stage_speedups(
+    hints: SchedHints, num_stages: int, choices: Iterable[int] = ()
+) -> dict[int, SpeedupFunction]:
+    """Return the speedup of a job by number of stages, all relative to one base.
+
+    Args:
+        hints: what the job tells; `hints.num_stages` is what it was measured with.
+        num_stages: the job's own K, one replica of which has speedup 1.
+        choices: further K.
+
+    Returns:
+        By K, the own one first: always the own K once the goodput is known at all, and the measured
+        one if it is among the choices; others where there is a layer profile that can be cut so,
+        and every batch that the job may choose fits the memory of the devices. Empty: the goodput
+        is not known yet.
+
+    Example:
+        >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
+        >>> layers = LayerProfile.from_layers([Layer(0.0, 1.0, 0.0, 2.0)] * 4)
+        >>> params = PerfParams(0.0, 12.0, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> hints = SchedHints(
+        ...     init_batch_size=64, grad_params=GradParams(1, 8), perf_params=params, layers=layers
+        ... )
+        >>> {k: round(fn(1, 1), 2) for k, fn in stage_speedups(hints, 1, [2, 4, 8]).items()}
+        {1: 1.0, 2: 1.78, 4: 3.37}
+    """
+    goodput_fn = hints.goodput_function()
+    if goodput_fn is None or hints.perf_params is None:
+        return {}
+    pricing = _Pricing(hints, hints.perf_params, goodput_fn)
+    own = pricing.speedup(num_stages, pricing.plan(num_stages), None)
+    found = {num_stages: own}
+    if own.base_goodput <= 0:
+        return found
+    for stages in dict.fromkeys(choices):
+        plan = pricing.plan(stages)
+        if stages not in found and (plan is not None or stages == hints.num_stages):
+            found[stages] = pricing.speedup(stages, plan, own.base_goodput)
+    return found
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """The goodput of one job, whatever its number of stages."""
+
+    hints: SchedHints
+    measured: PerfParams
+    goodput_fn: GoodputFunction
+
+    def plan(self, num_stages: int) -> StagePlan | None:
+        """Return the cut into K stages; None: measured, no profile, or there is no such cut."""
+        profile = self._profile
+        if profile is None or num_stages == self.hints.num_stages:
+            return None
+        counts = self._microbatches(num_stages)
+        plan = self._cut(profile, num_stages, counts[-1])
+        if plan is None or not all(self._fits(profile, plan, count) for count in counts):
+            return None
+        if self.measured.num_stages > 1 and not self.measured.gradient_shares:
+            # The network was fitted as what the backward does not hide.
+            return replace(plan, perf_params=plan.perf_params._replace(gradient_shares=()))
+        return plan
+
+    def _cut(
+        self, profile: LayerProfile, num_stages: int, num_microbatches: int
+    ) -> StagePlan | None:
+        bounded = self.hints.memory_limit is not None
+        micro_bsz = (self._most_micro_bsz if bounded else self._micro_bsz)(num_microbatches)
+        try:
+            return plan_stages(
+                profile,
+                num_stages,
+                num_microbatches,
+                self.measured,
+                micro_bsz=micro_bsz,
+                memory_limit=self.hints.memory_limit,
+                checkpoint=self.measured.checkpoint,
+            )
+        except ValueError:
+            # The arguments are checked, so there are fewer layers than stages or too little memory.
+            return None
+
+    def _fits(self, profile: LayerProfile, plan: StagePlan, num_microbatches: int) -> bool:
+        """Say whether any batch that the job may choose fits: nobody asks for memory then."""
+        limit = self.hints.memory_limit
+        if limit is None:
+            return True
+        micro_bsz = self._most_micro_bsz(num_microbatches)
+        checkpoint = self.measured.checkpoint
+        needed = stage_memory(
+            profile, plan.balance, micro_bsz, num_microbatches, checkpoint=checkpoint
+        )
+        return bool(needed.max() <= limit)
+
+    def speedup(
+        self, num_stages: int, plan: StagePlan | None, base_goodput: float | None
+    ) -> SpeedupFunction:
+        """Return the speedup with K stages; without a plan as measured, or as if cut evenly."""
+        params = plan.perf_params if plan else restage(self.measured, num_stages)
+        hints = self.hints
+        return SpeedupFunction(
+            self.goodput_fn.with_params(params),
+            max_batch_size=hints.max_batch_size,
+            atomic_bsz_range=hints.local_bsz_bounds,
+            accumulation=hints.gradient_accumulation,
+            num_microbatches=self._microbatches(num_stages),
+            plans=(plan,) if plan else (),
+            memory_limit=hints.memory_limit if plan else None,
+            base_goodput=base_goodput,
+        )
+
+    def _microbatches(self, num_stages: int) -> tuple[int, ...]:
+        """Return M as it is, or what a job that chooses M begins with."""
+        present = self.hints.num_microbatches
+        if num_stages == self.hints.num_stages:
+            return (present,)
+        first = FIRST_PER_STAGE * num_stages if num_stages > 1 else 1
+        return tuple(sorted({present, first}))
+
+    def _micro_bsz(self, num_microbatches: int) -> float:
+        """Return b with one replica at the initial batch size, as far as bounds allow it."""
+        low, high = self.hints.local_bsz_bounds or (None, None)
+        samples = max(self.hints.init_batch_size or 1, low or 1)
+        return max(min(samples, high or samples) / num_microbatches, 1.0)
+
+    def _most_micro_bsz(self, num_microbatches: int) -> float:
+        """Return b with the largest atomic batch that the job may choose."""
+        _, high = self.hints.local_bsz_bounds or (None, None)
+        bounds = [size for size in (high, self.hints.max_batch_size) if size is not None]
+        samples = min(bounds, default=self.hints.init_batch_size or 1)
+        return max(samples / num_microbatches, 1.0)
+
+    @cached_property
+    def _profile(self) -> LayerProfile | None:
+        """The layers, as slow as they were measured to be where they run."""
+        hints, layers = self.hints, self.hints.layers
+        if layers is None or layers.num_layers < hints.num_stages:
+            return None
+        micro_bsz = self._micro_bsz(hints.num_microbatches)
+        balance = hints.balance or partition(
+            layers, hints.num_stages, hints.num_microbatches, micro_bsz=micro_bsz
+        )
+        return correct_profile(layers, self.measured, balance, micro_bsz)

@@ -1,0 +1,212 @@
+"""Bytes that each stage's device holds, and the largest micro-batch that fits.
+
+A stage holds its parameters, as many bytes of gradients, the optimizer's state, and the activations
+of the micro-batches that are in flight: those whose forward is done and whose backward is not. With
+M micro-batches, K stages, and stage k counted from 0:
+
+    GPipe   all forwards come before all backwards:              c = M
+    1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
+
+A = bytes per sample that autograd keeps for the stage, I = those of its input. Kept per sample:
+
+    never          c·A
+    always         c·I + A                        inputs, and the one that is recomputed
+    except_last    GPipe  (M - 1)·I + A           the last micro-batch has gone back, and freed its
+                                                  activations, before the first is recomputed
+                   1F1B   (c - 1)·I + A + max(A, I) for c > 1: the last micro-batch goes back last,
+                          so it and a recomputed one are there at once; I + A for c = 1
+                   A for M = 1, as nothing is recomputed
+
+GPipe here is torchgpipe's order, last micro-batch back first; 1F1B is PipeDream-Flush's (Narayanan
+et al., ICML'21). Left out: what a kernel needs while it runs, boundary buffers in flight, and what
+the allocator loses to fragments. Leave the limit some margin for them.
+
+Arguments broadcast, so that one call answers for many candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
+from pipollux_perfmodel.timing.timeline import ScheduleKind
+
+from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
+
+"""In which order a stage takes its forwards and backwards."""
+SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+
+_ROUNDING = 1e-12
+
+
+def stage_memory(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    micro_bsz: ArrayLike,
+    num_microbatches: ArrayLike,
+    *,
+    checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
+) -> Floats:
+    """Return the most bytes that each stage holds at once.
+
+    Args:
+        profile: what the layers cost.
+        balance: number of layers of each stage, K entries.
+        micro_bsz: b, samples per micro-batch; any shape.
+        num_microbatches: M; any shape that broadcasts with `micro_bsz`.
+        checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b".
+
+    Returns:
+        Bytes, shape (K, *broadcast shape of b and M).
+
+    Raises:
+        ValueError: when the balance does not fit the profile, b is negative or not finite, M below
+            1, or checkpoint or schedule unknown.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, optimizer_bytes=20, activation_bytes=3)
+        >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
+        [[52.0, 64.0], [52.0, 64.0]]
+    """
+    check_choices(checkpoint, schedule)
+    samples, count = np.broadcast_arrays(
+        np.asarray(micro_bsz, float), np.asarray(num_microbatches, float)
+    )
+    if not np.all(np.isfinite(samples) & (samples >= 0)):
+        raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
+    fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
+    return np.asarray(fixed + per_sample * samples)
+
+
+def largest_micro_bsz(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    memory_limit: float,
+    num_microbatches: ArrayLike,
+    *,
+    checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
+) -> Floats:
+    """Return the most whole samples per micro-batch that every stage has room for.
+
+    Args:
+        profile: what the layers cost.
+        balance: number of layers of each stage, K entries.
+        memory_limit: bytes of each stage's device.
+        num_microbatches: M; any shape.
+        checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b".
+
+    Returns:
+        Floats of the shape of M: 0 where not one sample fits, infinity where samples take no room.
+
+    Raises:
+        ValueError: as `stage_memory`, or when the limit is not above 0.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> layer = Layer(0, 1, 0, 2, parameter_bytes=10, activation_bytes=3)
+        >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
+        [10.0, 5.0]
+    """
+    check_choices(checkpoint, schedule)
+    check_limit(memory_limit)
+    count = np.asarray(num_microbatches, float)
+    fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
+    room = memory_limit - fixed
+    positive = per_sample > 0
+    samples = np.where(positive, room / np.where(positive, per_sample, 1.0), np.inf)
+    samples = np.where(room >= 0, np.maximum(samples, 0.0), 0.0)
+    # 15.999999999999998 samples are 16.
+    return np.asarray(np.floor(samples.min(axis=0) * (1 + _ROUNDING)))
+
+
+def kept_bytes(
+    input_bytes: Any,
+    activation_bytes: Any,
+    num_microbatches: Any,
+    stages_left: Any,
+    checkpoint: Checkpoint,
+    schedule: ScheduleKind,
+) -> Floats:
+    """Return bytes per sample that a stage keeps at once, by the table above; all broadcast.
+
+    Args:
+        input_bytes: I, bytes per sample of the stage's input.
+        activation_bytes: A, bytes per sample that autograd keeps for the stage's backward.
+        num_microbatches: M.
+        stages_left: K - k, the stage and those after it.
+        checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b".
+    """
+    inputs, full, M = (np.asarray(x) for x in (input_bytes, activation_bytes, num_microbatches))
+    in_flight = M if schedule == "gpipe" else np.minimum(M, stages_left)
+    if checkpoint == "never":
+        return np.asarray(in_flight * full)
+    if checkpoint == "always":
+        return np.asarray(in_flight * inputs + full)
+    if schedule == "gpipe":
+        return np.asarray((M - 1) * inputs + full)
+    several = (in_flight - 1) * inputs + full + np.maximum(full, inputs)
+    one = full + np.where(M > 1, inputs, 0)
+    return np.asarray(np.where(in_flight > 1, several, one))
+
+
+def state_bytes(profile: LayerProfile) -> Floats:
+    """Return bytes of parameters, gradients and optimizer state by layer, shape (L,)."""
+    return 2 * profile.column("parameter_bytes") + profile.column("optimizer_bytes")
+
+
+def check_choices(checkpoint: str, schedule: str) -> None:
+    """Refuse unknown checkpoint modes and schedules.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; give one of {SCHEDULES}")
+
+
+def check_limit(memory_limit: float) -> None:
+    """Refuse a memory limit that is not a finite number of bytes above 0.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    if not (math.isfinite(memory_limit) and memory_limit > 0):
+        raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
+
+
+def _stage_bytes(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    num_microbatches: Floats,
+    checkpoint: Checkpoint,
+    schedule: ScheduleKind,
+) -> tuple[Floats, Floats]:
+    """Return bytes whatever b is, shape (K, 1, …), and bytes per sample, shape (K, *M's)."""
+    check_balance(balance, profile.num_layers)
+    if not np.all(np.isfinite(num_microbatches) & (num_microbatches >= 1)):
+        raise ValueError(f"num_microbatches is {num_microbatches}; give a finite number >= 1")
+    column = (-1,) + (1,) * num_microbatches.ndim
+    starts = [start for start, _ in stage_ranges(balance)]
+    fixed = np.add.reduceat(state_bytes(profile), starts)
+    per_sample = kept_bytes(
+        profile.boundary_bytes()[starts].reshape(column),
+        profile.by_stage("activation_bytes", balance).reshape(column),
+        num_microbatches,
+        np.arange(len(balance), 0, -1).reshape(column),
+        checkpoint,
+        schedule,
+    )
+    return fixed.reshape(column), per_sample

@@ -1,0 +1,319 @@
+"""From a cut of the layers to the `PerfParams` of a job that runs it, and back from measurements.
+
+A stage's times are the sums of its layers': lines in b, with
+
+    C(b) = alpha_c + beta_c·b       alpha_c = Σ over layers of the forward's and backward's alpha,
+                                    beta_c the same of beta; with recomputation, the forward twice
+    φ_k, ψ_k                        stage k's part of beta_c; φα_k, ψα_k of alpha_c
+    t_k(b)                          latency + bytes of the output at cut k · b / bandwidth
+    ρ_k                             stage k's part of all parameter bytes
+
+so `step_time` gives of these parameters the T_pipe that the layers give (the tests compare to
+1e-12). What layers do not tell, network and γ and ω, comes from the parameters of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pipollux_perfmodel.timing.params import Checkpoint, PerfParams, check_params
+from pipollux_perfmodel.timing.step_time import stage_times
+from pipollux_perfmodel.timing.timeline import ScheduleKind
+
+from .layer_profile import Floats, Layer, LayerProfile, Link, check_balance, stage_ranges
+from .memory import check_choices, largest_micro_bsz, stage_memory
+from .partition import partition
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A cut of a model's layers, what it takes and what it holds."""
+
+    balance: tuple[int, ...]
+    """Number of layers of each stage, K entries."""
+    perf_params: PerfParams
+    """Step time parameters of the cut; its checkpoint mode is among them."""
+    profile: LayerProfile
+    """The layers."""
+    schedule: ScheduleKind = "gpipe"
+    """Order of forwards and backwards."""
+
+    def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
+        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M)."""
+        return stage_memory(
+            self.profile,
+            self.balance,
+            micro_bsz,
+            num_microbatches,
+            checkpoint=self.perf_params.checkpoint,
+            schedule=self.schedule,
+        )
+
+    def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
+        """Return the most whole samples per micro-batch that fit, of the shape of M."""
+        return largest_micro_bsz(
+            self.profile,
+            self.balance,
+            memory_limit,
+            num_microbatches,
+            checkpoint=self.perf_params.checkpoint,
+            schedule=self.schedule,
+        )
+
+
+def plan_stages(
+    profile: LayerProfile,
+    num_stages: int,
+    num_microbatches: int,
+    base: PerfParams,
+    *,
+    micro_bsz: float,
+    memory_limit: float | None = None,
+    checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
+    link: Link | None = None,
+    transfers_overlap: bool = True,
+) -> StagePlan:
+    """Cut the layers as `partition` does, and price the cut as `price_stages` does.
+
+    Args:
+        profile: what the layers cost.
+        num_stages: K.
+        num_microbatches: M that the cut is made for.
+        base: where network, γ and ω come from.
+        micro_bsz: b that the cut is made for.
+        memory_limit: bytes of each stage's device; None: no limit.
+        checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b".
+        link: what carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run beside compute.
+
+    Raises:
+        ValueError: as `partition` and `price_stages`.
+
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 4)
+        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> plan = plan_stages(profile, 2, 8, base, micro_bsz=4)
+        >>> plan.balance, plan.perf_params.beta_c
+        ((2, 2), 12.0)
+    """
+    balance = partition(
+        profile,
+        num_stages,
+        num_microbatches,
+        memory_limit,
+        micro_bsz=micro_bsz,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        link=link,
+        transfers_overlap=transfers_overlap,
+    )
+    params = price_stages(
+        profile,
+        balance,
+        base,
+        checkpoint=checkpoint,
+        link=link,
+        transfers_overlap=transfers_overlap,
+    )
+    return StagePlan(tuple(balance), params, profile, schedule)
+
+
+def price_stages(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    base: PerfParams,
+    *,
+    checkpoint: Checkpoint,
+    link: Link | None = None,
+    transfers_overlap: bool = True,
+) -> PerfParams:
+    """Return the step time parameters of one cut.
+
+    Args:
+        profile: what the layers cost.
+        balance: number of layers of each stage, K entries.
+        base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
+        checkpoint: which micro-batches are recomputed.
+        link: what carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run beside compute, or occupy the device that receives.
+
+    Raises:
+        ValueError: when the balance does not fit the profile, no layer takes any time, or `base` or
+            `checkpoint` is out of range.
+
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
+        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> price_stages(profile, [1, 1], base, checkpoint="never").backward_shares
+        (0.25, 0.5)
+    """
+    check_balance(balance, profile.num_layers)
+    check_choices(checkpoint, "gpipe")
+    alphas = _stage_costs(profile, balance, "alpha", checkpoint)
+    betas = _stage_costs(profile, balance, "beta", checkpoint)
+    alpha_c, beta_c = math.fsum(alphas), math.fsum(betas)
+    if alpha_c + beta_c == 0:
+        raise ValueError("the layers of the profile take no time at all; measure them again")
+    num_stages = len(balance)
+    alpha_shares = _shares(alphas, alpha_c)
+    shares = _shares(betas, beta_c) or alpha_shares
+    alpha_t, beta_t = _copies(profile, balance, link)
+    parameters = profile.by_stage("parameter_bytes", balance)
+    return check_params(
+        base._replace(
+            alpha_c=alpha_c,
+            beta_c=beta_c,
+            forward_shares=shares[:num_stages],
+            backward_shares=shares[num_stages:],
+            forward_alpha_shares=alpha_shares[:num_stages],
+            backward_alpha_shares=alpha_shares[num_stages:],
+            alpha_t=alpha_t,
+            beta_t=beta_t,
+            transfers_overlap=transfers_overlap,
+            checkpoint=checkpoint,
+            gradient_shares=_shares(parameters, math.fsum(parameters)),
+            # Layers are lines: fixed and per-sample cost add up.
+            gamma_c=1.0,
+        )
+    )
+
+
+def correct_profile(
+    profile: LayerProfile, measured: PerfParams, balance: Sequence[int], micro_bsz: float
+) -> LayerProfile:
+    """Return the profile with layers as slow as the stages that they ran in were measured to be.
+
+    Forward and backward of each stage at b samples are compared with the profile's, and the layers
+    of the stage scaled by the ratio; recomputation is taken out of a measured backward first. Where
+    the profile has no time to scale, the layers of the stage share what was measured evenly, as a
+    fixed cost. Bytes stay.
+
+    Args:
+        profile: what the layers were thought to cost.
+        measured: of the run, with the shares of its stages and its checkpoint mode.
+        balance: number of layers of each stage of that run.
+        micro_bsz: b of that run.
+
+    Raises:
+        ValueError: when balance, profile and measured parameters are not of the same stages, or b
+            is not above 0.
+
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)
+        >>> slow = PerfParams(0, 9, 0, 0, 0, 0, 1, (1 / 3,), (2 / 3,))
+        >>> correct_profile(profile, slow, [2], 4.0).layers[0][:4]
+        (0.0, 1.5, 0.0, 3.0)
+    """
+    check_balance(balance, profile.num_layers)
+    if measured.num_stages != len(balance):
+        raise ValueError(
+            f"measured has {measured.num_stages} stages but balance {list(balance)} has "
+            f"{len(balance)}; give the balance of the run that was measured"
+        )
+    if not (math.isfinite(micro_bsz) and micro_bsz > 0):
+        raise ValueError(f"micro_bsz is {micro_bsz}; give finite samples > 0")
+    times = stage_times(measured, micro_bsz, np)
+    layers: list[Layer] = []
+    for (start, end), forward, backward in zip(
+        stage_ranges(balance), times.forward, times.backward, strict=True
+    ):
+        if measured.checkpoint != "never":
+            backward = max(backward - forward, 0.0)
+        part = _scaled(profile.layers[start:end], "forward", float(forward), micro_bsz)
+        layers += _scaled(part, "backward", float(backward), micro_bsz)
+    return LayerProfile(tuple(layers), profile.input_bytes)
+
+
+def restage(params: PerfParams, num_stages: int) -> PerfParams:
+    """Return parameters of another number of stages, for a job that has no profile of its layers.
+
+    Assumes that C(b) stays, with the same parts of it in forwards and backwards; that stages are
+    equally slow and hold equally many parameters; and that every copy takes what copies took on
+    average, or nothing if there were none. The same number of stages changes nothing. Real cuts are
+    less even, so this is what the best of cuts could do.
+
+    Raises:
+        ValueError: when `num_stages` is below 1.
+
+    Example:
+        >>> one = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> [round(share, 3) for share in restage(one, 2).backward_shares]
+        [0.333, 0.333]
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; give at least one stage")
+    if num_stages == params.num_stages:
+        return params
+    # () is all of T_net after the backward; of one stage that is the same as its own share.
+    synchronised_late = params.num_stages > 1 and not params.gradient_shares
+    return params._replace(
+        forward_shares=_evenly(params.forward_shares, num_stages),
+        backward_shares=_evenly(params.backward_shares, num_stages),
+        forward_alpha_shares=_evenly(params.forward_alpha_shares, num_stages),
+        backward_alpha_shares=_evenly(params.backward_alpha_shares, num_stages),
+        alpha_t=_average(params.alpha_t, num_stages - 1),
+        beta_t=_average(params.beta_t, num_stages - 1),
+        gradient_shares=() if synchronised_late else (1 / num_stages,) * num_stages,
+    )
+
+
+def _stage_costs(
+    profile: LayerProfile, balance: Sequence[int], kind: str, checkpoint: Checkpoint
+) -> list[float]:
+    """Return alpha or beta of the stages' forwards, then of their backwards."""
+    forward = profile.by_stage(f"forward_{kind}", balance)
+    backward = profile.by_stage(f"backward_{kind}", balance)
+    if checkpoint != "never":
+        backward = backward + forward
+    return [*forward.tolist(), *backward.tolist()]
+
+
+def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
+    """Return each value's part of the total; () when there is nothing to share."""
+    return tuple(float(value) / total for value in values) if total > 0 else ()
+
+
+def _copies(
+    profile: LayerProfile, balance: Sequence[int], link: Link | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return alpha_t and beta_t, one per cut."""
+    if link is None:
+        return (), ()
+    cuts = [end for _, end in stage_ranges(balance)[:-1]]
+    crossing = profile.boundary_bytes()[cuts] if cuts else np.zeros(0)
+    return (link.latency,) * len(cuts), tuple((crossing / link.bandwidth).tolist())
+
+
+def _scaled(
+    layers: Sequence[Layer], phase: str, seconds: float, micro_bsz: float
+) -> tuple[Layer, ...]:
+    """Return the layers of a stage whose forward or backward takes so many seconds."""
+    alpha, beta = f"{phase}_alpha", f"{phase}_beta"
+    predicted = math.fsum(getattr(x, alpha) + getattr(x, beta) * micro_bsz for x in layers)
+    if predicted == 0:
+        return tuple(_changed(layer, {alpha: seconds / len(layers)}) for layer in layers)
+    ratio = seconds / predicted
+    return tuple(
+        _changed(layer, {field: getattr(layer, field) * ratio for field in (alpha, beta)})
+        for layer in layers
+    )
+
+
+def _changed(layer: Layer, changes: dict[str, Any]) -> Layer:
+    return layer._replace(**changes)
+
+
+def _evenly(shares: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    return (math.fsum(shares) / num_stages,) * num_stages if shares else ()
+
+
+def _average(values: tuple[float, ...], num_cuts: int) -> tuple[float, ...]:
+    return (math.fsum(values) / len(values),) * num_cuts if values else ()

@@ -1,0 +1,200 @@
+"""The numbers that describe a job: its step times (`PerfParams`) and its gradients (`GradParams`).
+
+The formulas they enter are in `step_time`, `gpipe` and `goodput`. The first seven fields of
+`PerfParams` are those of Pollux (Qiao et al., OSDI'21, section 3.2) and AdaptDL, in their order, so
+`PerfParams(*seven)` describes a job of one stage, and every number is AdaptDL's. The others
+describe a pipeline, and what AdaptDL's model leaves out of compute and network; each has a neutral
+default.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+# A backward pass costs about two forward passes.
+FORWARD_SHARE = 1 / 3
+BACKWARD_SHARE = 2 / 3
+
+_SHARE_TOLERANCE = 1e-6
+
+Checkpoint = Literal["never", "except_last", "always"]
+"""Which micro-batches are recomputed in the backward (torchgpipe's names)."""
+CHECKPOINTS: tuple[Checkpoint, ...] = ("never", "except_last", "always")
+
+
+class PerfParams(NamedTuple):
+    """Step time parameters of a job.
+
+    One micro-batch of b samples takes C(b) = alpha_c + beta_c·b over all K stages, forward and
+    backward (with recomputation, where the job recomputes): `forward_shares[k]` of that in the
+    forward of stage k, `backward_shares[k]` in its backward. Whatever has K or K - 1 entries may
+    also be empty, which stands for its default; see each field.
+
+    Example:
+        >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages
+        1
+    """
+
+    alpha_c: float
+    """Seconds a micro-batch costs whatever its size: C(b) = alpha_c + beta_c·b."""
+    beta_c: float
+    """Seconds per sample: C(b) = alpha_c + beta_c·b."""
+    alpha_n: float
+    """Seconds to synchronise two replicas on two nodes: T_net = alpha_n + beta_n·(R - 2)."""
+    beta_n: float
+    """Seconds per replica beyond two, across nodes: T_net = alpha_n + beta_n·(R - 2)."""
+    alpha_r: float
+    """Seconds to synchronise two replicas on one node: T_net = alpha_r + beta_r·(R - 2)."""
+    beta_r: float
+    """Seconds per replica beyond two, on one node: T_net = alpha_r + beta_r·(R - 2)."""
+    gamma: float
+    """Overlap of compute and network, 1 (none) to 10 (about full):
+    T_optim = (T_pipe^gamma + T_net^gamma)^(1/gamma)."""
+    forward_shares: tuple[float, ...] = (FORWARD_SHARE,)
+    """φ_k, one per stage: stage k's forward takes φ_k·C(b). Σφ + Σψ = 1."""
+    backward_shares: tuple[float, ...] = (BACKWARD_SHARE,)
+    """ψ_k, one per stage: stage k's backward takes ψ_k·C(b). Σφ + Σψ = 1."""
+    overlap: float = 1.0
+    """ω in [0, 1], how far stages run side by side: 0 not at all, 1 as an ideal GPipe pipeline."""
+    forward_alpha_shares: tuple[float, ...] = ()
+    """φα_k, one per stage, where alpha_c is shared out differently from beta_c: stage k's forward
+    takes φα_k·alpha_c + φ_k·beta_c·b. Empty: φ_k. Σφα + Σψα = 1."""
+    backward_alpha_shares: tuple[float, ...] = ()
+    """ψα_k, one per stage, the same for the backward. Empty: ψ_k."""
+    alpha_t: tuple[float, ...] = ()
+    """Seconds of the copy from stage k to k + 1, and back, whatever its size:
+    t_k(b) = alpha_t[k] + beta_t[k]·b; K - 1 entries. Empty: 0."""
+    beta_t: tuple[float, ...] = ()
+    """Seconds per sample of the same copy; K - 1 entries. Empty: 0."""
+    transfers_overlap: bool = True
+    """Whether copies run beside compute, or occupy the device that receives them."""
+    checkpoint: Checkpoint = "never"
+    """Which micro-batches are recomputed. The shares include recomputation for "always" and
+    "except_last"; under the latter the last micro-batch's backward is shorter by its forward."""
+    gradient_shares: tuple[float, ...] = ()
+    """ρ_k, one per stage: ρ_k·T_net synchronises stage k's gradients, as soon as they are final.
+    Σρ = 1. Empty: all of T_net comes after the whole backward."""
+    shared_link: bool = True
+    """Whether the stages' all-reduces go over one link one after the other, or over one each."""
+    gamma_c: float = 1.0
+    """Overlap of a micro-batch's fixed and per-sample cost, from 1 (they add) on:
+    C(b) = (alpha_c^gamma_c + (beta_c·b)^gamma_c)^(1/gamma_c)."""
+    contention: float = 0.0
+    """κ >= 0: replicas that share a node slow each other down, C(b)·(1 + κ·(R/n - 1))."""
+    growth_n: float = 1.0
+    """p: T_net across nodes grows as ((R - 1)^p - 1)/p; 1 by R - 2, 0 by log(R - 1)."""
+    two_node_penalty: float = 0.0
+    """δ >= 0: T_net across exactly two nodes is 1 + δ times what it is across more."""
+    overhead: float = 0.0
+    """Seconds of a forward and backward beside its micro-batches (loading, the loss, launching),
+    whatever their number and size: T_pipe = overhead + …"""
+
+    @property
+    def num_stages(self) -> int:
+        """K, the number of stages."""
+        return len(self.forward_shares)
+
+
+class GradParams(NamedTuple):
+    """Size and noise of a job's gradient at its initial batch size (Pollux, section 3.1)."""
+
+    sqr: float
+    """Squared norm of the true gradient, |E g|²."""
+    var: float
+    """Variance of the gradient of one batch of the initial batch size, E|g - E g|²."""
+
+
+def even_shares(num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the forward and backward shares of `num_stages` equally slow stages.
+
+    Raises:
+        ValueError: when `num_stages` is below 1.
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; give at least one stage")
+    return (FORWARD_SHARE / num_stages,) * num_stages, (BACKWARD_SHARE / num_stages,) * num_stages
+
+
+def check_params(params: PerfParams) -> PerfParams:
+    """Return the parameters, if their pipeline fields describe one pipeline.
+
+    Raises:
+        ValueError: naming the field, when shares do not sum to 1, a field has another number of
+            entries than there are stages (or boundaries), or a number is out of its range.
+    """
+    check_shares(params.forward_shares, params.backward_shares)
+    if params.forward_alpha_shares or params.backward_alpha_shares:
+        names = "forward_alpha_shares", "backward_alpha_shares"
+        check_shares(params.forward_alpha_shares, params.backward_alpha_shares, names)
+        _check_length("forward_alpha_shares", params.forward_alpha_shares, params.num_stages)
+    _check_entries(params)
+    if params.gradient_shares and abs(math.fsum(params.gradient_shares) - 1) > _SHARE_TOLERANCE:
+        raise ValueError(
+            f"gradient_shares sum to {math.fsum(params.gradient_shares):g}; divide each by the "
+            "total so that they sum to 1"
+        )
+    if params.checkpoint not in CHECKPOINTS:
+        raise ValueError(f"checkpoint is {params.checkpoint!r}; give one of {CHECKPOINTS}")
+    _check_range("overlap", params.overlap, 0.0, 1.0)
+    _check_range("gamma_c", params.gamma_c, 1.0, math.inf)
+    _check_range("contention", params.contention, 0.0, math.inf)
+    _check_range("two_node_penalty", params.two_node_penalty, 0.0, math.inf)
+    _check_range("overhead", params.overhead, 0.0, math.inf)
+    _check_range("growth_n", params.growth_n, -math.inf, math.inf)
+    return params
+
+
+def check_shares(
+    forward_shares: tuple[float, ...],
+    backward_shares: tuple[float, ...],
+    names: tuple[str, str] = ("forward_shares", "backward_shares"),
+) -> None:
+    """Refuse shares that do not split C(b) over the stages.
+
+    Raises:
+        ValueError: when the lengths differ or are zero, a share is negative or not finite, or the
+            shares do not sum to 1.
+    """
+    if not forward_shares or len(forward_shares) != len(backward_shares):
+        raise ValueError(
+            f"{names[0]} has {len(forward_shares)} and {names[1]} "
+            f"{len(backward_shares)} entries; give one of each per stage"
+        )
+    for name, shares in zip(names, (forward_shares, backward_shares), strict=True):
+        for stage, share in enumerate(shares):
+            if not (math.isfinite(share) and share >= 0):
+                raise ValueError(f"{name}[{stage}] is {share}; give a finite share >= 0")
+    total = math.fsum(forward_shares) + math.fsum(backward_shares)
+    if abs(total - 1) > _SHARE_TOLERANCE:
+        raise ValueError(
+            f"{names[0]} and {names[1]} sum to {total:g}; "
+            "divide each by the total so that they sum to 1"
+        )
+
+
+def _check_entries(params: PerfParams) -> None:
+    lengths = {
+        "alpha_t": params.num_stages - 1,
+        "beta_t": params.num_stages - 1,
+        "gradient_shares": params.num_stages,
+    }
+    for name, length in lengths.items():
+        values = getattr(params, name)
+        if values:
+            _check_length(name, values, length)
+        for index, value in enumerate(values):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}[{index}] is {value}; give a finite number >= 0")
+
+
+def _check_length(name: str, values: tuple[float, ...], length: int) -> None:
+    if len(values) != length:
+        raise ValueError(
+            f"{name} has {len(values)} entries; forward_shares has one per stage, so give {length}"
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ValueError(f"{name} is {value}; give a finite number from {low:g} to {high:g}")

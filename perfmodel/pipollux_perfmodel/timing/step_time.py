@@ -1,0 +1,258 @@
+"""Step time of a GPipe pipeline with data parallelism.
+
+The compute term is GPipe's (`gpipe`), the network term and the γ-norm that joins the two are
+Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few numbers more.
+
+    K, R, M   stages, replicas, micro-batches          n   nodes that the replicas lie on
+    b         samples per micro-batch                  s   accumulation steps
+    φ_k, ψ_k  forward and backward share of stage k    ω   overlap of the stages
+    ρ_k       share of T_net for stage k's gradients   κ   contention of replicas on a node
+    p, δ      growth across nodes, two-node penalty    (x, y)_q = (x^q + y^q)^(1/q)
+    ε = 1e-8  stands for zero seconds and for zero replicas beyond two, as in AdaptDL
+
+    C(b)      = (alpha_c, beta_c·b)_gamma_c · (1 + κ·(R/n - 1))
+    f_k, g_k  = φ_k·C(b), ψ_k·C(b)
+    fin_i     = (1 - ω)·(stages taking turns) + ω·(GPipe), both by `gpipe`
+    T_pipe    = overhead + fin_0
+    T_net     = (alpha_n + beta_n·max(((R - 1)^p - 1)/p, ε))·(1 + δ·[n = 2])   n > 1
+                alpha_r + beta_r·max(R - 2, ε)                                 n = 1, R > 1
+                ε                                                              R = 1
+    E         = end of the last all-reduce, ρ_i·T_net from overhead + fin_i on, less T_pipe
+    T_optim   = (T_pipe, E)_γ, but at least as long as the network is busy
+    T_iter    = s·T_pipe + T_optim
+
+Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
+
+    F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))
+
+Every function takes the array module (`numpy`, or `autograd.numpy` to differentiate) as `xp`, and
+broadcasts over its other arguments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .gpipe import (
+    ArrayModule,
+    Numbers,
+    StageTimes,
+    final_times,
+    network_end,
+    serial_final_times,
+)
+from .params import PerfParams
+
+EPSILON = 1e-8
+_ZERO_POWER = 1e-6  # below this, (x^p - 1)/p is log(x) to within rounding
+_LEAST = 1e-300  # so that the norm of two zeros is about zero
+_NOTHING = 1e-16  # seconds; a γ-norm with a plain zero has no derivative
+
+
+class StepTime(NamedTuple):
+    """Times of one iteration in seconds; floats, or arrays of one shape."""
+
+    accum_time: Numbers
+    """T_pipe, of one accumulation step."""
+    network_time: Numbers
+    """T_net, of one synchronisation of gradients."""
+    optim_time: Numbers
+    """T_optim, of the optimizer step: its forward, backward and the synchronisation."""
+    total: Numbers
+    """T_iter = s·T_pipe + T_optim."""
+
+
+def norm(x: Numbers, y: Numbers, power: Numbers, xp: ArrayModule) -> Numbers:
+    """Return (x^power + y^power)^(1/power); never below either, x + y for power 1."""
+    # The larger one is taken out of the norm, so that no power overflows or vanishes.
+    largest = xp.maximum(xp.maximum(x, y), _LEAST)
+    return largest * ((x / largest) ** power + (y / largest) ** power) ** (1 / power)
+
+
+def compute_time(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> Numbers:
+    """Return C(b): seconds of one micro-batch over all stages, on a node of its own."""
+    return _line(params.alpha_c, params.beta_c * micro_bsz, params.gamma_c, xp)
+
+
+def slowdown(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
+    """Return 1 + κ·(R/n - 1), how much slower compute is for sharing nodes."""
+    return 1 + params.contention * (num_replicas / num_nodes - 1)
+
+
+def stage_times(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> StageTimes:
+    """Return the times of one micro-batch in every stage, on a node of its own."""
+    compute = _stage_computes(params, micro_bsz, xp)
+    offsets, slopes = params.alpha_t, params.beta_t
+    boundaries = range(max(len(offsets), len(slopes)))
+    transfer = [
+        (offsets[k] if offsets else 0.0) + (slopes[k] if slopes else 0.0) * micro_bsz
+        for k in boundaries
+    ]
+    return compute._replace(transfer=transfer or [0.0] * (params.num_stages - 1))
+
+
+def pipeline_factor(params: PerfParams, num_microbatches: Numbers, xp: ArrayModule) -> Numbers:
+    """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
+    if params.checkpoint == "except_last":
+        return _final_times(params, _unit_times(params, xp), num_microbatches, xp)[0]
+    slowest = max(params.forward_shares) + max(params.backward_shares)
+    one_by_one, ideal = num_microbatches, 1 + (num_microbatches - 1) * slowest
+    return (1 - params.overlap) * one_by_one + params.overlap * ideal
+
+
+def pipeline_time(
+    params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, xp: ArrayModule
+) -> Numbers:
+    """Return T_pipe of replicas on nodes of their own, without the overhead."""
+    if is_uniform(params):
+        factor = pipeline_factor(params, num_microbatches, xp)
+        return compute_time(params, micro_bsz, xp) * factor
+    return _final_times(params, stage_times(params, micro_bsz, xp), num_microbatches, xp)[0]
+
+
+def network_time(
+    params: PerfParams, num_nodes: Numbers, num_replicas: Numbers, xp: ArrayModule
+) -> Numbers:
+    """Return T_net: seconds to synchronise the gradients of all replicas."""
+    beyond_two = xp.maximum(num_replicas - 2, EPSILON)
+    growth = _growth(params.growth_n, num_replicas, beyond_two, xp)
+    penalty = 1 + params.two_node_penalty * (num_nodes == 2)
+    across = (params.alpha_n + params.beta_n * growth) * penalty
+    inside = params.alpha_r + params.beta_r * beyond_two
+    return xp.where(num_nodes > 1, across, xp.where(num_replicas > 1, inside, EPSILON))
+
+
+def optim_time(gamma: Numbers, accum: Numbers, network: Numbers, xp: ArrayModule) -> Numbers:
+    """Return T_optim, the γ-norm of T_pipe and the exposed network; never below either."""
+    return norm(accum, network, gamma, xp)
+
+
+def step_time(
+    params: PerfParams,
+    num_nodes: Numbers,
+    num_replicas: Numbers,
+    atomic_bsz: Numbers,
+    accum_steps: Numbers,
+    num_microbatches: Numbers,
+    xp: ArrayModule,
+) -> StepTime:
+    """Return all times of an iteration; b = atomic_bsz / M."""
+    micro_bsz = atomic_bsz / num_microbatches
+    slow = slowdown(params, num_nodes, num_replicas)
+    network = network_time(params, num_nodes, num_replicas, xp)
+    if is_simple(params):
+        accum = pipeline_time(params, micro_bsz, num_microbatches, xp) * slow + params.overhead
+        optim = optim_time(params.gamma, accum, network, xp)
+    else:
+        final = _all_final_times(params, micro_bsz, num_microbatches, slow, xp)
+        accum = final[0]
+        optim = _overlapped_optim_time(params, final, network, xp)
+    return StepTime(accum, network, optim, accum_steps * accum + optim)
+
+
+def is_uniform(params: PerfParams) -> bool:
+    """Whether every stage's time is a constant share of C(b), and copies are free."""
+    return not (params.forward_alpha_shares or params.alpha_t or params.beta_t)
+
+
+def is_simple(params: PerfParams) -> bool:
+    """Whether T_pipe is a multiple of C(b), and all of T_net comes after it."""
+    return is_uniform(params) and (not params.gradient_shares or params.num_stages == 1)
+
+
+def _line(offset: Numbers, slope: Numbers, power: Numbers, xp: ArrayModule) -> Numbers:
+    """Return the two costs joined by a norm; their plain sum for power 1, and where one is 0."""
+    if isinstance(power, float) and power == 1.0:
+        return offset + slope
+    return norm(offset, slope, power, xp)
+
+
+def _stage_computes(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> StageTimes:
+    if not params.forward_alpha_shares:
+        whole = compute_time(params, micro_bsz, xp)
+        unit = _unit_times(params, xp)
+        forward, backward, last = ([share * whole for share in part] for part in unit[:3])
+        same = unit.last_backward is unit.backward
+        return StageTimes(forward, backward, backward if same else last, [])
+    parts = (
+        (params.forward_alpha_shares, params.forward_shares),
+        (params.backward_alpha_shares, params.backward_shares),
+    )
+    forward, backward = (
+        [
+            _line(
+                of_alpha * params.alpha_c, of_beta * params.beta_c * micro_bsz, params.gamma_c, xp
+            )
+            for of_alpha, of_beta in zip(*part, strict=True)
+        ]
+        for part in parts
+    )
+    return StageTimes(forward, backward, _last_backward(params, forward, backward, xp), [])
+
+
+def _unit_times(params: PerfParams, xp: ArrayModule) -> StageTimes:
+    """Return the shares as times of a micro-batch with C(b) = 1."""
+    forward, backward = list(params.forward_shares), list(params.backward_shares)
+    last = _last_backward(params, forward, backward, xp)
+    return StageTimes(forward, backward, last, [0.0] * (params.num_stages - 1))
+
+
+def _last_backward(
+    params: PerfParams, forward: list[Numbers], backward: list[Numbers], xp: ArrayModule
+) -> list[Numbers]:
+    if params.checkpoint != "except_last":
+        return backward
+    return [xp.maximum(g - f, 0.0) for f, g in zip(forward, backward, strict=True)]
+
+
+def _final_times(
+    params: PerfParams, times: StageTimes, num_microbatches: Numbers, xp: ArrayModule
+) -> list[Numbers]:
+    """Return fin_i of every stage, between stages taking turns and GPipe."""
+    ideal = final_times(times, num_microbatches, params.transfers_overlap, xp)
+    serial = serial_final_times(times, num_microbatches, xp)
+    overlap = params.overlap
+    return [(1 - overlap) * a + overlap * b for a, b in zip(serial, ideal, strict=True)]
+
+
+def _all_final_times(
+    params: PerfParams,
+    micro_bsz: Numbers,
+    num_microbatches: Numbers,
+    slow: Numbers,
+    xp: ArrayModule,
+) -> list[Numbers]:
+    if is_uniform(params):
+        whole = compute_time(params, micro_bsz, xp) * slow
+        unit = _final_times(params, _unit_times(params, xp), num_microbatches, xp)
+        return [share * whole + params.overhead for share in unit]
+    times = stage_times(params, micro_bsz, xp)
+    same = times.last_backward is times.backward
+    forward, backward, last = ([t * slow for t in part] for part in times[:3])
+    slowed = StageTimes(forward, backward, backward if same else last, times.transfer)
+    final = _final_times(params, slowed, num_microbatches, xp)
+    return [seconds + params.overhead for seconds in final]
+
+
+def _overlapped_optim_time(
+    params: PerfParams, final: list[Numbers], network: Numbers, xp: ArrayModule
+) -> Numbers:
+    """Return T_optim when each stage's all-reduce starts as its gradients are final."""
+    if not params.gradient_shares:
+        return optim_time(params.gamma, final[0], network, xp)
+    all_reduce = [share * network for share in params.gradient_shares]
+    exposed = network_end(final, all_reduce, params.shared_link, xp) - final[0]
+    optim = optim_time(params.gamma, final[0], xp.maximum(exposed, _NOTHING), xp)
+    busy = network if params.shared_link else max(params.gradient_shares) * network
+    return xp.maximum(optim, busy)
+
+
+def _growth(power: Numbers, num_replicas: Numbers, beyond_two: Numbers, xp: ArrayModule) -> Numbers:
+    """Return ((R - 1)^p - 1)/p, which is R - 2 for p = 1 and log(R - 1) for p = 0."""
+    if isinstance(power, float) and power == 1.0:
+        return beyond_two
+    logarithm = xp.log(xp.maximum(num_replicas - 1, 1.0))
+    if isinstance(power, float) and abs(power) < _ZERO_POWER:
+        return xp.maximum(logarithm, EPSILON)
+    safe = xp.where(abs(power) < _ZERO_POWER, _ZERO_POWER, power)
+    return xp.maximum((xp.exp(safe * logarithm) - 1) / safe, EPSILON)

@@ -1,0 +1,315 @@
+"""Time lines of a pipeline: which stage works on which micro-batch when, for GPipe and for 1F1B.
+
+GPipe (Huang et al., NeurIPS'19): micro-batch i enters stage k as soon as it has left stage k - 1
+and stage k is done with micro-batch i - 1. When the last stage has finished its last forward,
+backwards run through the stages in reverse, last micro-batch first. For K = 3 stages, M = 4
+micro-batches, equal times:
+
+    stage 0   F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0
+    stage 1   .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 ..
+    stage 2   .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
+
+The dots are the bubble, (K - 1)/(M + K - 1) of all. With stage times f_k and g_k the whole takes
+Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1.
+
+1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k does min(M, K - 1 - k) forwards to warm
+up, then one forward and one backward in turn, then the backwards that are left, micro-batches in
+the same order in both. Stage k holds min(M, K - k) micro-batches at once where GPipe holds M:
+
+    stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+    stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
+A boundary copy takes what crosses from stage k to stage k + 1, and its gradient back. It is a
+machine of its own, one for each direction, or it occupies the receiving device just before that
+device works on what it received.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+Phase = Literal["forward", "backward"]
+TransferPhase = Literal["forward_transfer", "backward_transfer"]
+ScheduleKind = Literal["gpipe", "1f1b"]
+
+
+class StageEvent(NamedTuple):
+    """One forward or backward of one micro-batch in one stage; times in seconds.
+
+    Or one boundary copy (of `Schedule.transfers` only): its stage is the one that receives.
+    """
+
+    stage: int
+    microbatch: int
+    phase: Phase | TransferPhase
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ideal time line of one forward and backward of all micro-batches; for reports and tests.
+
+    Example:
+        >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
+        >>> schedule.makespan, schedule.max_in_flight
+        (15.0, (2, 1))
+        >>> schedule.events[0]
+        StageEvent(stage=0, microbatch=0, phase='forward', start=0.0, end=1.0)
+
+    Raises:
+        ValueError: when `kind` is unknown, a sequence has another length than its stages ask for, a
+            time is negative or not finite, or there is no micro-batch.
+    """
+
+    kind: ScheduleKind
+    """In which order a stage works: "gpipe" or "1f1b"."""
+    forward: tuple[float, ...]
+    """Seconds of one micro-batch's forward per stage; K entries."""
+    backward: tuple[float, ...]
+    """Seconds of one micro-batch's backward per stage, with its recomputation; K entries."""
+    num_microbatches: int
+    """M."""
+    last_backward: tuple[float, ...] = ()
+    """The same for the micro-batch that is last in forward order, which checkpointing
+    "except_last" does not recompute: GPipe's first backward, 1F1B's last. () = as `backward`."""
+    transfer: tuple[float, ...] = ()
+    """Seconds of the copy k → k + 1 and of its gradient back; K - 1 entries, or () = free."""
+    transfers_overlap: bool = True
+    """True: a copy is a machine of its own; False: it occupies the receiving device."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "last_backward", "transfer"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check(self)
+        object.__setattr__(self, "last_backward", self.last_backward or self.backward)
+        object.__setattr__(self, "transfer", self.transfer or (0.0,) * (self.num_stages - 1))
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.forward)
+
+    @property
+    def events(self) -> list[StageEvent]:
+        """The 2·K·M forwards and backwards, sorted by start; the first starts at 0."""
+        return list(self._time_line[0])
+
+    @property
+    def transfers(self) -> list[StageEvent]:
+        """The 2·(K - 1)·M boundary copies, sorted by start; of zero seconds where copies are free.
+
+        Their phase is "forward_transfer" or "backward_transfer".
+        """
+        return list(self._time_line[1])
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first forward's start to the last backward's end."""
+        return max(self.final_times)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the devices' time in which they compute nothing; copies compute nothing."""
+        return bubble_fraction(self._time_line[0], self.num_stages)
+
+    @cached_property
+    def final_times(self) -> tuple[float, ...]:
+        """Seconds after which the gradients of each stage are final; its last backward's end."""
+        final = [0.0] * self.num_stages
+        for event in self._time_line[0]:
+            final[event.stage] = max(final[event.stage], event.end)
+        return tuple(final)
+
+    @property
+    def max_in_flight(self) -> tuple[int, ...]:
+        """Most micro-batches that each stage holds at once, from forward's start to backward's end.
+
+        GPipe M, 1F1B min(M, K - k): what a stage's activation memory grows with.
+        """
+        most = []
+        for stage in range(self.num_stages):
+            held = peak = 0
+            for phase, _ in _order(self, stage):
+                held += 1 if phase == "forward" else -1
+                peak = max(peak, held)
+            most.append(peak)
+        return tuple(most)
+
+    @cached_property
+    def _time_line(self) -> tuple[tuple[StageEvent, ...], tuple[StageEvent, ...]]:
+        return _Run(self).finish()
+
+
+def gpipe_schedule(
+    forward: Sequence[float], backward: Sequence[float], num_microbatches: int
+) -> list[StageEvent]:
+    """Return the ideal GPipe time line of one forward and backward, sorted by start.
+
+    Args:
+        forward: seconds of one micro-batch's forward per stage.
+        backward: seconds of one micro-batch's backward per stage.
+        num_microbatches: M.
+
+    Returns:
+        2·K·M events; the first starts at 0.
+
+    Raises:
+        ValueError: when the two have different lengths or none, a time is negative or not finite,
+            or there is no micro-batch.
+    """
+    return Schedule("gpipe", tuple(forward), tuple(backward), num_microbatches).events
+
+
+def one_f_one_b_schedule(
+    forward: Sequence[float], backward: Sequence[float], num_microbatches: int
+) -> list[StageEvent]:
+    """Return the ideal 1F1B time line; as `gpipe_schedule` in all else.
+
+    Example:
+        >>> [f"{e.phase[0]}{e.microbatch}" for e in one_f_one_b_schedule([1.0], [2.0], 2)]
+        ['f0', 'b0', 'f1', 'b1']
+    """
+    return Schedule("1f1b", tuple(forward), tuple(backward), num_microbatches).events
+
+
+def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
+    """Return the idle share of `num_stages` devices between the first start and the last end.
+
+    0.0 when there is no event, or none that takes time. A device that only copies is idle.
+
+    Raises:
+        ValueError: when an event names a stage outside of `num_stages`.
+    """
+    events = list(events)
+    for event in events:
+        if not 0 <= event.stage < num_stages:
+            raise ValueError(
+                f"an event is of stage {event.stage}; num_stages is {num_stages}, so give "
+                f"stages 0 to {num_stages - 1}"
+            )
+    if not events:
+        return 0.0
+    makespan = max(event.end for event in events) - min(event.start for event in events)
+    if makespan <= 0:
+        return 0.0
+    busy = math.fsum(event.end - event.start for event in events if event.phase in get_args(Phase))
+    return max(0.0, 1 - busy / (num_stages * makespan))
+
+
+class _Run:
+    """Work through the stages' orders, each piece as early as its input and its device allow."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._computed: list[StageEvent] = []
+        self._copied: list[StageEvent] = []
+        self._device_free = [0.0] * schedule.num_stages
+        self._link_free: dict[tuple[Phase, int], float] = {}
+        """Until when the copy of a phase into a stage is in use."""
+        self._arrival: dict[tuple[Phase, int, int], float] = {
+            ("forward", 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)
+        }
+        """When the input of (phase, stage, micro-batch) is there, or may be fetched."""
+
+    def finish(self) -> tuple[tuple[StageEvent, ...], tuple[StageEvent, ...]]:
+        stages = range(self._schedule.num_stages)
+        waiting = [deque(_order(self._schedule, stage)) for stage in stages]
+        while any(waiting):
+            for stage in stages:
+                while waiting[stage] and self._work(stage, *waiting[stage][0]):
+                    waiting[stage].popleft()
+        return _by_start(self._computed), _by_start(self._copied)
+
+    def _work(self, stage: int, phase: Phase, microbatch: int) -> bool:
+        """Do one forward or backward, and send what it makes; False when its input is not known."""
+        arrival = self._arrival.get((phase, stage, microbatch))
+        if arrival is None:
+            return False
+        start = max(arrival, self._device_free[stage])
+        if not self._schedule.transfers_overlap:
+            start = self._copy(stage, phase, microbatch, start)
+        end = start + self._seconds(stage, phase, microbatch)
+        self._device_free[stage] = end
+        self._computed.append(StageEvent(stage, microbatch, phase, start, end))
+        self._send(stage, phase, microbatch, end)
+        return True
+
+    def _send(self, stage: int, phase: Phase, microbatch: int, now: float) -> None:
+        target = stage + (1 if phase == "forward" else -1)
+        if target == self._schedule.num_stages:
+            # The last stage turns round: no copy.
+            phase, target = "backward", stage
+        elif target >= 0 and self._schedule.transfers_overlap:
+            link = phase, target
+            now = self._copy(target, phase, microbatch, max(now, self._link_free.get(link, 0.0)))
+            self._link_free[link] = now
+        self._arrival[phase, target, microbatch] = now
+
+    def _copy(self, target: int, phase: Phase, microbatch: int, start: float) -> float:
+        """Copy to the target stage and return the end; at once where its input is at home."""
+        boundary = target - 1 if phase == "forward" else target
+        if not 0 <= boundary < len(self._schedule.transfer):
+            return start
+        end = start + self._schedule.transfer[boundary]
+        name: TransferPhase = "forward_transfer" if phase == "forward" else "backward_transfer"
+        self._copied.append(StageEvent(target, microbatch, name, start, end))
+        return end
+
+    def _seconds(self, stage: int, phase: Phase, microbatch: int) -> float:
+        if phase == "forward":
+            return self._schedule.forward[stage]
+        if microbatch == self._schedule.num_microbatches - 1:
+            return self._schedule.last_backward[stage]
+        return self._schedule.backward[stage]
+
+
+def _by_start(events: list[StageEvent]) -> tuple[StageEvent, ...]:
+    return tuple(sorted(events, key=lambda event: (event.start, event.end, event.stage)))
+
+
+def _order(schedule: Schedule, stage: int) -> list[tuple[Phase, int]]:
+    """Return what a stage does, in its order: (phase, micro-batch)."""
+    microbatches = range(schedule.num_microbatches)
+    forwards: list[tuple[Phase, int]] = [("forward", i) for i in microbatches]
+    backwards: list[tuple[Phase, int]] = [("backward", i) for i in microbatches]
+    if schedule.kind == "gpipe":
+        return forwards + backwards[::-1]
+    warm_up = min(len(forwards), schedule.num_stages - 1 - stage)
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - warm_up :]
+
+
+def _check(schedule: Schedule) -> None:
+    if schedule.kind not in get_args(ScheduleKind):
+        raise ValueError(f"kind is {schedule.kind!r}; give 'gpipe' or '1f1b'")
+    num_stages = len(schedule.forward)
+    if not num_stages or num_stages != len(schedule.backward):
+        raise ValueError(
+            f"forward has {num_stages} and backward {len(schedule.backward)} entries; "
+            "give one of each per stage"
+        )
+    if len(schedule.last_backward) not in (0, num_stages):
+        raise ValueError(
+            f"last_backward has {len(schedule.last_backward)} entries; give one per stage, "
+            f"{num_stages}, or none where the last micro-batch is like the others"
+        )
+    if len(schedule.transfer) not in (0, num_stages - 1):
+        raise ValueError(
+            f"transfer has {len(schedule.transfer)} entries; give one per boundary between "
+            f"stages, {num_stages - 1}, or none where copies are free"
+        )
+    for name in ("forward", "backward", "last_backward", "transfer"):
+        for stage, seconds in enumerate(getattr(schedule, name)):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name}[{stage}] is {seconds}; give a finite time >= 0 s")
+    if schedule.num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {schedule.num_microbatches}; give at least one")

@@ -1,0 +1,1 @@
+"""What jobs are to hold: the state read, a strategy asked, the decision stored."""

@@ -1,0 +1,162 @@
+"""Keeping the number of nodes right: advice, draining, and asking for nodes, round by round.
+
+`Autoscaler.round` follows every round of the allocator, in the allocator's thread. What it decides
+comes from `policy.autoscaling`; renting and giving back is the expander's, which may take its time
+and therefore has a thread of its own. What was seen so far is not kept: a scheduler that is started
+again observes for a whole window before it changes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipollux_sched.policy import (
+    AutoscalingRules,
+    AutoscalingState,
+    JobInfo,
+    NodeInfo,
+    NodePlan,
+    Policy,
+    autoscale,
+    plan_nodes,
+)
+from pipollux_sched.utils.vital_thread import VitalThread
+
+from .expander import Expander, ExpanderError
+from .job_infos import node_template
+
+__all__ = ["Autoscaler", "Request"]
+
+_LOG = logging.getLogger(__name__)
+JOIN_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the expander is asked for."""
+
+    desired_nodes: int
+    """How many nodes there should be, with those that still drain."""
+    release: tuple[str, ...] = ()
+    """Nodes to give back; nothing runs on them."""
+
+
+class Autoscaler:
+    """Decides after every round how many nodes there should be, and asks for them.
+
+    Args:
+        rules: what the operator wants.
+        expander: asked for nodes; again in every round, until there are as many.
+        policy: tells what it would make of other numbers of nodes.
+        on_change: called with what is planned whenever that is something new.
+    """
+
+    def __init__(
+        self,
+        rules: AutoscalingRules,
+        expander: Expander,
+        policy: Policy,
+        *,
+        on_change: Callable[[NodePlan], object] = lambda _: None,
+    ) -> None:
+        self._rules = rules
+        self._policy = policy
+        self._on_change = on_change
+        self._state = AutoscalingState()
+        self._plan: NodePlan | None = None
+        self._errands = _Errands(expander)
+
+    def start(self) -> VitalThread:
+        """Begin to carry requests out, in the thread that is returned."""
+        return self._errands.start()
+
+    def stop(self) -> None:
+        """Carry nothing more out; what is under way is waited for, but not for long."""
+        self._errands.stop()
+
+    def round(
+        self,
+        jobs: Mapping[str, JobInfo],
+        nodes: Mapping[str, NodeInfo],
+        allocations: Mapping[str, Sequence[str]],
+        busy: Collection[str],
+    ) -> tuple[str, ...]:
+        """Note one round of the policy, and ask for nodes if their number is not right.
+
+        Args:
+            jobs: all jobs that have not ended.
+            nodes: all nodes, with those marked as draining that the round before named.
+            allocations: what the jobs were given.
+            busy: nodes that something still runs on, be it on the move.
+
+        Returns:
+            The nodes to mark as draining.
+        """
+        template = node_template(nodes)
+        self._state, desired = autoscale(
+            self._rules, self._state, self._policy, jobs, nodes, allocations, template
+        )
+        before = self._plan.drain if self._plan else ()
+        plan = _without(busy, plan_nodes(desired, before, jobs, nodes, allocations))
+        if plan != self._plan:
+            self._plan = plan
+            self._on_change(plan)
+        if plan.num_nodes != len(nodes) or plan.release:
+            self._errands.ask(Request(plan.num_nodes, plan.release))
+        return plan.drain
+
+
+def _without(busy: Collection[str], plan: NodePlan) -> NodePlan:
+    """Keep nodes that jobs are only just leaving."""
+    release = tuple(name for name in plan.release if name not in busy)
+    kept = len(plan.release) - len(release)
+    return replace(plan, release=release, num_nodes=plan.num_nodes + kept)
+
+
+class _Errands:
+    """Carries requests out in a thread of its own; of those that wait, the latest counts."""
+
+    def __init__(self, expander: Expander) -> None:
+        self._expander = expander
+        self._changed = threading.Condition()
+        self._wanted: Request | None = None
+        self._ending = False
+        self._thread: VitalThread | None = None
+
+    def start(self) -> VitalThread:
+        self._thread = VitalThread("expander", self._run)
+        self._thread.start()
+        return self._thread
+
+    def stop(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT)
+
+    def ask(self, request: Request) -> None:
+        with self._changed:
+            self._wanted = request
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (request := self._next()) is not None:
+            self._carry_out(request)
+
+    def _next(self) -> Request | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending or self._wanted is not None)
+            request, self._wanted = self._wanted, None
+            return None if self._ending else request
+
+    def _carry_out(self, request: Request) -> None:
+        try:
+            self._expander.request(request.desired_nodes, request.release)
+        except ExpanderError as error:
+            _LOG.warning("%s", error)
+        except Exception:  # other people's code: without nodes the jobs go on with those there are
+            _LOG.exception("the expander failed")

@@ -1,0 +1,223 @@
+"""What jobs ask for and what nodes have, in the form that allocation policies take.
+
+Specs (what the user said) and hints (what the job measured) become `JobInfo` and `NodeInfo`; beside
+them what follows from resources alone: how many replicas fit, and what allocations leave free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pipollux_perfmodel import SchedHints, SpeedupFunction
+from pipollux_sched.policy import (
+    DEFAULT_RESTART_SECONDS,
+    JobInfo,
+    NodeInfo,
+    ReplicaShape,
+    SpeedupCallable,
+    shape_of,
+)
+from pipollux_sched.spec.job import JobSpec, NodeSpec
+
+from .hints import Worth, worth
+
+UNSTATED = 2**50
+"""What a node has of CPUs or memory if its spec does not say: more than any job asks for."""
+
+
+def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
+    """Return the speedup of a job that nothing is known of: each replica adds a whole one."""
+    return np.asarray(num_replicas, dtype=float)
+
+
+def node_info(spec: NodeSpec) -> NodeInfo:
+    """Bring a node into the policy's form."""
+    amounts = {"slots": spec.slots, "cpus": spec.cpus, "memory": spec.memory}
+    return NodeInfo(
+        {kind: UNSTATED if amount is None else amount for kind, amount in amounts.items()},
+        spec.preemptible,
+        spec.gpu_type or "",
+        spec.draining,
+    )
+
+
+def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
+    """Return what one replica of a job holds of its node: its K slots, and what else it asks."""
+    stages = num_stages or spec.num_stages
+    whole, each = spec.resources, spec.resources_per_stage
+    asked = {
+        "cpus": whole.cpus + stages * each.cpus,
+        "memory": whole.memory + stages * each.memory,
+    }
+    others = {kind: amount for kind, amount in asked.items() if amount}
+    return {"slots": stages, **others}
+
+
+def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
+    """Return how many replicas a job may get: at most twice what it was ever measured on.
+
+    AdaptDL's rule. What was not seen is predicted optimistically, and this bounds the risk; a job
+    that was never measured starts small. What its user requests outright is not held back.
+    """
+    profiled = hints.max_profiled_replicas if hints else 0
+    vouched_for = max(spec.min_replicas, spec.requested_replicas or 1)
+    return min(spec.max_replicas, max(2 * profiled, vouched_for))
+
+
+def job_info(
+    spec: JobSpec,
+    hints: SchedHints | None,
+    *,
+    age: float,
+    created: float = 0.0,
+    num_restarts: int = 0,
+    restart_seconds: float = DEFAULT_RESTART_SECONDS,
+    attained_service: float = 0.0,
+    num_stages: int | None = None,
+) -> JobInfo:
+    """Bring a job into the policy's form.
+
+    Args:
+        spec: what the user asked for.
+        hints: the latest that is known of the job; None, incomplete or absurd hints (`hints_worth`)
+            mean linear speedup.
+        age: seconds since submission.
+        created: time of submission, seconds since any fixed moment.
+        num_restarts: how often its allocation was changed so far.
+        restart_seconds: what one restart costs it.
+        attained_service: slot-seconds that it has held.
+        num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
+    """
+    said = hints_worth(spec, hints)
+    hints = None if said.doubt else hints
+    own: SpeedupCallable = said.speedups.get(spec.num_stages, linear_speedup)
+    return JobInfo(
+        resources=replica_resources(spec),
+        speedup_fn=own,
+        creation_timestamp=created,
+        min_replicas=spec.min_replicas,
+        max_replicas=replica_cap(spec, hints),
+        preemptible=spec.preemptible,
+        num_stages=spec.num_stages,
+        age=age,
+        num_restarts=num_restarts,
+        restart_seconds=restart_seconds,
+        gpu_type=spec.gpu_type,
+        shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
+        attained_service=attained_service,
+        remaining_work=_remaining_work(hints, own),
+        requested_replicas=spec.requested_replicas,
+    )
+
+
+def hints_worth(
+    spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
+) -> Worth:
+    """Return what hints say of each number of stages that a job may be cut into.
+
+    Args:
+        spec: what the user asked for.
+        hints: what the job tells; None: nothing.
+        choices: numbers of stages besides the job's own; None: those that its user allows.
+    """
+    if hints is None:
+        return Worth({})
+    stages = tuple(spec.stage_choices if choices is None else choices)
+    return worth(hints, spec.num_stages, stages, replica_cap(spec, hints))
+
+
+def _further_shapes(
+    spec: JobSpec,
+    hints: SchedHints | None,
+    speedups: Mapping[int, SpeedupFunction],
+    running: int | None,
+) -> Iterator[ReplicaShape]:
+    """Yield the ways to cut a job other than its own."""
+    known: dict[int, SpeedupCallable] = {**speedups}
+    if running is not None and running not in known:
+        # What holds slots is counted, whether or not it could be chosen again.
+        found = hints_worth(spec, hints, (running,)).speedups
+        known[running] = found.get(running, linear_speedup)
+    for num_stages in sorted(known.keys() - {spec.num_stages}):
+        resources = replica_resources(spec, num_stages)
+        yield ReplicaShape(num_stages, resources, known[num_stages], spec.gpu_type)
+
+
+def _remaining_work(hints: SchedHints | None, own: SpeedupCallable) -> float | None:
+    """Return the seconds that one replica of the job's own K would still train."""
+    if hints is None or hints.remaining_samples is None or not isinstance(own, SpeedupFunction):
+        return None
+    if own.base_goodput <= 0:
+        return None
+    seconds = hints.remaining_samples / own.base_goodput
+    return seconds if math.isfinite(seconds) else None
+
+
+def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
+    """Return the shape of a job with K stages; one that is not among its shapes is unmeasured.
+
+    Args:
+        info: the job.
+        num_stages: K; None: that of its own shape.
+    """
+    for shape in info.all_shapes:
+        if num_stages in (None, shape.num_stages):
+            return shape
+    stages = num_stages or info.num_stages
+    resources = {**info.resources, "slots": stages}
+    return ReplicaShape(stages, resources, linear_speedup, info.gpu_type)
+
+
+def including(info: JobInfo, shape: ReplicaShape) -> JobInfo:
+    """Return the same job with a shape added, unless it has one of as many stages."""
+    if any(shape.num_stages == known.num_stages for known in info.all_shapes):
+        return info
+    return replace(info, shapes=(*info.shapes, shape))
+
+
+def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
+    """Return the same job with its shape of K stages, if it has one, before all others."""
+    first = next((s for s in info.all_shapes if s.num_stages == num_stages), None)
+    if first is None:
+        return info
+    return replace(
+        info,
+        resources=first.resources,
+        speedup_fn=first.speedup_fn,
+        num_stages=first.num_stages,
+        shapes=tuple(s for s in info.all_shapes if s.num_stages != first.num_stages),
+    )
+
+
+def count_fitting(resources: Mapping[str, int], free: Mapping[str, int]) -> int:
+    """Return how many replicas that hold `resources` each fit what is free on one node."""
+    counts = [max(free.get(kind, 0), 0) // need for kind, need in resources.items() if need > 0]
+    return min(counts)
+
+
+def free_resources(
+    nodes: Mapping[str, NodeInfo],
+    jobs: Mapping[str, JobInfo],
+    allocations: Mapping[str, Sequence[str]],
+) -> dict[str, dict[str, int]]:
+    """Return what allocations leave of every node, by kind of resource."""
+    free = {name: dict(node.resources) for name, node in nodes.items()}
+    for job, allocation in allocations.items():
+        resources = shape_of(jobs[job], allocation, nodes).resources if allocation else {}
+        for name in allocation:
+            if name in free:
+                for kind, amount in resources.items():
+                    free[name][kind] = free[name].get(kind, 0) - amount
+    return free
+
+
+def node_template(nodes: Mapping[str, NodeInfo]) -> NodeInfo:
+    """Return a node as could be rented: as much of every resource as the largest node has."""
+    kinds = {kind for node in nodes.values() for kind in node.resources}
+    most = {kind: max(node.resources.get(kind, 0) for node in nodes.values()) for kind in kinds}
+    return NodeInfo(most, preemptible=True)

@@ -1,0 +1,182 @@
+"""Why an allocation is what it is, in sentences that people understand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
+
+from .job_infos import count_fitting, linear_speedup
+
+
+def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
+    """Say why a job could not run even if the cluster were empty; None if it could."""
+    reasons = [_misfit(job, info, shape, nodes) for shape in info.all_shapes]
+    return None if None in reasons else reasons[0]
+
+
+def _misfit(
+    job: str, info: JobInfo, shape: ReplicaShape, nodes: Mapping[str, NodeInfo]
+) -> str | None:
+    suited = {name: node.resources for name, node in nodes.items() if shape.runs_on(node)}
+    asked = _spell_resources(shape.resources)
+    if not suited:
+        types = sorted({node.gpu_type for node in nodes.values() if node.gpu_type})
+        has = ", ".join(types) or "none that is stated"
+        return (
+            f"job '{job}' fits no node: its gpu_type is {shape.gpu_type}, and the cluster has "
+            f"{has}; change gpu_type of the job or of the nodes"
+        )
+    fitting = sum(count_fitting(shape.resources, has) for has in suited.values())
+    if not fitting:
+        name, has = _largest(shape.resources, suited)
+        return (
+            f"job '{job}' fits no node: one replica needs {asked} on one node, and the largest "
+            f"node, {name}, has {has}; ask for less (num_stages, resources) or add a larger node"
+        )
+    if fitting < info.min_replicas:
+        return (
+            f"job '{job}' never runs: min_replicas is {info.min_replicas}, with {asked} each, and "
+            f"the empty cluster holds {fitting}; lower min_replicas or add nodes"
+        )
+    return None
+
+
+def explain(
+    info: JobInfo,
+    previous: Sequence[str],
+    new: Sequence[str],
+    nodes: Mapping[str, NodeInfo],
+    free: Mapping[str, Mapping[str, int]],
+) -> str:
+    """Say in a short sentence why a job's allocation is what it is.
+
+    Args:
+        info: the job as the policy saw it.
+        previous: its allocation until now; an `Allocation` where K is not the job's own.
+        new: its allocation from now on, likewise.
+        nodes: all nodes.
+        free: what is left of them with all jobs' new allocations (`free_resources`).
+    """
+    if not new:
+        verb = "is suspended" if previous else "waits"
+        return f"{verb}: {why_nothing(info, nodes, free)}"
+    shape = shape_of(info, new, nodes)
+    worth = _spell_speedup(shape, new)
+    if not previous:
+        return f"starts on {_spell_allocation(info, shape, new)}: {worth}"
+    gone = sorted(set(previous) - nodes.keys())
+    if gone:
+        return f"moves to {_spell_allocation(info, shape, new)}: {', '.join(gone)} is gone"
+    before = shape_of(info, previous, nodes)
+    change = f"speedup {_speedup(before, previous):.2f} → {worth.removeprefix('speedup ')}"
+    if before.num_stages != shape.num_stages:
+        cut = _spell_cut(before, previous), _spell_cut(shape, new)
+        return f"changes from {cut[0]} to {cut[1]}: {change}"
+    if Counter(previous) == Counter(new):
+        pinned = "" if info.preemptible else "not preemptible, "
+        return f"stays on {_spell_allocation(info, shape, new)}: {pinned}{worth}"
+    if len(previous) == len(new):
+        return f"moves from {_spell_nodes(previous)} to {_spell_nodes(new)}: {change}"
+    verb = "grows" if len(new) > len(previous) else "shrinks"
+    return f"{verb} from {len(previous)} to {_count(len(new), 'replica')}: {change}"
+
+
+def why_nothing(
+    info: JobInfo, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
+) -> str:
+    """Say what keeps a job from running, given what is left of the nodes."""
+    least = max(info.min_replicas, 1)
+    open_nodes = usable_nodes(nodes)
+    if not open_nodes:
+        return "no node takes anything new"
+    rooms: list[tuple[int, ReplicaShape, dict[str, Mapping[str, int]]]] = []
+    for shape in info.all_shapes:
+        left = {name: free[name] for name, node in open_nodes.items() if shape.runs_on(node)}
+        rooms.append(
+            (sum(count_fitting(shape.resources, has) for has in left.values()), shape, left)
+        )
+    holds, shape, left = max(rooms, key=lambda room: room[0])
+    if not left:
+        return f"no node that takes anything new has GPUs of type {shape.gpu_type}"
+    asked = _spell_resources(shape.resources)
+    if _speedup(shape, [""] * least) <= 0:
+        return f"no batch size within its bounds works on {_count(least, 'replica')}"
+    if holds >= least:
+        room = f"there is room for {_count(least, 'replica')}"
+        if least == 1:
+            return f"{room}, but others come first or it would gain next to nothing"
+        return f"{room}, but only on nodes of another job that spans several"
+    closed = _closed(shape, nodes)
+    if least > 1:
+        return f"needs {asked} on one node {least} times, there is room for {holds}{closed}"
+    name, has = _largest(shape.resources, left)
+    return f"needs {asked} free on one node, and {name}, the freest, has {has}{closed}"
+
+
+def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
+    """Say which nodes could hold a replica, did they not drain."""
+    names = [
+        name
+        for name, node in nodes.items()
+        if node.draining and shape.runs_on(node) and count_fitting(shape.resources, node.resources)
+    ]
+    if not names:
+        return ""
+    return f"; {', '.join(names)} {'drains' if len(names) == 1 else 'drain'}"
+
+
+def _largest(
+    resources: Mapping[str, int], nodes: Mapping[str, Mapping[str, int]]
+) -> tuple[str, str]:
+    """Return the node that comes closest to holding one replica, and what it has of it."""
+
+    def missing(name: str) -> float:
+        return min(nodes[name].get(kind, 0) / need for kind, need in resources.items() if need > 0)
+
+    name = max(nodes, key=missing)
+    return name, _spell_resources({kind: nodes[name].get(kind, 0) for kind in resources})
+
+
+def _speedup(shape: ReplicaShape, nodes: Sequence[str]) -> float:
+    value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
+    return float(np.asarray(value).reshape(-1)[0])
+
+
+def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
+    guessed = "" if shape.speedup_fn is not linear_speedup else " (assumed, not measured yet)"
+    return f"speedup {_speedup(shape, nodes):.2f}{guessed}"
+
+
+def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:
+    """Spell how many replicas lie where, and K where there is a choice."""
+    replicas = _spell_cut(shape, nodes) if info.shapes else _count(len(nodes), "replica")
+    return f"{replicas} on {_spell_nodes(nodes)}"
+
+
+def _spell_cut(shape: ReplicaShape, nodes: Sequence[str]) -> str:
+    return f"{_count(len(nodes), 'replica')} of {_count(shape.num_stages, 'stage')}"
+
+
+def _spell_nodes(nodes: Iterable[str]) -> str:
+    return ", ".join(
+        name if count == 1 else f"{name} ×{count}" for name, count in Counter(nodes).items()
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _spell_resources(resources: Mapping[str, int]) -> str:
+    words = {"slots": "slot", "cpus": "cpu"}
+    parts = []
+    for kind, amount in resources.items():
+        if kind == "memory":
+            parts.append(f"{amount / 2**30:.4g} GiB of memory")
+        else:
+            parts.append(_count(amount, words.get(kind, kind)))
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

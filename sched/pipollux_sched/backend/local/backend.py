@@ -1,0 +1,355 @@
+"""Jobs as processes of this machine, on virtual nodes.
+
+A virtual node is a name and a number of slots. A slot of a CPU node is a CPU device of one thread;
+a slot of a GPU node is one GPU, and the GPU nodes share out the machine's GPUs in the order in
+which they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
+
+The processes do not depend on the scheduler that started them: when it is killed they go on, and
+the next scheduler of the state directory adopts them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from pipollux_sched.backend.base import Backend, BackendError, Node, Report, Running, Workload
+from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.spec.job import JobSpec, SpecError
+from pipollux_sched.store import StateDir
+from pipollux_sched.utils.atomic_write import PRIVATE
+
+from . import processes
+from .environment import Devices, marks, replica_environment
+from .launch import LaunchRecord, drop_earlier, error_files, status_files
+from .replica_group import ReplicaGroup
+from .replica_process import ReplicaProcess
+from .slots import SlotLedger
+from .starting import free_port, start
+
+_REPORT_LIMIT = 8 * 2**20
+"""Characters that are read of a report; a thousand points and a time line have far fewer."""
+STOP_GRACE = 30.0
+"""Seconds that a job has to save when it is asked to stop."""
+
+
+class _Pending(NamedTuple):
+    """A generation that waits for the one before it to end, or for its slots."""
+
+    workload: Workload
+    generation: int
+    nodes: tuple[str, ...]
+
+
+def check_local(spec: JobSpec) -> None:
+    """Refuse a job that processes of this machine cannot be: one in a container.
+
+    Raises:
+        SpecError: it has an image.
+    """
+    if spec.image is not None:
+        raise SpecError(
+            f"job '{spec.name}': image: '{spec.image}' cannot be run by the local backend, which "
+            "starts processes of this machine and no containers; remove it, and give as script the "
+            "path of a Python script"
+        )
+
+
+class LocalBackend(Backend):
+    """Runs every pipeline replica as a torchrun agent on this machine.
+
+    Args:
+        nodes: the virtual nodes.
+        state_dir: where the jobs' logs and checkpoints go.
+        grace: seconds that a generation has to save when a newer one takes its place.
+        pass_environment: variables of this process that jobs get besides those of `.inherited`.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        state_dir: StateDir,
+        *,
+        grace: float = STOP_GRACE,
+        pass_environment: Collection[str] = (),
+    ) -> None:
+        self._nodes = dict(nodes)
+        self._state_dir = state_dir
+        self._grace = grace
+        self._pass_on = frozenset(pass_environment)
+        self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
+        self._devices = Devices(nodes)
+        self._groups: dict[str, ReplicaGroup] = {}
+        self._pending: dict[str, _Pending] = {}
+        self._reports: list[Report] = []
+        self._lock = threading.RLock()
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job with an image: see `Backend`."""
+        check_local(spec)
+
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the virtual nodes."""
+        return dict(self._nodes)
+
+    def free(self) -> dict[str, int]:
+        """Return the number of slots by node that no process holds."""
+        with self._lock:
+            return self._ledger.free()
+
+    def apply(self, workload: Workload, generation: int, nodes: Sequence[str]) -> None:
+        """Make a job run as `generation`, one replica for each entry of `nodes`: see `Backend`."""
+        if workload.image is not None or workload.script is None:
+            raise BackendError(
+                f"job {workload.job!r} cannot run in {workload.image or 'an image'}: the local "
+                "backend starts processes of this machine and no containers"
+            )
+        if not nodes or not self._ledger.fits(nodes, workload.num_stages):
+            raise BackendError(
+                f"job {workload.job!r} cannot run on {', '.join(nodes) or 'no node'}: each replica "
+                f"needs {workload.num_stages} slots of its node, and the nodes have "
+                + ", ".join(f"{name}: {node.slots}" for name, node in self._nodes.items())
+            )
+        with self._lock:
+            self._pending[workload.job] = _Pending(workload, generation, tuple(nodes))
+            if workload.job in self._groups:
+                self._groups[workload.job].stop(self._grace)
+            else:
+                self._start_pending(workload.job)
+
+    def stop(self, job: str, grace: float) -> bool:
+        """Ask a job's processes to save and end: see `Backend`."""
+        with self._lock:
+            pending = self._pending.pop(job, None)
+            if job in self._groups:
+                self._groups[job].stop(grace)
+                return True
+            if pending is not None:
+                message = "It was stopped before it had started."
+                exited = Exited(pending.generation, Outcome.FAILED, message=message)
+                self._reports.append(Report(job, exited))
+            return pending is not None
+
+    def kill(self, job: str, why: str) -> bool:
+        """End a job's processes at once: see `Backend`."""
+        with self._lock:
+            if job in self._groups:
+                self._groups[job].kill(why)
+                return True
+        return self.stop(job, 0.0)
+
+    def poll(self) -> list[Report]:
+        """Carry on with what is under way; return what has happened since the last call."""
+        with self._lock:
+            for job, group in list(self._groups.items()):
+                exited = group.poll()
+                if exited is not None:
+                    del self._groups[job]
+                    self._ledger.release(job)
+                    self._reports.append(Report(job, exited))
+                    if exited.outcome is Outcome.COMPLETE:
+                        self._pending.pop(job, None)
+            for job in list(self._pending):
+                self._start_pending(job)
+            reports, self._reports = self._reports, []
+            return reports
+
+    def running(self) -> Mapping[str, Running]:
+        """Return what runs or is about to, by job."""
+        with self._lock:
+            waiting = {
+                job: Running(entry.generation, entry.nodes) for job, entry in self._pending.items()
+            }
+            there = {
+                job: Running(group.generation, group.nodes) for job, group in self._groups.items()
+            }
+            return waiting | there
+
+    def finished(self, job: str, generation: int) -> set[int]:
+        """Return the replicas of which only torchrun's agent is left, or nothing: see `Backend`."""
+        with self._lock:
+            group = self._groups.get(job)
+            return group.finished() if group and group.generation == generation else set()
+
+    def note_heard(self, job: str, generation: int, replica: int) -> None:
+        """Keep it in the folder of the launch: see `Backend`."""
+        with suppress(OSError):  # a full disk, or a launch that is over
+            (self._state_dir.launch(job, generation) / f"heard-{replica}").touch(PRIVATE)
+
+    def heard(self, job: str, generation: int) -> list[int]:
+        """Read what `note_heard` has kept."""
+        files = self._state_dir.launch(job, generation).glob("heard-*")
+        return sorted(int(file.name.removeprefix("heard-")) for file in files)
+
+    def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
+        """Read what the replica of rank 0 has left beside its checkpoints: see `Backend`."""
+        launch = LaunchRecord.read(self._state_dir.launch(job, generation))
+        if launch is None:
+            return None
+        try:
+            with (launch.checkpoints / "unsent_report.json").open(encoding="utf-8") as file:
+                report = json.loads(file.read(_REPORT_LIMIT))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return report if isinstance(report, dict) else None
+
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
+        """Look after a generation that an earlier scheduler launched: see `Backend`."""
+        folder = self._state_dir.launch(job, generation)
+        launch = LaunchRecord.read(folder)
+        if launch is None or (launch.job, launch.generation) != (job, generation):
+            return "The scheduler before this one died before it had started the job."
+        replicas = [ReplicaProcess(path) for path in status_files(folder, len(launch.nodes))]
+        if not all(replica.pid for replica in replicas):
+            return "The scheduler before this one died while it started the job."
+        reports_here = launch.supervisor_url == supervisor_url
+        if not reports_here and any(replica.poll() is None for replica in replicas):
+            return (
+                f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
+                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+            )
+        with self._lock:
+            if not self._has_same_slots(launch):
+                return (
+                    "The cluster no longer has the slots that the job runs on: it is stopped, and "
+                    "goes on from its checkpoint."
+                )
+            self._groups[job] = self._group(launch, replicas)
+        return None
+
+    def recover(self, grace: float) -> list[str]:
+        """End what an earlier scheduler left running, but for what was adopted."""
+        place = str(self._state_dir.path)
+        with self._lock:
+            adopted = {(job, str(group.generation)) for job, group in self._groups.items()}
+
+        def left_behind(environment: Mapping[str, str]) -> bool:
+            launch = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
+            here = environment.get("PIPOLLUX_STATE_DIR") == place
+            return here and launch[1] is not None and launch not in adopted
+
+        found = [_describe(process) for process in processes.marked(left_behind)]
+        if found and not processes.end(lambda: processes.marked(left_behind), grace):
+            raise BackendError(
+                f"processes that an earlier scheduler of {place} left behind cannot be ended: "
+                + "; ".join(_describe(process) for process in processes.marked(left_behind))
+            )
+        return found
+
+    def shutdown(self, grace: float = 0.0) -> None:
+        """End everything; return when nothing runs, or 10 s after `grace` at the latest."""
+        with self._lock:
+            for job in list(self.running()):
+                self.stop(job, grace)
+        deadline = time.monotonic() + grace + 10.0
+        while self._groups and time.monotonic() < deadline:
+            reports = self.poll()
+            with self._lock:
+                self._reports = reports + self._reports
+            time.sleep(processes.POLL_INTERVAL)
+
+    def _start_pending(self, job: str) -> None:
+        """Start what waits of a job, if its slots are free."""
+        if job in self._groups:
+            return
+        pending = self._pending[job]
+        slots = self._ledger.take(job, pending.nodes, pending.workload.num_stages)
+        if slots is None:
+            return
+        del self._pending[job]
+        try:
+            group = self._launch(pending, slots)
+        except (OSError, ValueError) as error:  # ValueError: NUL in an argument
+            self._ledger.release(job)
+            message = f"The processes could not be started: {error}"
+            exited = Exited(pending.generation, Outcome.FAILED, message=message)
+            self._reports.append(Report(job, exited))
+            return
+        self._groups[job] = group
+        started = Started(pending.generation, group.pids, group.port)
+        self._reports.append(Report(job, started))
+
+    def _launch(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
+        """Start a generation: what it is to be is on the disk before its first process is there."""
+        workload, generation, nodes = pending
+        first = workload.first_generation
+        launch = LaunchRecord(
+            job=workload.job,
+            generation=generation,
+            nodes=nodes,
+            slots=tuple(slots),
+            devices=tuple(map(self._devices.of, nodes, slots)),
+            port=free_port(),
+            supervisor_url=workload.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
+            checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job, first),
+        )
+        folder = self._state_dir.launch(workload.job, generation)
+        logs = self._logs(launch)
+        for needed in (launch.checkpoints, logs[0].parent, folder):
+            needed.mkdir(mode=0o700, parents=True, exist_ok=True)
+        drop_earlier(folder, list(folder.parent.iterdir()))
+        launch.write(folder)
+        errors = error_files(folder, len(nodes))
+        replicas = start(
+            workload,
+            launch,
+            folder=folder,
+            logs=logs,
+            environments=[
+                replica_environment(
+                    workload,
+                    launch,
+                    replica,
+                    state_dir=str(self._state_dir.path),
+                    error_file=error_file,
+                    pass_on=self._pass_on,
+                )
+                for replica, error_file in enumerate(errors)
+            ],
+        )
+        return self._group(launch, replicas)
+
+    def _group(self, launch: LaunchRecord, replicas: Sequence[ReplicaProcess]) -> ReplicaGroup:
+        wanted = marks(str(self._state_dir.path), launch.job, launch.generation).items()
+
+        def find_marked() -> set[psutil.Process]:
+            return processes.marked(lambda environment: wanted <= environment.items())
+
+        folder = self._state_dir.launch(launch.job, launch.generation)
+        return ReplicaGroup(
+            launch,
+            replicas,
+            logs=self._logs(launch),
+            errors=error_files(folder, len(launch.nodes)),
+            find_marked=find_marked,
+        )
+
+    def _logs(self, launch: LaunchRecord) -> list[Path]:
+        replicas = range(len(launch.nodes))
+        return [self._state_dir.log(launch.job, launch.generation, r) for r in replicas]
+
+    def _has_same_slots(self, launch: LaunchRecord) -> bool:
+        """Take the slots of a launch again, if the cluster has them still, on the same devices."""
+        if not all(name in self._nodes for name in launch.nodes):
+            return False
+        devices = tuple(map(self._devices.of, launch.nodes, launch.slots))
+        if devices != launch.devices:
+            return False
+        return self._ledger.restore(launch.job, launch.nodes, launch.slots)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        job = process.environ().get("PIPOLLUX_JOB_ID", "?")
+        return f"process {process.pid} of job {job} ({' '.join(process.cmdline())[:80]})"
+    except psutil.Error:
+        return f"process {process.pid}"

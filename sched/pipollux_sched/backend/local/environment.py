@@ -1,0 +1,115 @@
+"""What the processes of a replica find in their environment."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from pipollux_sched.backend.base import Node, Workload
+
+from .inherited import inherited
+from .launch import LaunchRecord
+
+
+class Devices:
+    """Which devices a replica may use, told by environment variables.
+
+    Args:
+        nodes: all nodes of the cluster; its GPU nodes share out the machine's GPUs in this order.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes = dict(nodes)
+        self._first_gpu = _first_gpus(nodes)
+
+    def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
+        """Name the devices of a replica, and hide all others from it."""
+        if self._nodes[node].kind == "cpu":
+            return {
+                "PIPOLLUX_DEVICES": ",".join(["cpu"] * len(slots)),
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            }
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        indices = [self._first_gpu[node] + slot for slot in slots]
+        return {
+            "PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(len(slots))),
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                visible[index] if index < len(visible) else str(index) for index in indices
+            ),
+        }
+
+
+def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
+    """Return what tells the processes of one generation from all others."""
+    return {
+        "PIPOLLUX_STATE_DIR": state_dir,
+        "PIPOLLUX_JOB_ID": job,
+        "PIPOLLUX_GENERATION": str(generation),
+    }
+
+
+def replica_environment(
+    workload: Workload,
+    launch: LaunchRecord,
+    replica: int,
+    *,
+    state_dir: str,
+    error_file: Path,
+    pass_on: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the whole environment of one replica.
+
+    Args:
+        workload: what it runs.
+        launch: which launch.
+        replica: which of its replicas.
+        state_dir: where the scheduler keeps everything.
+        error_file: where what ended the script is written.
+        pass_on: variables of the scheduler that pass besides those of `inherited`.
+    """
+    return {
+        **inherited(os.environ, pass_on),
+        "PYTHONUNBUFFERED": "1",
+        **_meet_on(loopback_interface()),
+        **launch.devices[replica],
+        **workload.environment,
+        # How long a replica may take to save is decided by the scheduler, not by torchrun.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        **marks(state_dir, launch.job, launch.generation),
+        "PIPOLLUX_CHECKPOINT_DIR": str(launch.checkpoints),
+        "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
+        "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
+    }
+
+
+def _meet_on(interface: str | None) -> dict[str, str]:
+    """Let the replicas' collectives use one network interface; None: whichever they find."""
+    if interface is None:
+        return {}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+
+
+@functools.cache
+def loopback_interface() -> str | None:
+    """Return the name of the interface that only processes of this machine reach."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == "127.0.0.1" for entry in addresses):
+            return name
+    return None
+
+
+def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
+    """Share out the machine's GPUs: the index of each GPU node's first one."""
+    first, shared = 0, {}
+    for name, node in nodes.items():
+        if node.kind == "gpu":
+            shared[name] = first
+            first += node.slots
+    return shared

@@ -1,0 +1,59 @@
+"""What jobs inherit of the scheduler's environment: what programs need to run, and nothing secret.
+
+A scheduler may hold the password of its database or tokens of the services around it in its
+environment. So nothing passes to jobs but what is listed here and what its operator names besides
+(``pipollux serve --pass-environment NAME``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from pipollux_sched.spec.variables import is_reserved
+
+NAMES = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "LANG", "LANGUAGE"),
+        *("TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    )
+)
+"""Variables that pass."""
+FAMILIES = (
+    *("LC_", "XDG_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCR_", "RCCL_"),
+    *("MIOPEN_", "GLOO_", "UCX_", "UCC_", "FI_"),
+)
+"""Beginnings of the names of variables that pass, but for names that sound like a secret."""
+PROXIES = frozenset(("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"))
+"""Variables, in small or capital letters, that pass where their value holds no password."""
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
+
+
+def inherited(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
+    """Return what jobs get of an environment.
+
+    Args:
+        environment: the scheduler's.
+        more: names that pass besides.
+
+    Example:
+        >>> inherited({"PATH": "/bin", "PGPASSWORD": "x", "WANDB_MODE": "offline"}, ["WANDB_MODE"])
+        {'PATH': '/bin', 'WANDB_MODE': 'offline'}
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not is_reserved(name) and (name in more or _passes(name, value))
+    }
+
+
+def _passes(name: str, value: str) -> bool:
+    if name.lower() in PROXIES:
+        return "@" not in value
+    return name in NAMES or (name.startswith(FAMILIES) and not _SECRET.search(name))

@@ -1,0 +1,82 @@
+"""What a launch of a job was meant to be, written down before its first process is started.
+
+`jobs/NAME/launches/gen-G/launch.json` says what a scheduler that comes after has to know to look
+after the generation; `replica-R.json` beside it is what the runner of replica R says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRecord:
+    """One launch of a job."""
+
+    job: str
+    generation: int
+    nodes: tuple[str, ...]
+    """Node of each replica."""
+    slots: tuple[tuple[int, ...], ...]
+    """Slots that each replica holds of its node."""
+    devices: tuple[Mapping[str, str], ...]
+    """What each replica was told of its devices."""
+    port: int
+    """Where the replicas meet."""
+    supervisor_url: str
+    """Where they were told to report."""
+    checkpoints: Path
+    """Where they save."""
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a launch's folder, on the disk when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        data = {**asdict(self), "checkpoints": str(self.checkpoints)}
+        write_aside(folder / "launch.json", (json.dumps(data) + "\n").encode(), PRIVATE)
+
+    @classmethod
+    def read(cls, folder: Path) -> LaunchRecord | None:
+        """Read it; None where it was never written, or not by this version."""
+        try:
+            data: dict[str, Any] = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
+            return cls(
+                job=str(data["job"]),
+                generation=int(data["generation"]),
+                nodes=tuple(map(str, data["nodes"])),
+                slots=tuple(tuple(map(int, held)) for held in data["slots"]),
+                devices=tuple(dict(told) for told in data["devices"]),
+                port=int(data["port"]),
+                supervisor_url=str(data["supervisor_url"]),
+                checkpoints=Path(data["checkpoints"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def status_files(folder: Path, num_replicas: int) -> list[Path]:
+    """Return where the runner of each replica says how it is."""
+    return [folder / f"replica-{replica}.json" for replica in range(num_replicas)]
+
+
+def error_files(folder: Path, num_replicas: int) -> list[Path]:
+    """Return where torchrun's agent of each replica says what ended the script."""
+    return [folder / f"replica-{replica}.error.json" for replica in range(num_replicas)]
+
+
+def drop_earlier(folder: Path, others: Sequence[Path]) -> None:
+    """Remove the folders of launches that are over and done with."""
+    for other in others:
+        if other != folder:
+            with suppress(OSError):
+                shutil.rmtree(other)

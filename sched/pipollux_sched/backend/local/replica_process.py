@@ -1,0 +1,107 @@
+"""One replica of a generation as a process: started by this scheduler, or by the one before."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import runner
+
+LOG_LIMIT = 64 * 2**20
+"""Bytes at which a replica's log is moved aside; the one before is dropped."""
+
+
+class ReplicaProcess:
+    """A replica's runner (`runner`), and through it the torchrun agent.
+
+    Args:
+        status: file in which the runner says who it is and how its agent ended.
+        started: the runner, where this scheduler started it.
+    """
+
+    def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
+        self._status = status
+        self._started = started
+        self._known = {} if started is not None else read_status(status)
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        status: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        directory: Path | None,
+    ) -> ReplicaProcess:
+        """Start a replica in a session of its own.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        own = [sys.executable, "-I", "-S", runner.__file__, str(status), str(log), str(LOG_LIMIT)]
+        with log.open("ab") as file:
+            started = subprocess.Popen(
+                [*own, *command],
+                env=dict(environment),
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(status, started)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the runner; 0 where it is not known."""
+        return int(self._known.get("pid", 0)) if self._started is None else self._started.pid
+
+    def poll(self) -> int | None:
+        """Return how the agent ended: None while it runs, negative for a signal."""
+        if self._started is not None:
+            code = self._started.poll()
+            return None if code is None else read_status(self._status).get("code", code)
+        if self._is_there():
+            return None
+        # Who ended without a word was killed.
+        return int(read_status(self._status).get("code", -signal.SIGKILL))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the replica has ended; no other process with its id is hit."""
+        if self._started is not None:
+            with suppress(ProcessLookupError):
+                self._started.send_signal(number)
+        elif self._is_there():
+            with suppress(psutil.Error):
+                psutil.Process(self.pid).send_signal(number)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end of a runner that was started here, so that no zombie is left."""
+        if self._started is not None:
+            self._started.wait(timeout)
+
+    def _is_there(self) -> bool:
+        mark = self._known.get("birth")
+        return mark is not None and runner.birth(self.pid) == mark
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Read what a runner has said; empty where it has said nothing."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "pid": int(status["pid"]),
+            "birth": str(status["birth"]),
+            **({"code": int(status["code"])} if "code" in status else {}),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

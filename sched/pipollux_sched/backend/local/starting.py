@@ -1,0 +1,92 @@
+"""Starting the processes of a launch: one torchrun agent per pipeline replica, below its runner."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipollux_sched.backend.base import Workload
+
+from . import script_main
+from .launch import LaunchRecord, status_files
+from .processes import descendants, kill
+from .replica_process import ReplicaProcess
+
+_PORTS = range(20_000, 32_000)
+_LOOPBACK = "127.0.0.1"
+_AGENT = Path(__file__).with_name("agent.py")
+"""Not imported, as it imports torch."""
+
+
+def start(
+    workload: Workload,
+    launch: LaunchRecord,
+    *,
+    folder: Path,
+    logs: Sequence[Path],
+    environments: Sequence[Mapping[str, str]],
+) -> list[ReplicaProcess]:
+    """Start the replicas of a launch.
+
+    Args:
+        workload: what they run.
+        launch: which launch.
+        folder: where their runners say how they are.
+        logs: file that takes what each replica prints.
+        environments: complete environment of each replica.
+
+    Raises:
+        OSError: one could not be started; none is left.
+    """
+    replicas: list[ReplicaProcess] = []
+    try:
+        for replica, status in enumerate(status_files(folder, len(launch.nodes))):
+            process = ReplicaProcess.start(
+                _command(workload, launch, replica),
+                status=status,
+                log=logs[replica],
+                environment=environments[replica],
+                directory=workload.directory,
+            )
+            replicas.append(process)
+    except OSError:
+        kill(descendants(process.pid for process in replicas))
+        for process in replicas:
+            process.wait(10.0)
+        raise
+    return replicas
+
+
+def _command(workload: Workload, launch: LaunchRecord, replica: int) -> list[str]:
+    return [
+        *(sys.executable, "-P", str(_AGENT)),
+        f"--nnodes={len(launch.nodes)}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=pipollux",
+        f"--rdzv-endpoint={_LOOPBACK}:{launch.port}",
+        f"--rdzv-conf=rank={replica}",
+        "--max-restarts=0",
+        # From here on nothing is the agent's, however much it looks like an option of its.
+        "--",
+        script_main.__file__,
+        str(workload.script),
+        *workload.args,
+    ]
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody uses at the moment.
+
+    It lies below the range that outgoing connections get theirs from, so that none of them can take
+    it in the second until torchrun listens.
+    """
+    for _ in range(100):
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            return port
+    raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} seems to be free")

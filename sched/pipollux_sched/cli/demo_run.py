@@ -1,0 +1,199 @@
+"""The demonstration: two real training jobs under the scheduler, watched and reported.
+
+The first job has the machine for itself, the second one arrives once the first is training, takes
+its share and finishes, and the first one grows. Nothing is staged: the scheduler decides as it
+would anywhere, only in shorter rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from pipollux_sched.backend import check_local
+from pipollux_sched.backend.local.hardware import count_gpus
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.policy import DEFAULT_POLICY, make_policy
+from pipollux_sched.report.live_view import LiveView
+from pipollux_sched.report.page import write_report
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import ClusterSpec, load_cluster, load_jobs
+from pipollux_sched.spec.script import with_script_found
+from pipollux_sched.store import StateDir, StateDirError
+from pipollux_sched.utils.signals import Interruption
+
+__all__ = ["Demo", "DemoError", "find_examples"]
+
+INTERVAL = 15.0
+HINTS_INTERVAL = 5.0
+CHECKPOINT_INTERVAL = 20.0
+RESTART_SECONDS = 8.0
+"""Rounds, hints, checkpoints and the guess of what a restart costs, all shorter than a cluster's:
+these jobs train for minutes, not for days."""
+STEPS_ALONE = 60
+"""Optimizer steps of the first job before the second one arrives."""
+PATIENCE = 90.0
+"""Seconds after which the second one arrives in any case."""
+GRACE = 20.0
+
+
+class DemoError(SchedulerError):
+    """The demonstration cannot begin; the message says why and what to do."""
+
+
+class Demo:
+    """Runs the demonstration once.
+
+    Args:
+        output: Folder for ``events.jsonl``, ``report.html`` and the scheduler's state. What an
+            earlier demonstration left there is replaced.
+        console: Where progress is shown.
+        examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
+        steps_alone: Optimizer steps that the first job takes before the second one arrives.
+        policy: Name of the one that decides; None: the default.
+
+    Raises:
+        DemoError: Another demonstration runs in this folder, or the examples are not there.
+        SpecError: An example file is not valid.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        console: Console,
+        examples: Path | None = None,
+        steps_alone: int = STEPS_ALONE,
+        policy: str | None = None,
+    ) -> None:
+        folder = examples or find_examples()
+        self._output = output
+        self._cluster = with_gpus(load_cluster(folder / "demo-cluster.yaml"))
+        jobs_file = folder / "demo-jobs.yaml"
+        self._jobs = [with_script_found(job, jobs_file) for job in load_jobs(jobs_file)]
+        for job in self._jobs:
+            check_local(job)
+        self._view = LiveView(console)
+        self._console = console
+        self._steps_alone = steps_alone
+        self._policy = make_policy(policy or DEFAULT_POLICY)
+        self._steps = 0
+        self._log: TextIO | None = None
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self._output / "report.html"
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self._output / "events.jsonl"
+
+    def run(self) -> bool:
+        """Run to the end, or until a signal.
+
+        Returns:
+            Whether all jobs are complete.
+        """
+        state_dir = self._prepare()
+        with Interruption() as interruption, self.events.open("w", encoding="utf-8") as log:
+            self._log = log
+            scheduler = Scheduler(
+                state_dir,
+                self._cluster,
+                self._policy,
+                interval=INTERVAL,
+                hints_interval=HINTS_INTERVAL,
+                checkpoint_interval=CHECKPOINT_INTERVAL,
+                restart_seconds=RESTART_SECONDS,
+                grace=GRACE,
+                on_event=self._on_event,
+            )
+            phases: list[Phase] = []
+            with self._view:
+                try:
+                    scheduler.start()
+                    self._submit_and_wait(scheduler, interruption)
+                    phases = [job.phase for job in scheduler.jobs().values()]
+                finally:
+                    if interruption.count:
+                        self._say("Stopping: the jobs save what they have.")
+                    scheduler.stop(hurry=lambda: interruption.count > 1)
+            self._log = None
+        self._view.print_summary()
+        write_report(self.events, self.report)
+        return len(phases) == len(self._jobs) and set(phases) == {Phase.COMPLETE}
+
+    def _prepare(self) -> StateDir:
+        self._output.mkdir(parents=True, exist_ok=True)
+        state_dir = StateDir(self._output / "state")
+        if state_dir.path.exists():
+            try:
+                with state_dir.lock():
+                    pass
+            except StateDirError as error:
+                raise DemoError(
+                    f"another demonstration runs in {self._output}: end it, or choose another "
+                    "folder with --folder"
+                ) from error
+            shutil.rmtree(state_dir.path)
+        self.report.unlink(missing_ok=True)
+        return state_dir
+
+    def _submit_and_wait(self, scheduler: Scheduler, interruption: Interruption) -> None:
+        first, *others = self._jobs
+        scheduler.submit(first)
+        deadline = time.monotonic() + PATIENCE
+        while self._steps < self._steps_alone and time.monotonic() < deadline:
+            if interruption.wait(0.2) or self._over(scheduler):
+                break
+        if not interruption.count:
+            for job in others:
+                scheduler.submit(job)
+        while not (interruption.wait(0.2) or self._over(scheduler)):
+            pass
+
+    def _over(self, scheduler: Scheduler) -> bool:
+        return all(job.phase.ended for job in scheduler.jobs().values())
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write(json.dumps(event) + "\n")
+            self._log.flush()
+        if event["type"] == "progress" and event["job"] == self._jobs[0].name:
+            self._steps = int(event["step"])
+        self._view.on_event(event)
+
+    def _say(self, sentence: str) -> None:
+        self._console.print(sentence)
+
+
+def find_examples() -> Path:
+    """The folder of the examples: inside the installed package, or of the repository.
+
+    Raises:
+        DemoError: Neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if (folder / "demo-jobs.yaml").is_file():
+            return folder
+    raise DemoError(
+        "the example scripts are not installed: run `make demo` in a checkout of the repository, "
+        "or name their folder with --examples"
+    )
+
+
+def with_gpus(cluster: ClusterSpec) -> ClusterSpec:
+    """The same nodes with a GPU for each slot, where this machine has enough of them."""
+    if count_gpus() < sum(node.slots for node in cluster.nodes):
+        return cluster
+    nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.nodes]
+    return cluster.model_copy(update={"nodes": nodes})

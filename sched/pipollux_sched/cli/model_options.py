@@ -1,0 +1,98 @@
+"""What `pipollux fit` and `pipollux predict` have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from .console import USAGE, CommandError, complain
+
+if TYPE_CHECKING:
+    from pipollux_perfmodel import GradParams
+
+InitBatchSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--init-batch-size",
+        min=1,
+        metavar="N",
+        help="Batch size that efficiency is relative to.",
+        show_default=False,
+    ),
+]
+GradSqr: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--grad-sqr",
+        min=0.0,
+        metavar="X",
+        help="Squared norm of the true gradient, |E g|².",
+        show_default=False,
+    ),
+]
+GradVar: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--grad-var",
+        min=0.0,
+        metavar="Y",
+        help="Variance of the gradient of one batch of the initial size, E|g - E g|².",
+        show_default=False,
+    ),
+]
+
+
+@contextmanager
+def data_errors() -> Iterator[None]:
+    """End the command if a user's data cannot be used, with one line for each problem."""
+    from pipollux_sched.modeling.errors import ModelingError
+
+    try:
+        yield
+    except ModelingError as error:
+        complain(*error.problems)
+        raise typer.Exit(USAGE) from error
+
+
+def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | None:
+    """Return the gradient statistics that the options give; None if they give none.
+
+    Raises:
+        CommandError: only one of the two is there, or one is not finite.
+    """
+    from pipollux_perfmodel import GradParams
+
+    given = {"--grad-sqr": grad_sqr, "--grad-var": grad_var}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 1:
+        raise CommandError(f"{missing[0]} is missing; give both --grad-sqr and --grad-var", USAGE)
+    for name, value in given.items():
+        if value is not None and not math.isfinite(value):
+            raise CommandError(f"{name} is {value}; give a finite number from 0 on", USAGE)
+    if grad_sqr is None or grad_var is None:
+        return None
+    return GradParams(grad_sqr, grad_var)
+
+
+def write_file(path: Path, option: str, content: bytes) -> None:
+    """Write a result to the file that an option names, at one go, and say so on standard error.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    from pipollux_sched.utils.atomic_write import write_aside
+
+    try:
+        write_aside(path, content)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CommandError(
+            f"{path}: cannot be written ({reason}); "
+            f"give {option} the path of a file that can be written"
+        ) from error
+    typer.echo(f"Wrote {path}", err=True)

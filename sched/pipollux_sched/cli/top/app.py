@@ -1,0 +1,281 @@
+"""The screen of `pipollux top`: jobs first, below them the nodes and the last events."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, VerticalScroll
+from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
+
+from pipollux_sched.cli.wording import one_line
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.report.event_text import event_line
+from pipollux_sched.store import JobOrder, JobQuery, ListedPhase, StateDir, Store
+
+from .details import JobScreen, NodeScreen
+from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, Row, job_row, node_row
+from .text import headline, spell_slots
+from .view import FIRST_JOBS, ClusterView, look
+
+ALL = "all"
+REREAD = 5.0
+"""Seconds after which all is read again although nothing has happened: times go on."""
+
+
+class TopApp(App[None]):
+    """Watches a store until told to end.
+
+    Args:
+        store: what is shown.
+        directory: whose it is.
+        interval: seconds between two looks.
+    """
+
+    TITLE = "pipollux top"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012  # Textual's
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (18, "-high")]  # noqa: RUF012  # Textual's
+    CSS = """
+    #head, .title { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    .title { text-style: bold; background: $panel; padding: 0 1; }
+    #search { display: none; height: 1; border: none; padding: 0 1; }
+    #search.open { display: block; }
+    #jobs { height: 3fr; }
+    #below { height: 2fr; layout: vertical; }
+    .-wide #below { layout: horizontal; }
+    .-low #below { display: none; }
+    #below > Container { height: 1fr; width: 1fr; }
+    #nodes { height: 1fr; }
+    DataTable, VerticalScroll { scrollbar-size: 1 1; }
+    #news { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("slash", "search", "search", key_display="/"),
+        Binding("escape", "clear", "all jobs", show=False),
+        Binding("p", "phase(1)", "next phase"),
+        Binding("P", "phase(-1)", show=False),
+        Binding("s", "sort", "sort"),
+        Binding("r", "reverse", "reverse"),
+        Binding("n", "nodes", "jobs/nodes"),
+    ]
+
+    def __init__(self, store: Store, directory: StateDir, interval: float) -> None:
+        super().__init__()
+        self._store, self._directory, self._interval = store, directory, interval
+        self._wanted = JobQuery(limit=FIRST_JOBS)
+        self._seen: tuple[int, JobQuery] | None = None
+        self._read_at = 0.0
+        self._is_looking = self._look_again = False
+        self.view: ClusterView | None = None
+        """What is shown; None before the first look."""
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        yield Static("Pipollux", id="head")
+        tabs = [Tab(ALL, id=ALL), *(Tab(phase.value, id=phase.value) for phase in ListedPhase)]
+        yield Tabs(*tabs, id="phases")
+        yield Input(placeholder="search by name; Enter keeps it, Escape shows all", id="search")
+        yield LiveTable(JOB_COLUMNS, id="jobs")
+        with Container(id="below"):
+            with Container():
+                yield Static("Nodes", classes="title", id="slots")
+                yield LiveTable(NODE_COLUMNS, id="nodes")
+            with Container():
+                yield Static("Last events", classes="title")
+                with VerticalScroll(id="news"):
+                    yield Static("", id="events")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look, and end when asked to by a signal."""
+        self._main = self.screen  # others lie above it for a while
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            with suppress(RuntimeError, ValueError):  # signals are the main thread's
+                loop.add_signal_handler(number, self.exit)
+        self._main.query_one("#jobs").focus()
+        self.look()
+        self.set_interval(self._interval, self.look)
+        self.watch(self._main.query_one("#jobs"), "scroll_y", self.read_on, init=False)
+
+    def look(self) -> None:
+        """Read what there is, if it is other than what is shown, and show it."""
+        self._look_again = True
+        if not self._is_looking:
+            self._is_looking = True
+            self._keep_looking()
+
+    @work
+    async def _keep_looking(self) -> None:
+        """Look, one look after the other however long each takes, until nobody asks for more."""
+        try:
+            while self._look_again:
+                self._look_again = False
+                await self._look()
+        finally:
+            self._is_looking = False
+
+    async def _look(self) -> None:
+        try:
+            view = await asyncio.to_thread(self._read)
+        except SchedulerError as error:
+            for head in self._main.query("#head").results(Static):  # none once it was left
+                head.update(Text(one_line(error), style="bold red"))
+            return
+        if not self._main.query("#jobs"):  # it was left meanwhile
+            return
+        if view is not None and view.query == self._wanted:
+            self.view = view
+            self._show(view)
+        elif self.view is not None:
+            self._tell_head(replace(self.view, time=time.time()))
+
+    def _read(self) -> ClusterView | None:
+        wanted, last = self._wanted, self._store.last_event()
+        late = time.monotonic() - self._read_at > REREAD
+        if self._seen == (last, wanted) and not late:
+            return None
+        view = look(self._store, self._directory, wanted)
+        self._seen, self._read_at = (last, wanted), time.monotonic()
+        return view
+
+    def _show(self, view: ClusterView) -> None:
+        self._tell_head(view)
+        self._show_phases(view)
+        jobs = self._main.query_one("#jobs", LiveTable)
+        jobs.show(Row(job.name, job_row(job, view.time)) for job in view.jobs.jobs)
+        jobs.mark(self._wanted.order, descending=self._wanted.descending)
+        nodes = self._main.query_one("#nodes", LiveTable)
+        nodes.show(Row(node.record.name, node_row(node)) for node in view.nodes)
+        self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(view)}")
+        lines = (one_line(event_line(event) or "") for event in reversed(view.events))
+        self._main.query_one("#events", Static).update(Text("\n".join(lines)))
+
+    def _tell_head(self, view: ClusterView) -> None:
+        self._main.query_one("#head", Static).update(Text(headline(view)))
+
+    def _show_phases(self, view: ClusterView) -> None:
+        tabs = self._main.query_one("#phases", Tabs)
+        counts = {ALL: sum(view.phases.values())}
+        counts |= {phase.value: view.phases.get(phase, 0) for phase in ListedPhase}
+        for name, many in counts.items():
+            tab = tabs.query_one(f"#{name}", Tab)
+            label = f"{name} {many}"
+            if tab.label_text != label:
+                tab.label = label
+            tab.display = bool(many) or name in (ALL, tabs.active)
+
+    @on(DataTable.RowHighlighted, "#jobs")
+    def read_on(self) -> None:
+        """Ask for more jobs, where the last of those that were asked for come into sight."""
+        shown = len(self.view.jobs.jobs) if self.view else 0
+        limit = self._wanted.limit or FIRST_JOBS
+        near = self._main.query_one("#jobs", LiveTable).near_end
+        if self.view is not None and near and limit <= shown < self.view.jobs.num_found:
+            self._want(replace(self._wanted, limit=2 * limit))
+
+    # What is chosen
+
+    def _want(self, query: JobQuery) -> None:
+        self._wanted = query
+        self.look()
+
+    def _choose(self, **changes: Any) -> None:
+        """Show other jobs, from the top."""
+        self._want(replace(self._wanted, limit=FIRST_JOBS, **changes))
+        self._main.query_one("#jobs", LiveTable).move_cursor(row=0)
+
+    @on(Tabs.TabActivated, "#phases")
+    def choose_phase(self, event: Tabs.TabActivated) -> None:
+        """Show the jobs of a phase."""
+        name = event.tab.id
+        phases = () if name in (None, ALL) else (ListedPhase(name),)
+        if phases != self._wanted.phases:
+            self._choose(phases=phases)
+
+    def action_phase(self, step: int) -> None:
+        """Go to the next phase that has jobs, or to the one before."""
+        tabs = self._main.query_one("#phases", Tabs)
+        shown = [tab.id for tab in tabs.query(Tab) if tab.display]
+        at = shown.index(tabs.active) if tabs.active in shown else 0
+        tabs.active = shown[(at + step) % len(shown)] or ALL
+
+    def action_search(self) -> None:
+        """Ask for a name."""
+        search = self._main.query_one("#search", Input)
+        search.add_class("open")
+        search.focus()
+
+    @on(Input.Changed, "#search")
+    def search_changed(self, event: Input.Changed) -> None:
+        """Show the jobs with what was typed in their names."""
+        if event.value.strip() != self._wanted.name:
+            self._choose(name=event.value.strip())
+
+    @on(Input.Submitted, "#search")
+    def search_done(self) -> None:
+        """Keep the search, and go back to the jobs."""
+        self._main.query_one("#jobs").focus()
+
+    def action_clear(self) -> None:
+        """Show all jobs again."""
+        search = self._main.query_one("#search", Input)
+        search.value = ""
+        search.remove_class("open")
+        self._main.query_one("#phases", Tabs).active = ALL
+        self._main.query_one("#jobs").focus()
+
+    @on(DataTable.HeaderSelected, "#jobs")
+    def sort_by_head(self, event: DataTable.HeaderSelected) -> None:
+        """Sort by the column whose head was clicked; once more: the other way."""
+        column = JOB_COLUMNS[event.column_index]
+        if column.order is self._wanted.order:
+            self.action_reverse()
+        elif column.order is not None:
+            self._sort(column.order, descending=column.descending)
+
+    def action_sort(self) -> None:
+        """Sort by the next column; after the last one in the usual order."""
+        columns = [column for column in JOB_COLUMNS if column.order]
+        orders = [JobOrder.USUAL, *(column.order for column in columns if column.order)]
+        after = orders[(orders.index(self._wanted.order) + 1) % len(orders)]
+        down = next((column.descending for column in columns if column.order is after), False)
+        self._sort(after, descending=down)
+
+    def action_reverse(self) -> None:
+        """Sort the other way."""
+        self._sort(self._wanted.order, descending=not self._wanted.descending)
+
+    def _sort(self, order: JobOrder, *, descending: bool) -> None:
+        self._choose(order=order, descending=descending)
+
+    def action_nodes(self) -> None:
+        """Go from the jobs to the nodes, or back."""
+        to_jobs = self.focused is not None and self.focused.id == "nodes"
+        self._main.query_one("#jobs" if to_jobs else "#nodes").focus()
+
+    @on(DataTable.RowSelected, "#jobs")
+    def open_job(self, event: DataTable.RowSelected) -> None:
+        """Show all that is known of a job."""
+        name = self._main.query_one("#jobs", LiveTable).name_at(event.cursor_row)
+        if name is not None:
+            self.push_screen(JobScreen(self._store, name, self._interval))
+
+    @on(DataTable.RowSelected, "#nodes")
+    def open_node(self, event: DataTable.RowSelected) -> None:
+        """Show who holds the slots of a node."""
+        name = self._main.query_one("#nodes", LiveTable).name_at(event.cursor_row)
+        for node in self.view.nodes if self.view else ():
+            if node.record.name == name:
+                self.push_screen(NodeScreen(node))

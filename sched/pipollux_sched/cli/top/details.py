@@ -1,0 +1,126 @@
+"""What `pipollux top` shows of one job or one node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import ClassVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from pipollux_sched.cli.describe import describe_job
+from pipollux_sched.cli.job_sections import job_sections
+from pipollux_sched.cli.wording import count, one_line, spell_age, spell_moment
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.store import Store
+
+from .sparkline import Span, sparkline, window_for
+from .view import NodeView
+
+HISTORY = 60
+"""Characters of a job's history."""
+
+
+class _Details(Screen[None]):
+    """A text that scrolls, above a line of help."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "app.pop_screen", "back"),
+        Binding("backspace", "app.pop_screen", show=False),
+        Binding("q", "app.quit", "quit"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static("", id="details")
+        yield Footer()
+
+    def tell(self, content: RenderableType) -> None:
+        for shown in self.query("#details").results(Static):  # none once the screen was left
+            shown.update(content)
+
+
+class JobScreen(_Details):
+    """All that is known of a job, kept up to date: what `pipollux describe` prints.
+
+    Args:
+        store: knows it.
+        name: of the job.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, store: Store, name: str, interval: float) -> None:
+        super().__init__()
+        self._store, self._job, self._interval = store, name, interval
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self.look()
+        self.set_interval(self._interval, self.look)
+
+    @work(exclusive=True, exit_on_error=True)
+    async def look(self) -> None:
+        """Read what is known, and show it."""
+        try:
+            found = await asyncio.to_thread(self._read)
+        except SchedulerError as error:
+            found = Text(one_line(error), style="bold red")
+        self.tell(found)
+
+    def _read(self) -> RenderableType:
+        found = describe_job(self._store, self._job)
+        now = time.time()
+        end = found["ended_at"] or now
+        spans = [
+            Span(
+                launch["launched_at"],
+                launch["ended_at"] or now,
+                len(launch["nodes"]) * launch["num_stages"],
+            )
+            for launch in found["launches"]
+        ]
+        window = window_for(end - found["submitted_at"])
+        most = max((span.slots for span in spans), default=1)
+        drawn = sparkline(spans, (found["submitted_at"], end), end - window, end, HISTORY, most)
+        title = f"Slots held, the last {spell_age(window)}, up to {most}"
+        return Group(job_sections(found, now), Text(), Text(title, style="bold"), Text(drawn))
+
+
+class NodeScreen(_Details):
+    """Who holds the slots of a node.
+
+    Args:
+        node: as it was when it was opened.
+    """
+
+    def __init__(self, node: NodeView) -> None:
+        super().__init__()
+        self._shown = node
+
+    def on_mount(self) -> None:
+        """Tell of it."""
+        record = self._shown.record
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        table.add_column("Job")
+        table.add_column("Slots", justify="right")
+        for job, slots in self._shown.holders.items():
+            table.add_row(Text(one_line(job)), str(slots))
+        free = max(record.slots - self._shown.used, 0)
+        reason = f": {one_line(record.reason)}" if record.reason else ""
+        about = f"{record.condition.value}{reason}, since {spell_moment(record.since)}"
+        self.tell(
+            Group(
+                Text(record.name, style="bold"),
+                Text(f"{count(record.slots, 'slot')} of kind {record.kind}, {free} free; {about}"),
+                Text(),
+                table if self._shown.holders else Text("Nobody holds any of it.", style="dim"),
+            )
+        )

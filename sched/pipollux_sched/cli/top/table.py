@@ -1,0 +1,216 @@
+"""The tables of `pipollux top`: their columns, their rows, and how they follow what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple, TypeAlias
+
+from rich.text import Text
+from textual.binding import Binding, BindingType
+from textual.widgets import DataTable
+
+from pipollux_sched.cli.quantities import seconds
+from pipollux_sched.cli.wording import DASH, first_line, number, one_line, spell_age, spell_nodes
+from pipollux_sched.store import JobLine, JobOrder, ListedPhase
+
+from .sparkline import bars
+from .view import USAGE_PARTS, NodeView
+
+COLOURS = (
+    *("#2e6ca4", "#b3541e", "#237a64", "#96487c"),
+    *("#8a6510", "#5b57b5", "#a63a3a", "#5f6b2a"),
+)
+"""Colours of jobs: each stands out on black and on white."""
+PHASE_STYLES = {
+    ListedPhase.RUNNING: "green",
+    ListedPhase.STOPPING: "yellow",
+    ListedPhase.RESTARTING: "yellow",
+    ListedPhase.SUSPENDED: "yellow",
+    ListedPhase.QUEUED: "cyan",
+    ListedPhase.FAILED: "red",
+    ListedPhase.CANCELLED: "red",
+    ListedPhase.COMPLETE: "dim",
+}
+CONDITION_STYLES = {"draining": "yellow", "dead": "bold red"}
+
+SOON = 30
+"""Lines below the last one that is seen from which on more rows are wanted."""
+
+Cell: TypeAlias = Text | str
+
+
+class Column(NamedTuple):
+    """One column."""
+
+    title: str
+    right: bool = False
+    order: JobOrder | None = None
+    """What a click on its head sorts by."""
+    descending: bool = False
+    """Whether the first click brings the greatest to the top."""
+
+
+JOB_COLUMNS = (
+    Column("Job", order=JobOrder.NAME),
+    Column("Phase", order=JobOrder.PHASE),
+    Column("R×K", True, JobOrder.SLOTS, True),
+    Column("Nodes", order=JobOrder.NODES),
+    Column("Epoch", True, JobOrder.EPOCH, True),
+    Column("Step", True, JobOrder.STEP, True),
+    Column("Loss", True, JobOrder.LOSS),
+    Column("Goodput", True, JobOrder.GOODPUT, True),
+    Column("Eff.", True),
+    Column("Step time", True),
+    Column("Restarts", True, JobOrder.RESTARTS, True),
+    Column("Age", True, JobOrder.AGE),
+    Column("Message"),
+)
+NODE_COLUMNS = (
+    Column("Node"),
+    Column("Used, last hour"),
+    Column("Now", True),
+    Column("Jobs", True),
+    Column("Condition"),
+    Column("Reason"),
+)
+
+
+class Row(NamedTuple):
+    """One row: its cells, and the name by which it is known from one look to the next."""
+
+    key: str
+    cells: tuple[Cell, ...]
+
+
+class LiveTable(DataTable[Cell]):
+    """A table that follows what happens; the cursor stays with its job or node.
+
+    Args:
+        columns: its columns.
+        id: of the widget.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "open"),
+        Binding("j", "cursor_down", show=False),
+        Binding("k", "cursor_up", show=False),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
+    ]
+
+    def __init__(self, columns: Sequence[Column], id: str) -> None:  # noqa: A002  # Textual's word
+        super().__init__(id=id, cursor_type="row", fixed_columns=1, zebra_stripes=True)
+        self._titles = columns
+        self._told: list[Row] = []
+
+    def on_mount(self) -> None:
+        """Make the columns."""
+        for column in self._titles:
+            self.add_column(_head(column, ""), key=column.title)
+
+    def show(self, rows: Iterable[Row]) -> None:
+        """Show these rows, in this order, and draw only what is other than before.
+
+        Lines stay where they are and change what they tell: to add one takes the library much
+        longer, as it is measured.
+        """
+        wanted = list(rows)
+        at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
+        if 2 * len(wanted) < len(self._told):
+            self.clear()
+            self._told = []
+        for line in range(len(self._told), len(wanted), -1):
+            self.remove_row(str(line - 1))
+        for line, row in enumerate(wanted):
+            if line >= len(self._told):
+                self.add_row(*row.cells, key=str(line))
+            else:
+                self._change(line, self._told[line].cells, row.cells)
+        self._told = wanted
+        line = next((line for line, row in enumerate(wanted) if row.key == at), self.cursor_row)
+        if line != self.cursor_row:
+            self.move_cursor(row=line, scroll=False)
+
+    def name_at(self, line: int) -> str | None:
+        """Return by which name the row of a line is known; None: there is no such line."""
+        return self._told[line].key if 0 <= line < len(self._told) else None
+
+    @property
+    def near_end(self) -> bool:
+        """Whether the last row can be seen soon."""
+        seen = max(self.scroll_offset.y + self.size.height, self.cursor_row)
+        return seen + SOON >= len(self._told)
+
+    def mark(self, order: JobOrder, *, descending: bool) -> None:
+        """Say in the heads by which column the rows are sorted."""
+        for column, shown in zip(self._titles, self.ordered_columns, strict=True):
+            sign = (" ↓" if descending else " ↑") if column.order is order else ""
+            label = _head(column, sign)
+            if shown.label.plain != label.plain:
+                shown.label = label
+                shown.content_width = max(shown.content_width, label.cell_len)
+                self._update_count += 1
+                self.refresh()
+
+    def _change(self, line: int, before: Sequence[Cell], after: Sequence[Cell]) -> None:
+        for column, old, new in zip(self._titles, before, after, strict=True):
+            if old != new:
+                self.update_cell(str(line), column.title, new, update_width=True)
+
+
+def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
+    """Return the cells of a job."""
+    point, holds = job.point, bool(job.nodes)
+    done = DASH
+    if point is not None:
+        epochs = point.epoch + (job.phase is ListedPhase.COMPLETE)  # points count from 0
+        done = str(epochs) if point.num_epochs is None else f"{epochs}/{point.num_epochs}"
+    badge = ("■ ", COLOURS[(job.number - 1) % len(COLOURS)])
+    efficiency = None if point is None else point.efficiency
+    cells: tuple[str, ...] = (
+        f"{len(job.nodes)}×{job.num_stages}" if holds else DASH,
+        spell_nodes(job.nodes),
+        done,
+        DASH if point is None else str(point.step),
+        DASH if point is None else number(point.loss),
+        DASH if point is None or not holds else number(point.goodput),
+        DASH if efficiency is None else f"{100 * efficiency:.0f} %",
+        DASH if point is None or not holds else seconds(point.step_time),
+        str(job.num_restarts),
+        spell_age((job.ended_at or now) - job.submitted_at),
+        one_line(first_line(job.message)),
+    )
+    return (
+        Text.assemble(badge, (one_line(job.name), "bold")),
+        Text(job.phase.value, style=PHASE_STYLES.get(job.phase, "")),
+        *_aligned(JOB_COLUMNS[2:], cells),
+    )
+
+
+def node_row(node: NodeView) -> tuple[Cell, ...]:
+    """Return the cells of a node."""
+    record = node.record
+    condition = str(record.condition.value)
+    cells = (
+        bars(node.usage, record.slots).ljust(USAGE_PARTS),
+        f"{node.used} of {record.slots}",
+        str(len(node.holders)),
+    )
+    return (
+        Text(one_line(record.name), style="bold"),
+        Text(cells[0], style="blue"),
+        *_aligned(NODE_COLUMNS[2:4], cells[1:]),
+        Text(condition, style=CONDITION_STYLES.get(condition, "dim")),
+        Text(one_line(record.reason)),
+    )
+
+
+def _aligned(columns: Sequence[Column], cells: Sequence[str]) -> list[Cell]:
+    return [
+        Text(cell, justify="right" if column.right else "left")
+        for column, cell in zip(columns, cells, strict=True)
+    ]
+
+
+def _head(column: Column, sign: str) -> Text:
+    return Text(column.title + sign, justify="right" if column.right else "left")

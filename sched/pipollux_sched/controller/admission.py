@@ -1,0 +1,58 @@
+"""Taking a job in: whether it can ever run here, and what its processes will be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipollux_sched.allocator.job_infos import job_info
+from pipollux_sched.allocator.reasons import misfit
+from pipollux_sched.backend import Workload
+from pipollux_sched.policy import NodeInfo
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.spec.script import with_script_found
+from pipollux_sched.store import JobRecord
+
+__all__ = ["admitted", "workload"]
+
+
+def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
+    """Return a job with its script and folder found; with an image it has none of them here.
+
+    Raises:
+        SpecError: it can never run here: no such script or folder, or no node that it fits on.
+    """
+    reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes)
+    if reason:
+        raise SpecError(reason)
+    if spec.image is not None:
+        return spec
+    spec = with_script_found(spec)
+    folder = Path(spec.working_dir) if spec.working_dir else Path.cwd()
+    if not folder.is_dir():
+        raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
+    found = {"working_dir": str(folder.absolute())}
+    if spec.checkpoint_dir is not None:
+        found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
+    return spec.model_copy(update=found)
+
+
+def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
+    """Return what every replica of a job runs; a launch may say another number of stages.
+
+    Args:
+        job: the job.
+        environment: what the scheduler tells all jobs; goes before what the user set.
+    """
+    spec = parse_job(job.spec)
+    return Workload(
+        job=job.name,
+        script=Path(spec.script) if spec.script else None,
+        image=spec.image,
+        args=tuple(spec.args),
+        num_stages=spec.num_stages,
+        environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
+        directory=Path(spec.working_dir) if spec.working_dir else None,
+        checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
+        first_generation=job.state.first_generation,
+    )

@@ -1,0 +1,272 @@
+"""What users, and jobs, ask of the scheduler, carried out.
+
+Whatever is asked is written into the store first; the executor, the allocator and the backend take
+it from there. Every method may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.backend import Backend
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
+from pipollux_sched.policy import NodeInfo
+from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
+from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store, Submission
+
+from .admission import admitted
+from .deletion import DeletedJob, JobDeletion
+from .executor import Executor
+from .heartbeats import Heartbeats
+
+_LOG = logging.getLogger(__name__)
+
+
+class UnavailableError(SchedulerError):
+    """The scheduler takes nothing new, because it is being stopped."""
+
+
+class Control:
+    """Carries out what users ask.
+
+    Args:
+        store: what is known.
+        executor: lets events happen to jobs.
+        backend: runs them.
+        nodes: the nodes that were stated, whatever their condition.
+        policy: name of the policy, for those who ask.
+        reconsider: called when the allocator has something new to decide on.
+        stopping: tells whether the scheduler is being stopped.
+        state_dir: where the scheduler keeps everything, which jobs do not save over.
+        deletion: deletes jobs.
+        heartbeats: when replicas were last heard of; None: new ones.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        backend: Backend,
+        nodes: Mapping[str, NodeInfo],
+        *,
+        policy: str,
+        reconsider: Callable[[], None],
+        stopping: Callable[[], bool],
+        state_dir: Path,
+        deletion: JobDeletion,
+        heartbeats: Heartbeats | None = None,
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._backend = backend
+        self._nodes = dict(nodes)
+        self._policy = policy
+        self._reconsider = reconsider
+        self._stopping = stopping
+        self._state_dir = state_dir
+        self._deletion = deletion
+        self.heartbeats = heartbeats or Heartbeats()
+        """When replicas were last heard of."""
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Take a job in; it is started as soon as something is free.
+
+        Raises:
+            SpecError: the job cannot run here: no such script, no node that it fits on, or an image
+                where the backend starts no containers.
+            JobExistsError: a job of this name is under way, or complete.
+        """
+        return self.submit_all([spec])[0]
+
+    def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
+        """Take many jobs in: all of them or, where one is refused, none.
+
+        Raises:
+            SpecError: one cannot run here, as `submit` says; the text names it.
+            JobExistsError: a job of one of the names is under way, or complete.
+        """
+        self._check_running()
+        fitting = []
+        for spec in specs:
+            self._backend.check(spec)
+            fitting.append(admitted(spec, self._nodes))
+        self._check_checkpoints(fitting)
+        changes = self._store.submit_all(
+            [
+                Submission(
+                    spec.name,
+                    spec.model_dump(mode="json"),
+                    secrets.token_urlsafe(32),
+                    spec.max_restarts,
+                    spec.deadline,
+                )
+                for spec in fitting
+            ]
+        )
+        self._reconsider()
+        return [change.job for change in changes]
+
+    def cancel(self, name: str) -> JobRecord:
+        """End a job, and its processes.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
+        """
+        self._check_running()
+        return self._executor.handle(name, Cancel())
+
+    def suspend(self, name: str) -> JobRecord:
+        """Let a job save and hold nothing until it is resumed.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
+        """
+        self._check_running()
+        return self._executor.handle(name, Suspend())
+
+    def resume(self, name: str) -> JobRecord:
+        """Let a job that was suspended be given room again; another living one stays as it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobEndedError: it has ended.
+        """
+        self._check_running()
+        record = self._executor.handle(name, Resume())
+        self._reconsider()
+        return record
+
+    def rerun(self, name: str, *, from_scratch: bool) -> JobRecord:
+        """Run a job again that has ended, as it was submitted.
+
+        Args:
+            name: of the job.
+            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+            JobEndedError: it is complete, and is not to begin anew.
+            SpecError: it cannot run here any more, as `submit` says, or is to begin anew where its
+                user lets it save, and there are checkpoints.
+        """
+        self._check_running()
+        job = self._store.job(name)
+        if job.phase.ended:
+            spec = parse_job(job.spec)
+            self._backend.check(spec)
+            admitted(spec, self._nodes)
+            if from_scratch:
+                check_empty(spec)
+        change = self._store.rerun(name, from_scratch=from_scratch)
+        self._reconsider()
+        return change.job
+
+    def delete(self, name: str) -> DeletedJob:
+        """Delete a job that has ended: see `JobDeletion.delete`.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+        """
+        self._check_running()
+        deleted = self._deletion.delete(name)
+        # Another job of the name counts its generations anew.
+        self.heartbeats.forget(name, deleted.job.state.generation)
+        return deleted
+
+    def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
+        """Let a node be ready, drain, or be dead: its jobs are then started elsewhere.
+
+        Raises:
+            UnknownNodeError: there is no node of this name.
+        """
+        self._check_running()
+        node = self._store.set_node_condition(name, condition, reason)
+        if condition is NodeCondition.DEAD:
+            why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
+            for job in self._store.jobs(live=True):
+                if name in job.state.launched:
+                    self._executor.handle(job.name, NodeLost(job.state.generation, why))
+        self._reconsider()
+        return node
+
+    def heard(
+        self,
+        name: str,
+        generation: int,
+        replica: int,
+        step: int | None,
+        hang_timeout: float | None = None,
+    ) -> None:
+        """Take note of a replica's sign of life; that there was one outlives the scheduler."""
+        if self.heartbeats.note(name, generation, replica, step, hang_timeout):
+            self._backend.note_heard(name, generation, replica)
+
+    def expect_replicas(self) -> None:
+        """Expect signs of life of the running replicas of which an earlier scheduler has heard."""
+        for job in (job for job in self._store.jobs(live=True) if job.state.launched):
+            for replica in self._backend.heard(job.name, job.state.generation):
+                self.heartbeats.note(job.name, job.state.generation, replica)
+
+    def decide(self) -> None:
+        """Let the allocator decide now, not only at the next interval."""
+        self._check_running()
+        self._reconsider()
+
+    def cluster(self) -> Mapping[str, Any]:
+        """Describe nodes, their conditions and free slots, and the policy."""
+        free = self._backend.free()
+        nodes = {
+            name: {
+                "slots": node.slots,
+                "kind": node.kind,
+                "free": free.get(name, 0),
+                "condition": node.condition.value,
+                "reason": node.reason,
+                "since": node.since,
+            }
+            for name, node in self._store.nodes().items()
+        }
+        return {"nodes": nodes, "policy": self._policy}
+
+    def settled(self, name: str) -> None:
+        """Take note that a job has taken its first step: it can be moved now, if others wait."""
+        if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
+            _LOG.debug("job %s has settled while others wait", name)
+            self._reconsider()
+
+    def present_nodes(self) -> dict[str, NodeInfo]:
+        """Return the nodes as policies see them: the dead are not there, others may drain."""
+        conditions = {name: node.condition for name, node in self._store.nodes().items()}
+        return {
+            name: replace(
+                node, draining=node.draining or conditions[name] is NodeCondition.DRAINING
+            )
+            for name, node in self._nodes.items()
+            if conditions[name] is not NodeCondition.DEAD
+        }
+
+    def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
+        """Refuse a job that would save over what is not its own."""
+        asking = [spec for spec in specs if spec.checkpoint_dir is not None]
+        if not asking:
+            return
+        saved = ((job.name, job.spec.get("checkpoint_dir")) for job in self._store.jobs())
+        others = [(name, folder) for name, folder in saved if folder]
+        for spec in asking:
+            check_checkpoint_folder(spec, self._state_dir, others)
+            others.append((spec.name, str(spec.checkpoint_dir)))
+
+    def _check_running(self) -> None:
+        if self._stopping():
+            raise UnavailableError("the scheduler is being stopped and takes nothing new")

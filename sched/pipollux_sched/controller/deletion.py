@@ -1,0 +1,87 @@
+"""Deleting jobs that have ended: what the store knows of them, and the files that they have left.
+
+It is written down first: from then on the job is gone, and its name is free again as soon as all
+of it is. What a scheduler that is killed has left of it, the next one removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipollux_sched.store import JobRecord, StateDir, Store
+
+__all__ = ["DeletedJob", "JobDeletion"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeletedJob:
+    """A job that is gone."""
+
+    job: JobRecord
+    """As it was."""
+    left: tuple[Path, ...]
+    """Folders that are left: a `checkpoint_dir` of its user's own, and what cannot be removed."""
+
+
+class JobDeletion:
+    """Deletes jobs.
+
+    Args:
+        store: knows them.
+        state_dir: where their files are.
+    """
+
+    def __init__(self, store: Store, state_dir: StateDir) -> None:
+        self._store = store
+        self._state_dir = state_dir
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def delete(self, name: str) -> DeletedJob:
+        """Delete a job with its logs and with its checkpoints in the state directory.
+
+        A `checkpoint_dir` of its user's own is left as it is.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+            JobLivesError: it has not ended.
+        """
+        job = self._store.deletions.begin(name)
+        self.finish()
+        folders = [self._state_dir.job(name)]
+        own = job.spec.get("checkpoint_dir")
+        if own:
+            folders.append(Path(own))
+        return DeletedJob(job, tuple(folder for folder in folders if folder.exists()))
+
+    def finish(self) -> None:
+        """Delete what is left of all jobs that are being deleted; done again, it does nothing.
+
+        Where files cannot be removed, the log says so once, and the next call tries again.
+        """
+        with self._lock:
+            for pending in self._store.deletions.pending():
+                try:
+                    _remove(self._state_dir.job(pending.name))
+                except OSError as error:
+                    if pending.name not in self._told:
+                        self._told.add(pending.name)
+                        _LOG.warning(
+                            "files of the deleted job %s are left: %s", pending.name, error
+                        )
+                else:
+                    self._store.deletions.finish(pending)
+                    self._told.discard(pending.name)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # what it leads to is not the scheduler's
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,222 @@
+"""Carrying out what the life of a job asks for: the bridge between store and backend.
+
+`Executor.handle` lets an event happen to a job: the store computes and keeps the new state, and
+what is then to be done is queued in the same order. `Executor.step` does it, asks the backend what
+has come of it, and lets that happen in turn. `step` belongs to one thread; `handle` to any.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from pipollux_sched.backend import Backend, BackendError, Report, Workload
+from pipollux_sched.backend.local.processes import POLL_INTERVAL
+from pipollux_sched.lifecycle import (
+    Action,
+    Event,
+    Exited,
+    Kill,
+    Launch,
+    Outcome,
+    Phase,
+    Record,
+    Retry,
+    RetryAfter,
+    Shutdown,
+    Stop,
+)
+from pipollux_sched.spec.job import SpecError
+from pipollux_sched.store import GenerationRecord, JobRecord, Store, UnknownJobError
+
+from .unsent_report import take_unsent_report
+
+_LOG = logging.getLogger(__name__)
+
+TICK = 0.2
+"""Seconds between two looks at the processes."""
+STOP_PATIENCE = 5.0
+"""Seconds beyond their grace after which jobs that were asked to stop are waited for no longer."""
+HARD_GRACE = 5.0
+"""Seconds to end for a generation that has trained nothing yet, so has nothing to save."""
+
+
+class Executor:
+    """Lets events happen to jobs, and carries out what follows.
+
+    Args:
+        store: keeps the jobs.
+        backend: runs them.
+        workload: tells what the processes of a job run.
+        grace: seconds that a job has to save when it is asked to stop.
+        on_ended: called when a job has ended, or waits for an allocation.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        workload: Callable[[JobRecord], Workload],
+        *,
+        grace: float,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._workload = workload
+        self._grace = grace
+        self._on_ended = on_ended
+        self._lock = threading.Lock()
+        self._todo: deque[tuple[str, Action]] = deque()
+        self._reports: deque[Report] = deque()
+        self._retries: list[tuple[float, int, str, Retry]] = []
+        self._order = itertools.count()
+        self.woken = threading.Event()
+        """Set when there is something to do."""
+
+    def handle(self, name: str, event: Event) -> JobRecord:
+        """Let an event happen to a job; what follows is done by the next `step`.
+
+        Raises:
+            UnknownJobError: there is no job of this name.
+        """
+        # One lock for both, or two threads could queue their actions in the wrong order.
+        with self._lock:
+            change = self._store.transition(name, event)
+            self._todo.extend((name, action) for action in change.actions)
+        if change.actions:
+            self.woken.set()
+        phase = change.job.phase
+        waits = phase is Phase.QUEUED and isinstance(event, Exited)
+        if phase.ended or phase is Phase.SUSPENDED or waits:
+            self._on_ended()
+        return change.job
+
+    def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
+        """Let events happen to jobs in one transaction; jobs that are gone are left aside."""
+        with self._lock:
+            changes = self._store.transition_all(events)
+            for (name, _), change in zip(events, changes, strict=True):
+                if change is None:
+                    _LOG.warning("job %s was decided on, but is gone", name)
+                else:
+                    self._todo.extend((name, action) for action in change.actions)
+        if self._todo:
+            self.woken.set()
+        done = (change.job.phase for change in changes if change is not None)
+        if any(phase.ended or phase is Phase.SUSPENDED for phase in done):
+            self._on_ended()
+
+    def run(self, ending: threading.Event) -> None:
+        """Do what is to be done until the scheduler ends."""
+        while not ending.is_set():
+            try:
+                self.step()
+            except Exception:  # one job's trouble must not end the others
+                _LOG.exception("the executor failed; it goes on in a second")
+                ending.wait(1.0)
+            self.wait(TICK)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there is something to do, or `timeout` seconds have passed."""
+        self.woken.wait(timeout)
+        self.woken.clear()
+
+    def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
+        """Ask all jobs to save and end, and wait until they have, as long as there is patience.
+
+        Args:
+            grace: seconds that jobs have from now on to save.
+            hurry: asked now and then; True ends the wait.
+        """
+        self._grace = min(self._grace, grace)
+        for job in self._store.jobs(live=True):
+            self.handle(job.name, Shutdown())
+        deadline = time.monotonic() + grace + STOP_PATIENCE
+        while self._backend.running() and time.monotonic() < deadline and not hurry():
+            time.sleep(POLL_INTERVAL)
+
+    def step(self) -> None:
+        """Do what is to be done, and take up what has happened.
+
+        Where that fails, say because the disk is full, nothing is forgotten: the next call goes on
+        with it.
+        """
+        while self._retries and self._retries[0][0] <= time.monotonic():
+            _, _, name, retry = self._retries[0]
+            with suppress(UnknownJobError):  # it was cancelled meanwhile, and deleted
+                self.handle(name, retry)
+            heapq.heappop(self._retries)
+        self._act()
+        self._reports.extend(self._backend.poll())
+        while self._reports:
+            name, event = self._reports[0]
+            self.handle(name, self._completed(name, event) if isinstance(event, Exited) else event)
+            self._reports.popleft()
+        self._act()
+
+    def _act(self) -> None:
+        while self._todo:
+            name, action = self._todo[0]
+            match action:
+                case Launch():
+                    self._launch(name, action)
+                case Stop():
+                    self._stop(name, action)
+                case Kill():
+                    self._kill(name, action)
+                case RetryAfter():
+                    due = time.monotonic() + action.seconds
+                    retry = Retry(action.generation)
+                    heapq.heappush(self._retries, (due, next(self._order), name, retry))
+                case Record():  # the store has done it
+                    pass
+            self._todo.popleft()
+
+    def _launch(self, name: str, action: Launch) -> None:
+        try:
+            workload = self._workload(self._store.job(name))
+            if action.num_stages is not None:
+                workload = replace(workload, num_stages=action.num_stages)
+            self._backend.apply(workload, action.generation, action.nodes)
+        except (BackendError, SpecError, OSError) as error:
+            _LOG.warning("generation %d of job %s: %s", action.generation, name, error)
+            failed = Exited(action.generation, Outcome.FAILED, message=str(error))
+            self.handle(name, failed)
+
+    def _stop(self, name: str, action: Stop) -> None:
+        grace = self._grace if action.graceful else min(self._grace, HARD_GRACE)
+        if not self._backend.stop(name, grace):
+            gone = Exited(action.generation, Outcome.FAILED, message="Nothing of it was running.")
+            self.handle(name, gone)
+
+    def _kill(self, name: str, action: Kill) -> None:
+        if not self._backend.kill(name, action.why):
+            gone = Exited(action.generation, Outcome.FAILED, message=action.why)
+            self.handle(name, gone)
+
+    def _completed(self, name: str, event: Exited) -> Exited:
+        """Add where the training stood, which the backend does not know.
+
+        A script that has trained before can start: what hinders it now may be gone the next time.
+        """
+        take_unsent_report(self._store, self._backend, name, event.generation)
+        if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
+            event = replace(event, cannot_start=False)
+        point = self._store.last_points().get(name)
+        if point is None:
+            return event
+        step = event.step if event.step is not None else point.step
+        # Points count epochs from 0; who has completed the last one has done one more.
+        return replace(event, step=step, epoch=point.epoch + 1)
+
+
+def _has_trained(launch: GenerationRecord) -> bool:
+    return launch.first_step_at is not None or launch.outcome == Outcome.STOPPED.value

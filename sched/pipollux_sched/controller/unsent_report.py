@@ -1,0 +1,52 @@
+"""The last report of a generation that found no scheduler to take it.
+
+It lies on the disk where the replica left it (`Backend.unsent_report`). Once the generation has
+ended, what of it the store does not have yet is added, as if it had come in time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pydantic import ValidationError
+
+from pipollux_sched.backend import Backend
+from pipollux_sched.store import StaleGenerationError, Store
+
+from .training_report import TrainingReport
+
+__all__ = ["take_unsent_report"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def take_unsent_report(store: Store, backend: Backend, job: str, generation: int) -> None:
+    """Add what a generation that has ended could not tell; done again, it adds nothing.
+
+    Raises:
+        UnknownJobError: there is no job of this name.
+    """
+    body = backend.unsent_report(job, generation)
+    if body is None:
+        return
+    try:
+        report = TrainingReport.model_validate(body)
+    except ValidationError as error:
+        _LOG.warning("the last report of job %s is left aside: %s", job, error)
+        return
+    known = _last_step(store, job, generation)
+    points = [point for point in report.stored_points() if point.step > known]
+    if report.generation != generation or not points:
+        return
+    try:
+        store.add_report(job, generation, points, report.stored_timeline())
+    except StaleGenerationError:
+        return  # the job has been started again meanwhile, and tells where it is
+
+
+def _last_step(store: Store, job: str, generation: int) -> int:
+    """Return the last step that the store has of a generation; -1 where it has none."""
+    for event in store.latest_events(1, job=job, types=["progress"]):
+        if event["generation"] == generation:
+            return int(event["step"])
+    return -1

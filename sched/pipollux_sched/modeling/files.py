@@ -1,0 +1,66 @@
+"""Decoding JSON that people write, with reasons that people understand.
+
+A key that stands twice in one object is refused, where the standard library keeps the last.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.utils.user_text import not_text, read_user_text
+
+from .errors import ModelingError
+
+STANDARD_INPUT = "-"
+"""Stands for standard input where a path is expected."""
+
+
+def decode(text: str) -> Any:
+    """Decode one JSON value.
+
+    Raises:
+        ValueError: its text says what is wrong, and where in the text.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}"
+        if error.lineno > 1:
+            where = f"line {error.lineno}, {where}"
+        raise ValueError(f"not valid JSON: {error.msg} ({where})") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        if "digits" in str(error):
+            raise ValueError("a number has thousands of digits; write at most 17") from None
+        raise
+
+
+def read_text(path: str | Path) -> tuple[str, str]:
+    """Read a file, or standard input for ``-``.
+
+    Returns:
+        The text, and how to name where it came from.
+
+    Raises:
+        ModelingError: it is missing, cannot be read, or is not UTF-8.
+    """
+    if str(path) != STANDARD_INPUT:
+        return read_user_text(Path(path), ModelingError), str(path)
+    name = "<stdin>"
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig"), name
+    except UnicodeDecodeError as error:
+        raise ModelingError(not_text(name, error)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"'{twice}' stands twice in one object; keep one of them")
+    return found

@@ -1,0 +1,1 @@
+"""What would be decided, and why: plans and explanations, without acting."""

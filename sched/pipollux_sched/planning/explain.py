@@ -1,0 +1,254 @@
+"""Why a job has what it has: what it would get from one replica more or fewer, and what limits it.
+
+`standing` is pure. It works on the job as the allocator sees it, so what it foretells is what the
+policy is told, and on the room that all jobs leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+
+from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
+from pipollux_sched.allocator.reasons import why_nothing
+from pipollux_sched.allocator.strategy import Candidate
+from pipollux_sched.lifecycle import Intent, JobState, Phase
+from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
+
+Room: TypeAlias = Mapping[str, Mapping[str, int]]
+"""What is free of every node, by kind of resource."""
+
+
+class LimitKind(StrEnum):
+    """What may keep a job from having more, or other, than it has."""
+
+    HELD = "held"
+    STOPPING = "stopping"
+    STARTING = "starting"
+    WAITS_TO_RETRY = "waits_to_retry"
+    NOT_PREEMPTIBLE = "not_preemptible"
+    DRAINING = "draining"
+    MAX_REPLICAS = "max_replicas"
+    PROFILED = "profiled"
+    NO_ROOM = "no_room"
+    HARMFUL = "harmful"
+    NOT_WORTH_IT = "not_worth_it"
+    MIN_REPLICAS = "min_replicas"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One thing that keeps a job from having more, or other, than it has."""
+
+    kind: LimitKind
+    text: str
+    """A sentence for people."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a job would have with one replica more or fewer."""
+
+    nodes: tuple[str, ...]
+    """Node of each replica; empty where no node could ever hold them."""
+    num_replicas: int
+    speedup: float | None
+    """Predicted, over one replica; None: nothing is known of it."""
+    batch_size: int | None
+    fits: bool
+    """Whether there is room for it now."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a job's user asked for, and what of it was seen."""
+
+    max_replicas: int
+    """As the user gave it; the job as the policy sees it may have a lower one."""
+    max_profiled_replicas: int
+    """The most replicas that its step time was measured on; 0: never measured."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Why a job has what it has."""
+
+    speedup: float | None
+    """Predicted, of what it has; None: nothing is known."""
+    batch_size: int | None
+    more: Alternative | None
+    """With one replica more; None where it has none."""
+    fewer: Alternative | None
+    """With one replica fewer; None where it would have none."""
+    limits: tuple[Limit, ...]
+    waits_for: str | None
+    """What a job that holds nothing waits for; None for one that holds something."""
+
+
+def standing(
+    job: Candidate, nodes: Mapping[str, NodeInfo], free: Room, bounds: Bounds, pin: Limit | None
+) -> Standing:
+    """Say why a job has what it has.
+
+    Args:
+        job: as the allocator sees it.
+        nodes: nodes that are not dead.
+        free: what all jobs together leave of them.
+        bounds: what its user asked for, and what of it was seen.
+        pin: why the allocator leaves it where it is, if it does: `STARTING`, `STOPPING`, ….
+    """
+    held = job.held
+    if not job.allocation or held.shape is None:
+        return Standing(
+            None, None, None, None, tuple(_told(pin)), why_nothing(job.info, nodes, free)
+        )
+    shape = held.shape
+    more = _more(job.allocation, shape, nodes, free)
+    fewer = _fewer(job.allocation, shape)
+    limits = _limits(job, nodes, bounds, more, fewer, pin)
+    speedup, batch_size = _worth(shape, job.allocation)
+    return Standing(speedup, batch_size, more, fewer, tuple(limits), None)
+
+
+def pinned_because(state: JobState) -> Limit | None:
+    """Say why the allocator leaves a job where it is: see `allocator.is_pinned`; None if not."""
+    if state.held:
+        return Limit(LimitKind.HELD, "Its user suspended it; it gets nothing until it is resumed.")
+    if state.intent is not None and state.intent is not Intent.MOVE:
+        return Limit(LimitKind.STOPPING, "It is being stopped; until it has, it is left alone.")
+    if state.launched and state.intent is Intent.MOVE:
+        return Limit(LimitKind.STOPPING, "It is being moved; until it has, it is left alone.")
+    if state.launched and not state.settled:
+        text = "It is starting: until its first step it is left where it is."
+        return Limit(LimitKind.STARTING, text)
+    if state.phase is Phase.RESTARTING:
+        text = "It waits after a failure, and is launched again where it was."
+        return Limit(LimitKind.WAITS_TO_RETRY, text)
+    return None
+
+
+def _told(pin: Limit | None) -> Iterator[Limit]:
+    if pin is not None:
+        yield pin
+
+
+def _limits(
+    job: Candidate,
+    nodes: Mapping[str, NodeInfo],
+    bounds: Bounds,
+    more: Alternative,
+    fewer: Alternative | None,
+    pin: Limit | None,
+) -> Iterator[Limit]:
+    yield from _told(pin)
+    has = len(job.allocation)
+    if not job.info.preemptible:
+        yield Limit(
+            LimitKind.NOT_PREEMPTIBLE, "It is not preemptible: what it runs on stays as it is."
+        )
+    draining = sorted({name for name in job.allocation if name in nodes and nodes[name].draining})
+    if draining:
+        stays = "; it ends there, as it is not preemptible" if not job.info.preemptible else ""
+        yield Limit(LimitKind.DRAINING, f"{', '.join(draining)} drains{stays}.")
+    yield from _upward(job.info, bounds, has, more, _worth_of(job), pin)
+    if fewer is not None and has <= job.info.min_replicas:
+        yield Limit(
+            LimitKind.MIN_REPLICAS,
+            f"With fewer than min_replicas ({job.info.min_replicas}) it would not run.",
+        )
+
+
+def _upward(
+    info: JobInfo,
+    bounds: Bounds,
+    has: int,
+    more: Alternative,
+    now: float | None,
+    pin: Limit | None,
+) -> Iterator[Limit]:
+    """Tell what keeps a job from one replica more: the first thing that does."""
+    if has >= bounds.max_replicas:
+        yield Limit(LimitKind.MAX_REPLICAS, f"It has max_replicas ({bounds.max_replicas}).")
+    elif has >= info.max_replicas:
+        yield Limit(LimitKind.PROFILED, _profiled(info, bounds))
+    elif more.speedup is not None and now is not None and more.speedup <= now * (1 + 1e-9):
+        yield Limit(LimitKind.HARMFUL, f"{has + 1} replicas are predicted to be no faster.")
+    elif not more.fits:
+        yield Limit(LimitKind.NO_ROOM, "There is no room for one replica more.")
+    elif pin is None and info.preemptible:
+        cost = f"a restart, which costs it {info.restart_seconds:.0f} s"
+        yield Limit(
+            LimitKind.NOT_WORTH_IT,
+            f"There is room for one replica more; the last decision held it not worth {cost}.",
+        )
+
+
+def _profiled(info: JobInfo, bounds: Bounds) -> str:
+    if not bounds.max_profiled_replicas:
+        return (
+            f"Its step time was not measured yet, so it gets no more than {info.max_replicas} "
+            "for now."
+        )
+    measured = bounds.max_profiled_replicas
+    return (
+        f"Its step time was measured on up to {measured} replica{'' if measured == 1 else 's'}, "
+        f"and it gets at most twice as many ({info.max_replicas}) until it is on more."
+    )
+
+
+def _more(
+    nodes_now: Sequence[str], shape: ReplicaShape, nodes: Mapping[str, NodeInfo], free: Room
+) -> Alternative:
+    """Return the job with one replica more, where there is room, best beside its others."""
+    suited = {
+        name: node for name, node in nodes.items() if shape.runs_on(node) and not node.draining
+    }
+    roomy = [name for name in suited if count_fitting(shape.resources, free.get(name, {})) > 0]
+    # Where all is taken, as on the nodes that would hold it were they empty.
+    able = [
+        name
+        for name, node in suited.items()
+        if count_fitting(shape.resources, node.resources) > nodes_now.count(name)
+    ]
+    for places, fits in ((roomy, True), (able, False)):
+        if places:
+            node = max(places, key=lambda name: (nodes_now.count(name), name))
+            return _alternative((*nodes_now, node), shape, fits=fits)
+    return Alternative((), len(nodes_now) + 1, None, None, fits=False)
+
+
+def _fewer(nodes_now: Sequence[str], shape: ReplicaShape) -> Alternative | None:
+    """Return the job without one replica: one from the node that holds the fewest of it."""
+    if len(nodes_now) <= 1:
+        return None
+    counts = Counter(nodes_now)
+    left = list(nodes_now)
+    left.remove(min(counts, key=lambda name: (counts[name], name)))
+    return _alternative(tuple(left), shape, fits=True)
+
+
+def _alternative(nodes: tuple[str, ...], shape: ReplicaShape, *, fits: bool) -> Alternative:
+    speedup, batch_size = _worth(shape, nodes)
+    return Alternative(nodes, len(nodes), speedup, batch_size, fits)
+
+
+def _worth_of(job: Candidate) -> float | None:
+    shape = job.held.shape
+    return None if shape is None else _worth(shape, job.allocation)[0]
+
+
+def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int | None]:
+    """Return the speedup and the batch size that the job's model foretells, None if it has none."""
+    if shape.speedup_fn is linear_speedup:
+        return None, None
+    value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
+    speedup = float(np.asarray(value).reshape(-1)[0])
+    choose = getattr(shape.speedup_fn, "configuration", None)
+    size = choose(len(set(nodes)), len(nodes)).batch_size if choose else None
+    return (speedup if math.isfinite(speedup) else None), size or None

@@ -1,0 +1,229 @@
+"""From specs to a plan: what every job gets, and why, touching nothing.
+
+`plan` answers at once for files (`pipollux plan`). The running scheduler uses the same parts:
+`inventory` brings specs and hints into the policy's form, `explanation` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from pipollux_sched.allocator.job_infos import (
+    free_resources,
+    job_info,
+    node_info,
+    node_template,
+    replica_cap,
+    replica_resources,
+)
+from pipollux_sched.allocator.reasons import explain, misfit
+from pipollux_sched.policy import (
+    DEFAULT_POLICY,
+    Allocation,
+    AutoscalingRules,
+    AutoscalingState,
+    JobInfo,
+    NodeInfo,
+    Policy,
+    autoscale,
+    make_policy,
+    shape_of,
+)
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
+
+__all__ = [
+    "Assignment",
+    "NodeUse",
+    "Plan",
+    "PlanError",
+    "explain",
+    "free_resources",
+    "job_info",
+    "misfit",
+    "node_info",
+    "node_template",
+    "plan",
+    "replica_cap",
+    "replica_resources",
+]
+
+PLAN_AGE = 3600.0
+"""Seconds that a job of a plan is taken to have run, as files do not tell: a restart costs 1 %."""
+
+
+class PlanError(Exception):
+    """Jobs and cluster are each valid, but do not go together; the text is one clear sentence."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one job gets, and why."""
+
+    job: str
+    num_stages: int
+    """K; of a job that gets nothing, its own."""
+    num_replicas: int
+    num_microbatches: int
+    nodes: tuple[str, ...]
+    """One node name per replica."""
+    previous: tuple[str, ...]
+    """The same, before."""
+    atomic_bsz: int | None
+    """Samples per replica in one forward and backward; None: the job chooses, nothing is known."""
+    accum_steps: int | None
+    batch_size: int | None
+    speedup: float | None
+    """Predicted goodput over that of one replica; None: nothing is known."""
+    goodput: float | None
+    """Predicted, in samples per second; None: nothing is known."""
+    why: str
+    allocation: Allocation = field(default_factory=Allocation, repr=False)
+    """`nodes`, with the shape of a replica."""
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """How much of a node a plan uses."""
+
+    node: str
+    slots: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every job gets."""
+
+    assignments: tuple[Assignment, ...]
+    """In the order of the jobs."""
+    nodes: tuple[NodeUse, ...]
+    """In the order of the cluster."""
+    desired_nodes: int
+    """How many nodes the utility band advises (`policy.autoscale`), up to twice those there are."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain lists and mappings, for JSON or YAML."""
+        return {
+            "assignments": [_plain(assignment) for assignment in self.assignments],
+            "nodes": [asdict(node) for node in self.nodes],
+            "desired_nodes": self.desired_nodes,
+        }
+
+
+def _plain(assignment: Assignment) -> dict[str, Any]:
+    told = [entry.name for entry in fields(assignment) if entry.name != "allocation"]
+    values = {name: getattr(assignment, name) for name in told}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def plan(
+    cluster: ClusterSpec,
+    jobs: Sequence[JobSpec],
+    *,
+    policy: Policy | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Decide what every job gets, from what the specs say alone.
+
+    Args:
+        cluster: the nodes.
+        jobs: the jobs, with their hints and current allocations as far as known.
+        policy: decides; None: a new one of the default, with this seed.
+        seed: of that policy.
+
+    Raises:
+        SpecError: a current allocation names an unknown node or more than the node has.
+        PlanError: a job could not run even if the cluster were empty.
+    """
+    nodes = {node.name: node_info(node) for node in cluster.nodes}
+    infos = {
+        job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number))
+        for number, job in enumerate(jobs)
+    }
+    for name, info in infos.items():
+        reason = misfit(name, info, nodes)
+        if reason:
+            raise PlanError(reason)
+    current = {
+        job.name: Allocation(job.allocation, infos[job.name].all_shapes[0])
+        for job in jobs
+        if job.allocation
+    }
+    _check_current(current, infos, nodes)
+    policy = policy or make_policy(DEFAULT_POLICY, seed=seed)
+    allocations, _ = policy.optimize(infos, nodes, current, node_template(nodes))
+    free = free_resources(nodes, infos, allocations)
+    return Plan(
+        assignments=tuple(
+            _assignment(job, infos[job.name], allocations.get(job.name, ()), nodes, free)
+            for job in jobs
+        ),
+        nodes=tuple(
+            NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
+            for node in cluster.nodes
+        ),
+        desired_nodes=_advised_nodes(policy, infos, nodes, allocations),
+    )
+
+
+def _advised_nodes(
+    policy: Policy,
+    jobs: Mapping[str, JobInfo],
+    nodes: Mapping[str, NodeInfo],
+    allocations: Mapping[str, Sequence[str]],
+) -> int:
+    """Return how many nodes these jobs would make good use of, up to twice those there are."""
+    rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
+    template = node_template(nodes)
+    state = AutoscalingState()
+    return autoscale(rules, state, policy, jobs, nodes, allocations, template)[1]
+
+
+def _assignment(
+    job: JobSpec,
+    info: JobInfo,
+    allocation: Sequence[str],
+    nodes: Mapping[str, NodeInfo],
+    free: Mapping[str, Mapping[str, int]],
+) -> Assignment:
+    shape = shape_of(info, allocation, nodes)
+    given = Allocation(allocation, shape)
+    config = given.configuration
+    return Assignment(
+        job=job.name,
+        num_stages=given.num_stages or job.num_stages,
+        num_replicas=len(allocation),
+        num_microbatches=config.num_microbatches if config else job.num_microbatches,
+        nodes=tuple(allocation),
+        previous=job.allocation,
+        atomic_bsz=config.atomic_bsz if config else None,
+        accum_steps=config.accum_steps if config else None,
+        batch_size=config.batch_size if config else None,
+        speedup=config.speedup if config else None,
+        goodput=config.goodput if config else None,
+        why=explain(info, job.allocation, allocation, nodes, free),
+        allocation=given,
+    )
+
+
+def _check_current(
+    current: Mapping[str, Sequence[str]], jobs: Mapping[str, JobInfo], nodes: Mapping[str, NodeInfo]
+) -> None:
+    for job, allocation in current.items():
+        for name in allocation:
+            if name not in nodes:
+                raise SpecError(
+                    f"job '{job}': allocation names the node '{name}', which the cluster does not "
+                    f"have; its nodes are {', '.join(nodes)}"
+                )
+    for name, left in free_resources(nodes, jobs, current).items():
+        for kind, amount in left.items():
+            if amount < 0:
+                has = nodes[name].resources[kind]
+                holders = [job for job, allocation in current.items() if name in allocation]
+                raise SpecError(
+                    f"jobs {', '.join(holders)}: allocation puts {has - amount} {kind} on the node "
+                    f"'{name}', which has {has}; remove some"
+                )

@@ -1,0 +1,1 @@
+"""Policies to compare with: FIFO, Tiresias, Optimus."""

@@ -1,0 +1,227 @@
+"""Optimus (Peng et al., EuroSys'18): GPUs go where they shorten the remaining time the most.
+
+Every job first gets its fewest replicas, the job with the least left in front. Then one replica
+after another goes to the job whose predicted remaining time falls the most for it, per slot:
+
+    gain_j(R) = (t_j(R) - t_j(R + 1)) / slots_j        t_j(R) = remaining_work_j / speedup_j(R)
+
+`docs/policy-optimus.md` says what the prediction rests on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pipollux_sched.policy.allocation import Allocation
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.policy.placement.free_space import FreeSpace, name_order, slots_of
+from pipollux_sched.policy.placement.packing import (
+    answer,
+    least_replicas,
+    num_nodes_as_is,
+    pack,
+    place_alone,
+    request_of,
+    settle,
+    speedups,
+    unchanged,
+    user_shapes,
+)
+from pipollux_sched.policy.pollux.arrays import Floats
+from pipollux_sched.policy.rules import Allocations, Jobs, Nodes
+
+UNKNOWN_REMAINING_SECONDS = 3600.0
+"""The least that a job which does not say is taken to need still, on one replica."""
+
+
+class OptimusPolicy:
+    """Sizes by marginal gain of predicted remaining time; every job on its user's batch size.
+
+    Example:
+        >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
+        ...                               0.0, 1, 4, remaining_work=work)
+        >>> node = NodeInfo({"slots": 4})
+        >>> OptimusPolicy().optimize({"a": job(900.0), "b": job(100.0)}, {"n": node}, {}, node)[0]
+        {'a': ['n', 'n', 'n'], 'b': ['n']}
+    """
+
+    adapts_batch_size: ClassVar[bool] = False
+    """Jobs keep the batch size that their user chose."""
+
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> list[Any]:
+        """Place one arriving job on its fewest replicas, without moving any other.
+
+        Args:
+            job_info: the job.
+            nodes: nodes with what is FREE on them.
+
+        Returns:
+            Its replicas' nodes, or nothing if there is no room.
+        """
+        return place_alone(job_info, nodes, least_replicas(job_info))
+
+    def optimize(
+        self,
+        jobs: Jobs,
+        nodes: Nodes,
+        base_allocations: Allocations,
+        node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
+    ) -> tuple[dict[Any, Allocation], int]:
+        """Size all jobs anew, and place those whose size has changed.
+
+        Returns:
+            The allocation of every job (empty: it waits), and the number of nodes as it is.
+        """
+        settled = _as_they_run(jobs, nodes, base_allocations)
+        # What has just been started and cannot be preempted is pinned when asked again, and leaves
+        # others more where it was placed in less than its size: at most once for every job.
+        for _ in range(len(jobs) + 1):
+            current, settled = settled, _sized(jobs, nodes, settled)
+            if unchanged(jobs, settled, current):
+                break
+        return answer(jobs, base_allocations, settled), num_nodes_as_is(jobs, nodes)
+
+
+def _as_they_run(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Allocation]:
+    space = FreeSpace(jobs, nodes, base)
+    space.keep_running()
+    return answer(jobs, base, space.allocations)
+
+
+def _sized(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, Allocation]:
+    sizes = decide_sizes(jobs, nodes, current)
+
+    def place(before: Allocations) -> dict[Any, Allocation]:
+        return _place(jobs, nodes, before, sizes)
+
+    def misfit(allocations: Allocations) -> float:
+        return sum(
+            abs(sizes[name] - len(allocations[name])) * slots_of(job.all_shapes[0])
+            for name, job in jobs.items()
+        )
+
+    return settle(_as_they_run(jobs, nodes, current), place, misfit)
+
+
+def remaining_seconds(job: JobInfo) -> float:
+    """Return what a job still needs on one replica: as it says, else as much as it already had.
+
+    That is an hour at least. Of jobs in clusters, those that have run long have long to run.
+    """
+    if job.remaining_work is not None and np.isfinite(job.remaining_work):
+        return job.remaining_work
+    done = job.attained_service / slots_of(job.all_shapes[0])
+    return max(done, UNKNOWN_REMAINING_SECONDS)
+
+
+def decide_sizes(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, int]:
+    """Return how many replicas each job shall have, 0 for jobs that wait.
+
+    Args:
+        jobs: all jobs.
+        nodes: all nodes.
+        current: what runs now; pinned jobs keep what they have.
+    """
+    space, empty = FreeSpace(jobs, nodes, current), FreeSpace(jobs, nodes, {})
+    sizes = {name: len(space.allocations.get(name, ())) for name in jobs}
+    budget = space.budget()
+    plans = {}
+    for name, job in jobs.items():
+        plan = _Sizing.of(name, job, empty) if name not in space.pinned else None
+        if plan is not None:
+            plans[name] = plan
+    for name in sorted(plans, key=lambda n: (plans[n].times[0], jobs[n].created, name_order(n))):
+        plan = plans[name]
+        if budget.spend(plan.shape, plan.least):
+            sizes[name] = plan.least
+    _grow(plans, sizes, budget.spend)
+    return sizes
+
+
+def _grow(
+    plans: dict[Any, _Sizing], sizes: dict[Any, int], spend: Callable[[ReplicaShape, int], bool]
+) -> None:
+    heap = [
+        (-plan.gain(sizes[name]), name_order(name), name)
+        for name, plan in plans.items()
+        if sizes[name]
+    ]
+    heapq.heapify(heap)
+    while heap:
+        gain, key, name = heapq.heappop(heap)
+        # What finds no room now finds none later either: room only gets less.
+        if gain < 0 and spend(plans[name].shape, 1):
+            sizes[name] += 1
+            heapq.heappush(heap, (-plans[name].gain(sizes[name]), key, name))
+
+
+class _Sizing:
+    """Predicted remaining times of one job, from its fewest replicas up.
+
+    Args:
+        shape: the shape that its times are for.
+        least: its fewest replicas.
+        times: (number of sizes,) in seconds, the first for `least` replicas.
+    """
+
+    def __init__(self, shape: ReplicaShape, least: int, times: Floats) -> None:
+        self.shape, self.least, self.times = shape, least, times
+
+    @classmethod
+    def of(cls, name: Any, job: JobInfo, space: FreeSpace) -> _Sizing | None:
+        """Predict a job's times on nodes that hold nothing else; None: it cannot run on them."""
+        for shape in user_shapes(job):
+            rooms = space.rooms(name, shape)
+            least, most = least_replicas(job), min(job.most_replicas(shape), int(rooms.sum()))
+            if most < least:
+                continue
+            replicas = np.arange(least, most + 1)
+            values = speedups(shape, -(-replicas // int(rooms.max())), replicas)
+            useful = np.flatnonzero(values > 0)
+            if len(useful):
+                first = int(useful[0])
+                times = np.full(len(values) - first, np.inf)
+                useful_times = values[first:] > 0
+                np.divide(remaining_seconds(job), values[first:], out=times, where=useful_times)
+                return cls(shape, least + first, times)
+        return None
+
+    def gain(self, num_replicas: int) -> float:
+        """Return the seconds that one more replica saves, per slot; 0 where there is no more."""
+        number = num_replicas - self.least
+        if number + 1 >= len(self.times):
+            return 0.0
+        return float(self.times[number] - self.times[number + 1]) / slots_of(self.shape)
+
+
+def _place(
+    jobs: Jobs, nodes: Nodes, current: Allocations, sizes: dict[Any, int]
+) -> dict[Any, Allocation]:
+    """Place all jobs in the sizes decided, or the next smaller that can be placed.
+
+    Jobs that have their size already are moved only where a larger job needs the room.
+    """
+    space = FreeSpace(jobs, nodes, current)
+    space.keep_running(lambda name, held: len(held) == sizes[name])
+    order = sorted(
+        (name for name in jobs if sizes[name]),
+        key=lambda n: (
+            -slots_of(jobs[n].all_shapes[0]),
+            -sizes[n],
+            jobs[n].created,
+            name_order(n),
+        ),
+    )
+    wants = {
+        name: [
+            request_of(jobs[name], size)
+            for size in range(sizes[name], least_replicas(jobs[name]) - 1, -1)
+        ]
+        for name in order
+    }
+    pack(space, order, wants)
+    return answer(jobs, current, space.allocations)

@@ -1,0 +1,1 @@
+"""The policy that solves the allocation problem exactly."""

@@ -1,0 +1,1 @@
+"""Which nodes replicas go to."""

@@ -1,0 +1,206 @@
+"""The allocation problem of Pollux (OSDI'21, §4.2), with replicas that are never split.
+
+Symbols: J jobs, each in one row or several, I rows in all (`cluster`: a row is a job in one of its
+shapes), N nodes (the real ones first, then template nodes that could be rented), T kinds of
+resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n. It is
+feasible when
+
+    Σ_i s[i, n] · need[i, t] ≤ capacity[n, t]             a replica lies on one node, whole
+    s[i] = 0  for all rows of a job but one              a job runs in one shape
+    s[i, n] = 0  unless allowed[i, n]                    the shape is for the node's GPUs
+    s[i] = 0  or  min_i ≤ Σ_n s[i, n] ≤ max_i
+    s[i] = base[i]                                       for every row of a pinned job
+    at most one distributed job (more than one node) on any node, pinned jobs not counted
+
+and it is judged by two objectives, both minimised: minus the fitness, and the cluster size.
+
+    fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
+    v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · restart_j
+    restart = max(age − restarts · cost, 0) / (age + cost)   if a running job is changed, else 1
+
+The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
+several shapes, the one that makes most of it counts. The floor keeps the mean defined where a job
+holds nothing: such a job counts as one that makes `FLOOR` of its fair share's progress, so starting
+it is worth more than anything that growing another can gain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipollux_sched.policy.job_info import JobInfo, SpeedupCallable
+
+from .arrays import Bools, Cluster, Floats, Ints, room
+
+FLOOR = 0.01
+"""The least value of a job in the power mean."""
+TOLERANCE = 1e-9
+"""Two fitnesses closer than this, relatively, are as good as each other."""
+
+
+def restart_factor(job: JobInfo) -> float:
+    """Return what is left of a job's speedup if its allocation is changed now, in [0, 1].
+
+    The share of its life so far that the job would have trained had it restarted once more at the
+    rate that it restarted until now; a young or often restarted job is thereby left alone.
+    """
+    total = job.age + job.restart_seconds
+    lost = job.num_restarts * job.restart_seconds
+    return max(job.age - lost, 0.0) / total if total > 0 else 1.0
+
+
+class AllocationProblem:
+    """Judges states of one `Cluster`; see the module's text for every symbol.
+
+    Args:
+        cluster: jobs and nodes.
+        power: p of the power mean; −1 is the paper's.
+    """
+
+    def __init__(self, cluster: Cluster, power: float = -1.0) -> None:
+        self.cluster = cluster
+        self.power = power
+        self.shape = cluster.base.shape
+        jobs = cluster.jobs
+        taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
+        self.free: Ints = np.maximum(cluster.capacity - taken, 0)
+        """(N, T): what pinned jobs leave."""
+        self.fits: Ints = self._room(self.free)
+        """(I, N): replicas of a row on a node that holds nothing else but pinned jobs."""
+        self.min_replicas: Ints = np.array([max(jobs[j].min_replicas, 1) for j in cluster.job_of])
+        """(I,)"""
+        pairs = zip(cluster.job_of, cluster.shapes, strict=True)
+        self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
+        self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
+        """(I,): not more than fit; may be below `min_replicas`, and then the row stays empty."""
+        self.factors: Floats = np.array([restart_factor(job) for job in jobs])
+        """(J,)"""
+        self.running: Bools = cluster.extents[:, 1] > 0
+        """(J,): whether the job holds anything now."""
+        self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
+        self.shares: Floats = self._dominant_shares()
+        """(I,): the largest share of any resource of the real nodes that the row may use, that one
+        replica holds."""
+        self.fair: Floats = self._fair_speedups()
+        """(J,): speedup on the fair share."""
+        self._pinned_speedups = self._speedups_of_pinned()
+
+    def _room(self, free: Ints) -> Ints:
+        counts: Ints = np.stack([room(need, free) for need in self.cluster.needs])
+        return counts * self.cluster.allowed
+
+    def _dominant_shares(self) -> Floats:
+        num_real = self.cluster.num_real
+        total = self.cluster.allowed[:, :num_real] @ self.cluster.capacity[:num_real]
+        # Of what no real node has, a replica takes all there is.
+        shares = np.where(total > 0, self.cluster.needs / np.maximum(total, 1), 1.0)
+        shares[self.cluster.needs == 0] = 0.0
+        dominant: Floats = shares.max(axis=1)
+        return dominant
+
+    def _fair_speedups(self) -> Floats:
+        per_node = self._room(self.cluster.capacity).max(axis=1)
+        speedups = np.zeros(len(self.shares))
+        for i in np.flatnonzero(per_node).tolist():
+            share = np.ceil(1.0 / (self.shares[i] * self.cluster.num_jobs) - TOLERANCE)
+            replicas = int(min(max(share, self.min_replicas[i]), self._most[i]))
+            nodes = -(-replicas // int(per_node[i]))
+            speedups[i] = self.speedup(i, np.array([nodes]), np.array([replicas]))[0]
+        fair: Floats = np.maximum.reduceat(speedups, self.cluster.first_rows)
+        return np.where(fair > 0, fair, 1.0)
+
+    def _speedups_of_pinned(self) -> Floats:
+        """Return the speedups of pinned jobs, also where they lie on nodes that drain; else 0."""
+        speedups = np.zeros(self.cluster.num_jobs)
+        for job in np.flatnonzero(self.cluster.pinned[self.cluster.first_rows]).tolist():
+            row = int(self.cluster.base_rows[job])
+            nodes, replicas = self.cluster.extents[job]
+            speedups[job] = self.speedup(row, np.array([nodes]), np.array([replicas]))[0]
+        return speedups
+
+    def speedup(self, row: int, num_nodes: Ints, num_replicas: Ints) -> Floats:
+        """Return a job's speedup in a row; (P,), (P,) -> (P,)."""
+        return self._speedups[row](num_nodes, num_replicas)
+
+    def row_values(self, row: int, cells: Ints) -> Floats:
+        """Return v of a job that holds nothing but these cells of one row: (P, N) -> (P,)."""
+        num_nodes, num_replicas = np.count_nonzero(cells, axis=1), cells.sum(axis=1)
+        job = self.cluster.job_of[row]
+        values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
+        if self.running[job]:
+            changed = self.cluster.broken[row] | (cells != self.cluster.base[row]).any(axis=1)
+            values[changed] *= self.factors[job]
+        return values
+
+    def losses(self, values: Floats) -> Floats:
+        """Return what each job adds to a sum that is least where the power mean is greatest."""
+        terms: Floats = -np.sign(self.power) * np.maximum(values, FLOOR) ** self.power
+        return terms
+
+    def values(self, states: Ints) -> Floats:
+        """Return v: (P, I, N) -> (P, J)."""
+        # Rows that hold nothing are worth 0, so a job's value is the sum over its rows.
+        speedups = self._job_speedups(states)
+        changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
+        changed |= self.cluster.broken[self.cluster.first_rows]
+        values: Floats = speedups / self.fair
+        return np.where(changed & self.running, values * self.factors, values)
+
+    def _job_speedups(self, states: Ints) -> Floats:
+        """(P, I, N) -> (P, J)."""
+        num_nodes, num_replicas = np.count_nonzero(states, axis=2), states.sum(axis=2)
+        columns = [
+            self.speedup(i, num_nodes[:, i], num_replicas[:, i]) for i in range(states.shape[1])
+        ]
+        speedups = np.add.reduceat(np.stack(columns, axis=1), self.cluster.first_rows, axis=1)
+        pinned = self.cluster.pinned[self.cluster.first_rows]
+        return np.where(pinned, self._pinned_speedups, speedups)
+
+    def fitness(self, states: Ints) -> Floats:
+        """Return the power mean: (P, I, N) -> (P,)."""
+        mean = np.abs(self.losses(self.values(states)).mean(axis=1))
+        fitness: Floats = mean ** (1.0 / self.power)
+        return fitness
+
+    def cluster_sizes(self, states: Ints) -> Ints:
+        """Return the number of nodes up to the last that is used: (P, I, N) -> (P,)."""
+        numbers = np.arange(1, self.shape[1] + 1)
+        sizes: Ints = np.where(states.any(axis=1), numbers, 0).max(axis=1)
+        return sizes
+
+    def num_changed(self, states: Ints) -> Ints:
+        """Return how many jobs' allocations differ from the current ones: (P, I, N) -> (P,)."""
+        changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
+        count: Ints = np.count_nonzero(changed, axis=1)
+        return count
+
+
+class _SpeedupTable:
+    """Speedups of one row, asked for once each: a speedup function may be slow."""
+
+    def __init__(self, function: SpeedupCallable) -> None:
+        self._function = function
+        self._table = np.zeros((1, 1))
+
+    def __call__(self, num_nodes: Ints, num_replicas: Ints) -> Floats:
+        self._extend(int(num_nodes.max(initial=0)), int(num_replicas.max(initial=0)))
+        values: Floats = self._table[num_nodes, num_replicas]
+        missing = np.isnan(values)
+        if missing.any():
+            self._ask(np.unique(np.stack([num_nodes[missing], num_replicas[missing]]), axis=1))
+            values = self._table[num_nodes, num_replicas]
+        return values
+
+    def _extend(self, num_nodes: int, num_replicas: int) -> None:
+        rows, columns = self._table.shape
+        if num_nodes < rows and num_replicas < columns:
+            return
+        table = np.full((max(rows, num_nodes + 1), max(columns, num_replicas + 1)), np.nan)
+        table[:rows, :columns] = self._table
+        self._table = table
+
+    def _ask(self, pairs: Ints) -> None:
+        answers = np.asarray(self._function(pairs[0], pairs[1]), dtype=float)
+        answers = np.broadcast_to(answers, pairs.shape[1:])
+        # A speedup that is not a number is no reason to give a job anything.
+        self._table[pairs[0], pairs[1]] = np.nan_to_num(np.maximum(answers, 0.0), posinf=0.0)

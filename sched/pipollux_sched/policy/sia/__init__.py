@@ -1,0 +1,1 @@
+"""The policy of Sia, for mixed GPU types."""

@@ -1,0 +1,236 @@
+"""Sia's integer linear program (Subramanya et al., SOSP'23): which job in which configuration.
+
+    minimise   Σ_j [ Σ_c cost_jc · x_jc + λ_j · (1 - Σ_c x_jc) ]       x_jc in {0, 1}, p < 0
+    subject to Σ_c x_jc <= 1                                           for every job j
+               Σ_j Σ_c use_jc[k, t] · x_jc <= free[k, t]               nodes of kind k, resource t
+               Σ_j Σ_c (nodes of jc, where several) · x_jc <= nodes[k]
+
+    cost_jc = (restart_jc · G_jc)^p       restart_jc = 1 where c is what the job runs in now
+
+G_jc is the goodput of job j in configuration c, scaled so that the least of a job's row is the
+number of slots of its smallest configuration (1 where a replica holds one slot). A *kind* of node
+is one type of GPU and one set of resources; the third rule keeps distributed jobs apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from pipollux_sched.policy.allocation import Allocation
+from pipollux_sched.policy.job_info import JobInfo, ReplicaShape
+from pipollux_sched.policy.placement.free_space import Request, chosen_on, slots_of
+from pipollux_sched.policy.placement.packing import least_replicas, speedups
+from pipollux_sched.policy.pollux.arrays import Floats, Ints
+from pipollux_sched.policy.pollux.problem import restart_factor
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One constraint of the cluster: what nodes of a kind have of a resource, all together."""
+
+    kind: int
+    resource: str | None
+    """None: nodes that carry a distributed job."""
+
+
+Use: TypeAlias = Mapping[Limit, int]
+"""Amounts by constraint."""
+
+_PRESOLVE_COLUMNS = 5000
+"""Below, presolving takes longer than it saves; and HiGHS 1.12 prints lines of its own in it."""
+_FEASIBLE = (0, 1)
+"""scipy's codes for: optimal, and a limit was reached."""
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes that are alike."""
+
+    names: frozenset[Any]
+    resources: Mapping[str, int]
+    gpu_type: str
+
+    def most(self, shape: ReplicaShape) -> int:
+        """Return how many replicas one such node holds that holds nothing else."""
+        if shape.gpu_type not in (None, self.gpu_type):
+            return 0
+        needs = [(kind, amount) for kind, amount in shape.resources.items() if amount]
+        return min(self.resources.get(kind, 0) // amount for kind, amount in needs)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One configuration of one job, and what it is worth."""
+
+    request: Request
+    num_nodes: int
+    slots: int
+    goodput: float
+    """G, scaled."""
+    use: Use
+    kind: int | None
+    """The number of the kind of its nodes; None: as the job runs now, which is not regular."""
+    scale: float = 1.0
+    """G over speedup."""
+
+
+def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...]:
+    """Return the regular configurations of a job that have any goodput, with G.
+
+    On one node of a kind 1, 2, 4, ... replicas; then whole nodes; and the job's fewest replicas, so
+    that no job is shut out by its bounds.
+    """
+    columns = []
+    for number, kind in enumerate(kinds):
+        for shape in job.all_shapes:
+            per_node = kind.most(shape) if chosen_on(job, shape, kind.gpu_type) else 0
+            counts = _replica_counts(job, shape, per_node, len(kind.names))
+            if len(counts):
+                columns += _columns(number, kind, shape, counts, -(-counts // per_node))
+    return _scaled(columns)
+
+
+def _replica_counts(job: JobInfo, shape: ReplicaShape, per_node: int, num_nodes: int) -> Ints:
+    least, most = least_replicas(job), min(job.most_replicas(shape), per_node * num_nodes)
+    if most < least:
+        return np.zeros(0, dtype=np.int64)
+    powers = 2 ** np.arange(per_node.bit_length())
+    whole = per_node * np.arange(1, most // per_node + 1)
+    counts: Ints = np.unique([*powers[powers <= per_node].tolist(), *whole.tolist(), least])
+    return counts[(counts >= least) & (counts <= most)]
+
+
+def _columns(
+    number: int, kind: NodeKind, shape: ReplicaShape, counts: Ints, num_nodes: Ints
+) -> list[Column]:
+    goodputs = speedups(shape, num_nodes, counts)
+    columns = []
+    for count, nodes, goodput in zip(
+        counts.tolist(), num_nodes.tolist(), goodputs.tolist(), strict=True
+    ):
+        request = Request((shape,), count, kind.names, nodes)
+        use = {Limit(number, name): amount * count for name, amount in shape.resources.items()}
+        if nodes > 1:
+            use[Limit(number, None)] = nodes
+        if goodput > 0:
+            columns.append(Column(request, nodes, slots_of(shape) * count, goodput, use, number))
+    return columns
+
+
+def _scaled(columns: Sequence[Column]) -> tuple[Column, ...]:
+    if not columns:
+        return ()
+    factor = min(c.slots for c in columns) / min(c.goodput for c in columns)
+    return tuple(replace(c, goodput=c.goodput * factor, scale=factor) for c in columns)
+
+
+def current_column(
+    columns: Sequence[Column], held: Allocation, kind_of: Mapping[Any, int]
+) -> tuple[int | None, Column]:
+    """Return the column of what a job holds: a regular one with its number, or one of its own.
+
+    Args:
+        columns: the job's regular columns.
+        held: what it holds.
+        kind_of: the kind of each usable node.
+    """
+    shape, num_nodes = held.shape, len(set(held))
+    if shape is None:
+        raise ValueError(f"allocation: {list(held)} says no shape; give it one")
+    kinds = {kind_of[node] for node in held}
+    for number, column in enumerate(columns):
+        same = column.request.shapes[0] is shape and column.request.num_replicas == len(held)
+        if same and kinds == {column.kind} and column.num_nodes == num_nodes:
+            return number, column
+    use: Counter[Limit] = Counter()
+    for node in held:
+        use.update({Limit(kind_of[node], name): n for name, n in shape.resources.items()})
+    if num_nodes > 1:
+        use.update(Limit(kind_of[node], None) for node in set(held))
+    speedup = float(speedups(shape, np.array([num_nodes]), np.array([len(held)]))[0])
+    goodput = speedup * (columns[0].scale if columns else 1.0)
+    request = Request((shape,), len(held), stay=held)
+    slots = slots_of(shape) * len(held)
+    return None, Column(request, num_nodes, slots, goodput, use, None)
+
+
+def cost(job: JobInfo, column: Column, *, running: bool, current: bool, power: float) -> float:
+    """Return (restart · G)^p, infinite where nothing is left of G."""
+    factor = restart_factor(job) if running and not current else 1.0
+    value = factor * column.goodput
+    return float(value**power) if value > 0 else np.inf
+
+
+def solve(
+    rows: Sequence[tuple[int, Floats, Sequence[Column]]],
+    free: Use,
+    *,
+    relative_gap: float,
+    time_limit: float,
+) -> dict[int, int] | None:
+    """Solve the program.
+
+    Args:
+        rows: for every job its number, what each of its columns is worth over waiting (cost - λ;
+            columns that are worth nothing may be left in), and the columns.
+        free: what there is, by constraint.
+        relative_gap: how far from the optimum the answer may be, relatively.
+        time_limit: seconds, after which the best answer so far is taken.
+
+    Returns:
+        The number of the column of every job that does not wait; None: there was no answer in time.
+    """
+    chosen = [
+        (job, number, values[number], column)
+        for job, values, columns in rows
+        for number, column in enumerate(columns)
+        if values[number] < 0
+    ]
+    if not chosen:
+        return {}
+    matrix, limits = _constraints(chosen, free)
+    found = milp(
+        np.array([value for _, _, value, _ in chosen]),
+        integrality=np.ones(len(chosen)),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix, ub=limits),
+        options={
+            "time_limit": time_limit,
+            "mip_rel_gap": relative_gap,
+            "presolve": len(chosen) > _PRESOLVE_COLUMNS,
+        },
+    )
+    if found.status not in _FEASIBLE or found.x is None:
+        return None
+    return {
+        job: number
+        for (job, number, _, _), share in zip(chosen, found.x, strict=True)
+        if share > 0.5
+    }
+
+
+def _constraints(chosen: Sequence[tuple[int, int, float, Column]], free: Use) -> tuple[Any, Floats]:
+    row_of: dict[Any, int] = {}
+    entries = []
+    for place, (job, _, _, column) in enumerate(chosen):
+        entries.append((row_of.setdefault(job, len(row_of)), place, 1))
+        for key, amount in column.use.items():
+            if amount:
+                entries.append((row_of.setdefault(key, len(row_of)), place, amount))
+    rows, places, amounts = (np.array(part) for part in zip(*entries, strict=True))
+    limits = np.array([free.get(key, 0) if isinstance(key, Limit) else 1 for key in row_of])
+    # Bytes of memory and slots side by side: whole numbers as small as they can be.
+    for row in (row for key, row in row_of.items() if isinstance(key, Limit)):
+        here = rows == row
+        divisor = np.gcd.reduce(amounts[here])
+        amounts[here] //= divisor
+        limits[row] //= divisor
+    shape = (len(row_of), len(chosen))
+    return csr_array((amounts.astype(float), (rows, places)), shape=shape), limits.astype(float)

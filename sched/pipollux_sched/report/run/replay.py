@@ -1,0 +1,320 @@
+"""How the events of a log become the records of a run.
+
+`Recorder` reads events one at a time, so that the same reading serves the report, which sees a
+whole log, and the live view, which sees a log while it is written. It believes the order of the
+events and asks for no event to be there: whatever is missing stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipollux_perfmodel import StageEvent
+
+from .event_log import Event, names, real, text, whole
+from .records import (
+    FINISHED,
+    AllocationRecord,
+    Generation,
+    JobRecord,
+    NodeRecord,
+    Point,
+    Run,
+    StepTimeline,
+)
+
+MAX_SLOTS, MAX_STAGES, MAX_MICROBATCHES = 4096, 1024, 65536
+"""What a log may claim of a node or a job; more is not believed, lest drawing it never end."""
+
+
+class Recorder:
+    """Builds a `Run` from events, one at a time.
+
+    Args:
+        max_points: keep of each job's reports the first and so many latest; None keeps all.
+
+    Example:
+        >>> recorder = Recorder()
+        >>> recorder.add({"time": 0.0, "type": "submitted", "job": "a", "spec": {}})
+        >>> recorder.run.jobs["a"].phase
+        'Queued'
+    """
+
+    def __init__(self, max_points: int | None = None) -> None:
+        self.run = Run()
+        self._max_points = max_points
+        self._on_job: dict[str, Callable[[JobRecord, Event, float], None]] = {
+            "submitted": _submitted,
+            "allocated": self._allocated,
+            "started": _started,
+            "first_step": _first_step,
+            "stopping": _stopping,
+            "stopped": _stopped,
+            "progress": self._progress,
+            "timeline": self._timeline,
+            "restarting": _restarting,
+            "complete": _complete,
+            "failed": _failed,
+            "cancelled": _cancelled,
+            "rerun": _rerun,
+            "hints": _hints,
+        }
+
+    def add(self, event: Event) -> None:
+        """Take in one event; an event of an unknown type only moves the clock."""
+        time = real(event, "time")
+        if time is None:
+            return
+        run = self.run
+        kind, name = text(event, "type"), text(event, "job")
+        if kind == "progress" and run.start is not None:
+            time = max(time, run.start)  # a job's own clock may be off, the scheduler's is not
+        run.start = time if run.start is None else min(run.start, time)
+        run.end = time if run.end is None else max(run.end, time)
+        if kind == "cluster":
+            self._cluster(event)
+        elif kind == "deleted":
+            run.jobs.pop(name, None)  # one of the same name that comes later is another job
+        elif name and (handler := self._on_job.get(kind)) is not None:
+            handler(run.jobs.setdefault(name, JobRecord(name)), event, time)
+
+    def _cluster(self, event: Event) -> None:
+        nodes = event.get("nodes")
+        self.run.policy = text(event, "policy")
+        if not isinstance(nodes, Mapping):
+            return
+        for name, node in nodes.items():
+            if isinstance(name, str) and isinstance(node, Mapping):
+                slots = min(max(0, whole(node, "slots") or 0), MAX_SLOTS)
+                self.run.nodes[name] = NodeRecord(name, slots, text(node, "kind"))
+                self.run.nodes_declared = True
+
+    def _allocated(self, job: JobRecord, event: Event, time: float) -> None:
+        nodes = tuple(names(event, "nodes"))
+        num_stages = _num_stages(event, job.num_stages)
+        job.num_stages = num_stages
+        job.allocations.append(
+            AllocationRecord(
+                time=time,
+                job=job.name,
+                nodes=nodes,
+                previous=tuple(names(event, "previous")),
+                num_stages=num_stages,
+                num_replicas=len(nodes),
+                batch_size=whole(event, "batch_size"),
+                speedup=real(event, "speedup"),
+                why=text(event, "why"),
+            )
+        )
+        if nodes:
+            number = whole(event, "generation") or _next_number(job)
+            generation = _generation(job, number)
+            generation.nodes, generation.num_stages = nodes, num_stages
+            generation.allocated = time
+            self._make_room(nodes, num_stages)
+        elif job.current is None and job.phase not in FINISHED:
+            job.phase = "Suspended"
+
+    def _make_room(self, nodes: tuple[str, ...], num_stages: int) -> None:
+        """Without a `cluster` event, a node is as large as what was put on it at once."""
+        if self.run.nodes_declared:
+            return
+        for node in nodes:
+            known = self.run.nodes.get(node, NodeRecord(node, 0))
+            slots = max(known.slots, nodes.count(node) * num_stages)
+            self.run.nodes[node] = known._replace(slots=slots)
+
+    def _progress(self, job: JobRecord, event: Event, time: float) -> None:
+        step = whole(event, "step")
+        generation = _of_event(job, event)
+        if step is None:
+            return
+        if generation is not None and generation.first_step is None:
+            generation.first_step, generation.first_step_number = time, step
+        if generation is not None and generation.active and generation.stopping is None:
+            job.phase = "Running"
+        job.num_epochs = whole(event, "num_epochs") or job.num_epochs
+        number = generation.number if generation else whole(event, "generation") or 0
+        job.points.append(_point(event, time, number, step))
+        if self._max_points is not None:
+            del job.points[1 : -self._max_points]
+
+    def _timeline(self, job: JobRecord, event: Event, _time: float) -> None:
+        timeline = _parse_timeline(event, _of_event(job, event))
+        if timeline is not None:
+            job.timelines.append(timeline)
+            job.num_microbatches = timeline.num_microbatches
+            if self._max_points is not None:
+                del job.timelines[:-1]
+
+
+def _num_stages(event: Mapping[str, Any], otherwise: int) -> int:
+    return min(max(1, whole(event, "num_stages") or otherwise), MAX_STAGES)
+
+
+def _next_number(job: JobRecord) -> int:
+    return job.generations[-1].number + 1 if job.generations else 1
+
+
+def _generation(job: JobRecord, number: int) -> Generation:
+    """Return the job's generation of that number; a new one stands where the last one stood."""
+    for generation in job.generations:
+        if generation.number == number:
+            return generation
+    nodes = job.generations[-1].nodes if job.generations else ()
+    job.generations.append(Generation(number, nodes, job.num_stages))
+    job.generations.sort(key=lambda g: g.number)
+    return next(g for g in job.generations if g.number == number)
+
+
+def _of_event(job: JobRecord, event: Event) -> Generation | None:
+    """Return the generation an event speaks of: by its number, else the one that runs."""
+    number = whole(event, "generation")
+    for generation in job.generations:
+        if generation.number == number:
+            return generation
+    return job.current
+
+
+def _submitted(job: JobRecord, event: Event, time: float) -> None:
+    job.submitted, job.phase = time, "Queued"
+    spec = event.get("spec")
+    if isinstance(spec, Mapping):
+        job.num_stages = _num_stages(spec, 1)
+        job.num_microbatches = whole(spec, "num_microbatches")
+
+
+def _started(job: JobRecord, event: Event, time: float) -> None:
+    number = whole(event, "generation")
+    if number is None:
+        waiting = [g.number for g in job.generations if g.started is None]
+        number = waiting[-1] if waiting else _next_number(job)
+    for other in job.generations:
+        if other.active and other.number != number:
+            other.ended = time
+    _generation(job, number).started = time
+    job.phase = "Starting"
+
+
+def _first_step(job: JobRecord, event: Event, time: float) -> None:
+    generation = _of_event(job, event)
+    if generation is None:
+        return
+    generation.started = generation.started or time
+    generation.first_step = time
+    generation.first_step_number = whole(event, "step")
+    generation.restart_seconds = real(event, "restart_seconds")
+    job.phase = "Running"
+
+
+def _stopping(job: JobRecord, event: Event, time: float) -> None:
+    generation = _running(job, event)
+    if generation is not None:
+        generation.stopping = time
+        job.phase = "Stopping"
+
+
+def _running(job: JobRecord, event: Event) -> Generation | None:
+    """Return the generation that is to stop: the one named if it runs, else the one that does."""
+    named = _of_event(job, event)
+    return named if named is not None and named.active else job.current
+
+
+def _end(job: JobRecord, event: Event, time: float, outcome: str) -> None:
+    generation = _running(job, event)
+    if generation is not None:
+        generation.ended, generation.outcome = time, outcome
+        generation.stopped_step = whole(event, "step")
+
+
+def _stopped(job: JobRecord, event: Event, time: float) -> None:
+    _end(job, event, time, "stopped")
+    if job.phase not in FINISHED:
+        to_be_launched = any(g.started is None for g in job.generations)
+        job.phase = "Restarting" if to_be_launched else "Suspended"
+
+
+def _restarting(job: JobRecord, event: Event, time: float) -> None:
+    _end(job, event, time, "failed")
+    job.num_failures += 1
+    job.phase, job.message = "Restarting", text(event, "why")
+
+
+def _complete(job: JobRecord, event: Event, time: float) -> None:
+    _end(job, event, time, "complete")
+    job.phase, job.ended, job.message = "Complete", time, ""
+    job.final_step, job.final_epoch = whole(event, "step"), whole(event, "epoch")
+
+
+def _failed(job: JobRecord, event: Event, time: float) -> None:
+    _end(job, event, time, "failed")
+    job.phase, job.ended, job.message = "Failed", time, text(event, "why")
+
+
+def _cancelled(job: JobRecord, event: Event, time: float) -> None:
+    _end(job, event, time, "cancelled")
+    job.phase, job.ended, job.message = "Cancelled", time, text(event, "why")
+
+
+def _rerun(job: JobRecord, _event: Event, _time: float) -> None:
+    job.phase, job.ended, job.message = "Queued", None, ""
+
+
+def _hints(job: JobRecord, event: Event, _time: float) -> None:
+    hints = event.get("hints")
+    if isinstance(hints, Mapping):
+        job.num_microbatches = whole(hints, "numMicrobatches") or job.num_microbatches
+
+
+def _point(event: Event, time: float, generation: int, step: int) -> Point:
+    return Point(
+        time=time,
+        generation=generation,
+        step=step,
+        epoch=whole(event, "epoch"),
+        samples=whole(event, "samples"),
+        loss=real(event, "loss"),
+        batch_size=whole(event, "batch_size"),
+        atomic_bsz=whole(event, "atomic_bsz"),
+        accum_steps=whole(event, "accum_steps"),
+        num_replicas=whole(event, "num_replicas"),
+        step_time=real(event, "step_time"),
+        predicted_step_time=real(event, "predicted_step_time"),
+        goodput=real(event, "goodput"),
+        efficiency=real(event, "efficiency"),
+    )
+
+
+def _parse_timeline(event: Event, generation: Generation | None) -> StepTimeline | None:
+    entries = event.get("events")
+    if not isinstance(entries, list | tuple):
+        return None
+    events = tuple(e for e in map(_stage_event, entries) if e is not None)
+    if not events:
+        return None
+    return StepTimeline(
+        generation=generation.number if generation else whole(event, "generation") or 0,
+        step=whole(event, "step"),
+        num_stages=max(_num_stages(event, 1), 1 + max(e.stage for e in events)),
+        num_microbatches=1 + max(e.microbatch for e in events),
+        events=events,
+    )
+
+
+def _stage_event(entry: Any) -> StageEvent | None:
+    if not isinstance(entry, list | tuple) or len(entry) != 5:
+        return None
+    fields = dict(zip(("stage", "microbatch", "phase", "start", "end"), entry, strict=True))
+    stage, microbatch = whole(fields, "stage"), whole(fields, "microbatch")
+    start, end = real(fields, "start"), real(fields, "end")
+    if stage is None or microbatch is None or start is None or end is None:
+        return None
+    phase = fields["phase"]
+    if not (0 <= stage < MAX_STAGES and 0 <= microbatch < MAX_MICROBATCHES and end >= start):
+        return None
+    if phase == "forward":
+        return StageEvent(stage, microbatch, "forward", start, end)
+    if phase == "backward":
+        return StageEvent(stage, microbatch, "backward", start, end)
+    return None

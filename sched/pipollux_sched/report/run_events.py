@@ -1,0 +1,95 @@
+"""The events of a run as a report wants them: of some jobs, since a moment, and not too many.
+
+What happened in a job's life is taken whole. What jobs tell again and again is thinned by the
+database, so that a store of a million events makes a report in seconds: it draws no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pipollux_sched.store import Store
+
+from .event_text import EVENT_TYPES
+
+__all__ = ["MOST_POINTS", "clipped", "of_jobs", "store_events"]
+
+Event: TypeAlias = Mapping[str, Any]
+
+MOST_POINTS = 1000
+"""Points of one job's curves."""
+POINTS = 60_000
+"""Points of all jobs together, but for a few of each."""
+_FEWEST = 20
+_TOLD = ("progress", "hints", "timeline")
+"""What jobs tell again and again."""
+_ENDS = ("complete", "failed", "cancelled")
+
+
+def store_events(
+    store: Store, jobs: Collection[str] = (), since: float | None = None
+) -> list[Event]:
+    """Return the events of a store, thinned, in the order they happened.
+
+    Args:
+        store: the store.
+        jobs: only of these; empty: of all.
+        since: only what happened from this moment on, seconds since the epoch; see `clipped`.
+
+    Raises:
+        UnknownJobError: there is no job of one of the names.
+    """
+    for name in jobs:
+        store.job(name)
+    lived = store.events(types=[kind for kind in EVENT_TYPES if kind not in _TOLD])
+    names = set(jobs) or {event["job"] for event in lived if event["job"]}
+    most = min(max(POINTS // max(len(names), 1), _FEWEST), MOST_POINTS)
+    told = store.overview.progress_events(most, jobs, since)
+    events = [*of_jobs(lived, jobs), *told, *store.overview.last_timelines(jobs)]
+    events.sort(key=lambda event: int(event["id"]))
+    return clipped(events, since)
+
+
+def of_jobs(events: Iterable[Event], jobs: Collection[str]) -> list[Event]:
+    """Return the events of some jobs (of all where `jobs` is empty), and those of no job."""
+    return [event for event in events if not (jobs and event.get("job")) or event["job"] in jobs]
+
+
+def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
+    """Return what happened from a moment on.
+
+    Jobs that had ended by then are left out. What a job held then it is told to have got at that
+    moment, so that the report shows it from its beginning.
+    """
+    if since is None:
+        return list(events)
+    before = [event for event in events if event["time"] < since]
+    after = [event for event in events if event["time"] >= since]
+    clusters = [event for event in before if event["type"] == "cluster"]
+    then: dict[str, list[Event]] = {}
+    for event in before:
+        name, kind = event.get("job"), event["type"]
+        if not name or kind in _TOLD:
+            continue
+        if kind in (*_ENDS, "deleted"):
+            then.pop(name, None)
+        elif kind in ("stopped", "restarting"):
+            kept = then.get(name, [])
+            waiting = event.get("generation")
+            then[name] = [one for one in kept if one["type"] == "submitted" or _later(one, waiting)]
+        elif kind == "allocated":
+            then[name] = [*then.get(name, []), event]
+        else:
+            then.setdefault(name, []).append(event)
+    begun = {event.get("job") for event in after if event["type"] in ("submitted", "rerun")}
+    ended = {event["job"] for event in before if event["type"] in _ENDS} - then.keys() - begun
+    begins = [*clusters[-1:], *(event for held in then.values() for event in held)]
+    lived = [event for event in after if event.get("job") not in ended]
+    return [*({**event, "time": since} for event in begins), *lived]
+
+
+def _later(event: Event, generation: int | None) -> bool:
+    """Whether an event is of a generation after one that has ended."""
+    number = event.get("generation")
+    return number is not None and generation is not None and number > generation

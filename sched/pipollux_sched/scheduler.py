@@ -1,0 +1,399 @@
+"""The scheduler as one object: store, supervisor, allocator, backend, started and ended as one.
+
+Five threads share the work, and meet in the store alone:
+
+* `pipollux-http` answers jobs and users (`pipollux_sched.server`);
+* `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
+* `pipollux-executor` starts and stops processes and watches them (`.executor`);
+* `pipollux-watchdog` looks for what is overdue, and tidies the store (`.watchdog`);
+* `pipollux-events` hands events on to whoever listens (`.event_feed`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipollux_sched.allocator.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.allocator.autoscaler import Autoscaler
+from pipollux_sched.allocator.expander import Expander
+from pipollux_sched.allocator.job_infos import node_info
+from pipollux_sched.allocator.loop import AllocationLoop
+from pipollux_sched.backend.local.hardware import check_gpus
+from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.deletion import JobDeletion
+from pipollux_sched.controller.executor import Executor
+from pipollux_sched.controller.takeover import take_over
+from pipollux_sched.controller.watchdog import SILENCE_LIMIT, Watchdog
+from pipollux_sched.server.http_server import HttpServer
+from pipollux_sched.spec.job import ClusterSpec, JobSpec
+from pipollux_sched.store.event_feed import EventFeed, Listener
+from pipollux_sched.utils.units import check_seconds
+from pipollux_sched.utils.vital_thread import VitalThreads
+
+from .backend import Backend, LocalBackend, Node
+from .lifecycle import Allocate
+from .metrics import Meters
+from .policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
+from .server import create_app, end_waiting
+from .store import JobRecord, ServerInfo, StateDir, Store
+
+_LOG = logging.getLogger(__name__)
+
+STOP_GRACE = 30.0
+"""Seconds that a job has to save when it is asked to stop."""
+
+
+class Scheduler:
+    """A scheduler for one cluster, keeping everything in one state directory.
+
+    Example:
+        >>> with Scheduler(Path("state"), load_cluster("cluster.yaml")) as scheduler:
+        ...     scheduler.submit(load_jobs("jobs.yaml")[0])
+        ...     scheduler.wait(lambda jobs: all(job.phase.ended for job in jobs.values()))
+
+    Args:
+        state_dir: where everything is kept; made when it is not there.
+        cluster: the nodes.
+        policy: decides on allocations; None: the default one.
+        interval: seconds between two decisions on all jobs.
+        hints_interval: seconds between two fits, and hints, of a job.
+        checkpoint_interval: seconds between two checkpoints of a job.
+        restart_seconds: what a restart is taken to cost before a job's own was measured.
+        grace: seconds that a job has to save when it is asked to stop.
+        silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+        open_metrics: whether `/metrics` is answered without a token.
+        pass_environment: variables of this process that jobs get, besides the usual ones.
+        host: address for jobs and users to ask at.
+        port: port for the same; 0 for any that is free.
+        on_event: called with every event, in order, by a thread of its own.
+        event_types: only with events of these types; None: with all.
+        autoscaling: between which bounds the number of nodes is looked after; with `expander`.
+        expander: asked for nodes.
+        allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
+            there is no policy, and each job runs there and nowhere else.
+        allowed_hosts: names besides `host` and the loopback interface's that requests may ask for.
+        store: URL of the store's database, kept for later; None: what was kept, else SQLite.
+
+    Raises:
+        ValueError: a time is not between 0 and a week.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path | StateDir,
+        cluster: ClusterSpec,
+        policy: Policy | None = None,
+        *,
+        interval: float = 60.0,
+        hints_interval: float = 30.0,
+        checkpoint_interval: float = 60.0,
+        restart_seconds: float = 30.0,
+        grace: float = STOP_GRACE,
+        silence_limit: float = SILENCE_LIMIT,
+        open_metrics: bool = False,
+        pass_environment: Collection[str] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_event: Listener | None = None,
+        event_types: Collection[str] | None = None,
+        autoscaling: AutoscalingRules | None = None,
+        expander: Expander | None = None,
+        allocations: Mapping[str, Sequence[str]] | None = None,
+        allowed_hosts: Sequence[str] = (),
+        store: str | None = None,
+    ) -> None:
+        check_seconds(interval=interval, hints_interval=hints_interval)
+        check_seconds(checkpoint_interval=checkpoint_interval, silence_limit=silence_limit)
+        self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
+        self._store_url = store
+        self._cluster = cluster
+        self._nodes = {node.name: node_info(node) for node in cluster.nodes}
+        self._autoscaler: Autoscaler | None = None
+        if allocations is None:
+            policy = policy or make_policy(DEFAULT_POLICY)
+            self._strategy: Strategy = PolicyStrategy(policy)
+            self._policy_name = type(policy).__name__
+            if autoscaling is not None and expander is not None:
+                self._autoscaler = Autoscaler(
+                    autoscaling, expander, policy, on_change=self._note_nodes
+                )
+        else:
+            self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
+        self._interval, self._restart_seconds = interval, restart_seconds
+        self._grace = grace
+        self._silence_limit, self._open_metrics = silence_limit, open_metrics
+        self._address, self._hosts = (host, port), (host, *allowed_hosts)
+        self._pass_on = pass_environment
+        self._on_event, self._event_types = on_event, event_types
+        self._environment = {
+            "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
+            "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
+            "PIPOLLUX_HEARTBEAT_INTERVAL": f"{silence_limit / 6:g}",
+        }
+        self._meters = Meters()
+        self._resources = ExitStack()
+        self._started = self._serving = self._stopping = self._abandoned = False
+        self._deciding = threading.Lock()
+        self._reconsider = threading.Event()
+        self._ending = threading.Event()
+        self._threads = VitalThreads(self._ending)
+
+    # Life
+
+    def start(self) -> None:
+        """Take the state directory over and begin to schedule; return when requests are answered.
+
+        Raises:
+            StateDirError: another scheduler serves it, or it cannot be written.
+            StoreError: its store cannot be used by this version.
+            HttpServerError: the address cannot be listened on.
+            BackendError: processes of an earlier scheduler are left and cannot be ended.
+        """
+        if self._started:
+            raise RuntimeError("a scheduler is started once; make another one")
+        self._started = True
+        self.state_dir.create()
+        with ExitStack() as resources:
+            # What is entered here is left in the opposite order, whatever happens.
+            resources.enter_context(self.state_dir.lock())
+            where = self.state_dir.store if self._store_url is None else self._store_url
+            self._store = resources.enter_context(Store(where, create=True))
+            self._store.claim()
+            if self._store_url is None:
+                self.state_dir.check_known(where, self._store.last_event())
+            if self._store_url is not None:
+                self.state_dir.keep_store(self._store_url)
+            self._start_feed(resources)
+            self._start_backend(resources)
+            self._start_server(resources)
+            take_over(self._store, self._backend, self._executor, self._server.url, self._grace)
+            self._control.expect_replicas()
+            if self._autoscaler is not None:
+                resources.callback(self._autoscaler.stop)
+                self._threads.watch(self._autoscaler.start())
+            self._threads.start(resources, "watchdog", self._watchdog().run, self._ending)
+            run = partial(self._executor.run, self._ending)
+            self._threads.start(resources, "executor", run, self._executor.woken)
+            self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
+            self._resources = resources.pop_all()
+            self._serving = True
+
+    def stop(self, grace: float | None = None, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End every job's processes, and everything else; what was done so far stays in the store.
+
+        May be called again, and in any state. It is bounded in time: jobs have `grace` seconds to
+        save, and everything else gives up after a few.
+
+        Args:
+            grace: seconds; None: as the constructor was told.
+            hurry: asked now and then; True ends the wait for jobs that save.
+        """
+        with self._deciding:
+            if self._stopping or not self._serving:
+                return
+            self._stopping = True
+        with self._resources:
+            self._executor.stop_all(self._grace if grace is None else grace, hurry)
+
+    def abandon(self) -> None:
+        """End, and leave jobs, their processes and the store to the one that has taken it over."""
+        with self._deciding:
+            self._stopping = self._abandoned = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # What users and jobs ask
+
+    @property
+    def url(self) -> str:
+        """Where the scheduler answers."""
+        return self._server.url
+
+    @property
+    def admin_token(self) -> str:
+        """Opens everything."""
+        return self.state_dir.admin_token()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the scheduler cannot go on, though nobody has stopped it; None where it can."""
+        return None if self._stopping else self._threads.failure
+
+    @property
+    def store(self) -> Store:
+        """What the scheduler knows."""
+        return self._store
+
+    @property
+    def control(self) -> Control:
+        """Carries out what users ask."""
+        return self._control
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Take a job in: see `Control.submit`."""
+        return self._control.submit(spec)
+
+    def cancel(self, name: str) -> JobRecord:
+        """End a job, and its processes: see `Control.cancel`."""
+        return self._control.cancel(name)
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """Return all jobs by name, in the order they came."""
+        return {job.name: job for job in self._store.jobs()}
+
+    def wait(
+        self, predicate: Callable[[Mapping[str, JobRecord]], bool], timeout: float | None = None
+    ) -> bool:
+        """Wait until something is true of the jobs; it is asked whenever something has changed.
+
+        Args:
+            predicate: is given all jobs by name.
+            timeout: seconds after which to give up; None: never.
+
+        Returns:
+            Whether it came true.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            version = self._store.version
+            if predicate(self.jobs()):
+                return True
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._store.wait(version, min(left, 1.0))
+
+    # How it starts
+
+    def _start_feed(self, resources: ExitStack) -> None:
+        if self._on_event is not None:
+            after = self._store.last_event()
+            feed = EventFeed(self._store, self._on_event, after, self._event_types)
+            feed.start()
+            self._threads.watch(feed.thread)
+            resources.callback(feed.stop)
+
+    def _start_backend(self, resources: ExitStack) -> None:
+        """Open the backend, and all that acts through it."""
+        nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
+        check_gpus(nodes)
+        self._backend: Backend = LocalBackend(
+            nodes, self.state_dir, grace=self._grace, pass_environment=self._pass_on
+        )
+        self._executor = Executor(
+            self._store,
+            self._backend,
+            lambda job: workload(job, self._environment),
+            grace=self._grace,
+            on_ended=self._reconsider.set,
+        )
+        self._deletion = JobDeletion(self._store, self.state_dir)
+        self._deletion.finish()
+        self._control = Control(
+            self._store,
+            self._executor,
+            self._backend,
+            self._nodes,
+            policy=self._policy_name,
+            reconsider=self._reconsider.set,
+            stopping=lambda: self._stopping,
+            state_dir=self.state_dir.path,
+            deletion=self._deletion,
+        )
+        resources.callback(self._end_processes)
+        self._store.set_nodes(
+            (node.name, node.slots, node.kind, node.model_dump(mode="json"))
+            for node in self._cluster.nodes
+        )
+        described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
+        self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+
+    def _end_processes(self) -> None:
+        # Where starting fails, or the store was lost, what runs is left to the next scheduler.
+        if self._serving and not self._abandoned:
+            self._backend.shutdown()
+            self._executor.step()  # takes up what that has brought about
+
+    def _start_server(self, resources: ExitStack) -> None:
+        app = create_app(
+            self._store,
+            self._control,
+            state_dir=self.state_dir,
+            admin_token=self.admin_token,
+            meters=self._meters,
+            open_metrics=self._open_metrics,
+            hosts=self._hosts,
+        )
+        killed = self.state_dir.read_server()  # its jobs still report where it listened
+        preferred = killed.port if killed else 0
+        self._server = HttpServer(app, *self._address, preferred=preferred)
+        resources.callback(self._server.stop)
+        resources.callback(end_waiting, app)
+        self._server.start()
+        self._threads.watch(self._server.thread)
+        self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
+        self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
+        # Jobs that are left running report where this one listened.
+        resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
+
+    # What the threads do
+
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(
+            self._store,
+            self._control.heartbeats,
+            self._executor.handle,
+            ending=self._ending,
+            finished=self._backend.finished,
+            tidy=self._deletion.finish,
+            silence_limit=self._silence_limit,
+        )
+
+    def _note_nodes(self, plan: NodePlan) -> None:
+        data = {"desired": plan.num_nodes, "drain": plan.drain, "release": plan.release}
+        self._store.add_event("autoscaling", data)
+
+    def _allocation(self) -> AllocationLoop:
+        allocator = Allocator(
+            self._store,
+            self._nodes,
+            self._strategy,
+            carry_out=self._carry_out,
+            restart_seconds=self._restart_seconds,
+            meters=self._meters,
+        )
+        return AllocationLoop(
+            allocator,
+            self._control.present_nodes,
+            interval=self._interval,
+            reconsider=self._reconsider,
+            ending=self._ending,
+            autoscaler=self._autoscaler,
+        )
+
+    def _carry_out(self, events: Sequence[tuple[str, Allocate]]) -> None:
+        # Under the lock that `stop` takes, or a decision could start a job behind its back.
+        with self._deciding:
+            if not self._stopping:
+                self._executor.handle_all(events)

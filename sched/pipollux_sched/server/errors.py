@@ -1,0 +1,108 @@
+"""Refusals: each is ``{"detail": "one sentence"}`` with the status that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError
+from starlette.exceptions import HTTPException
+from starlette.types import ExceptionHandler
+
+from pipollux_perfmodel import HintsError
+from pipollux_sched.controller.commands import UnavailableError
+from pipollux_sched.spec.job import SpecError
+from pipollux_sched.store import (
+    ConflictError,
+    StoreError,
+    StoreTakenError,
+    StoreUnavailableError,
+    UnknownJobError,
+    UnknownNodeError,
+    UnknownReplicaError,
+)
+
+from .limits import BusyError, TooManyRequestsError
+
+MOST_WORDS = 1000
+"""Characters of a sentence; what a request held may stand in it."""
+
+_LOG = logging.getLogger(__name__)
+
+STATUSES: Sequence[tuple[type[Exception], int]] = (
+    (UnknownJobError, 404),
+    (UnknownNodeError, 404),
+    (UnknownReplicaError, 422),
+    (ConflictError, 409),
+    (StoreUnavailableError, 503),
+    (StoreTakenError, 503),
+    (StoreError, 500),
+    (HintsError, 422),
+    (SpecError, 422),
+    (TooManyRequestsError, 429),
+    (UnavailableError, 503),
+    (BusyError, 503),
+)
+"""Status of each error; of an error and a kind of it, the kind's."""
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Let every error of an application be answered by a sentence."""
+    for kind, status in STATUSES:
+        app.add_exception_handler(kind, _answer(status))
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(DBAPIError, _answer_database)
+    app.add_exception_handler(Exception, _answer_failure)
+
+
+def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return the answer that refuses a request, in one line whatever the request held."""
+    lines = (line.strip() for line in sentence.splitlines())
+    text = "; ".join(line for line in lines if line)
+    printable = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:MOST_WORDS])
+    return JSONResponse({"detail": printable}, status_code=status, headers=headers)
+
+
+def _answer(status: int) -> ExceptionHandler:
+    def handler(_request: Request, error: Exception) -> JSONResponse:
+        seconds = getattr(error, "retry_after", None)
+        headers = None if seconds is None else {"Retry-After": str(seconds)}
+        return refusal(status, str(error), headers)
+
+    return handler
+
+
+def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
+    """Say in one sentence what is wrong with a request that is not even of the right form."""
+    assert isinstance(error, RequestValidationError)  # noqa: S101  # it is registered for no other
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"])
+    return refusal(422, f"{where}: {first['msg']}")
+
+
+def _answer_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101  # it is registered for no other
+    detail = error.detail
+    if detail == "Not Found":
+        detail = f"there is no path {request.url.path[:200]!r}; /docs lists those there are"
+    elif detail == "Method Not Allowed":
+        allowed = (error.headers or {}).get("Allow", "another method")
+        detail = f"{request.method} is not allowed on {request.url.path[:200]!r}; use {allowed}"
+    return refusal(error.status_code, detail, dict(error.headers or {}))
+
+
+def _answer_database(request: Request, error: Exception) -> JSONResponse:
+    """Say that the store cannot be used just now, say because the disk is full."""
+    assert isinstance(error, DBAPIError)  # noqa: S101  # it is registered for no other
+    _LOG.error("%s %s: the store failed: %s", request.method, request.url.path, error.orig)
+    sentence = f"the store cannot be used just now ({error.orig}); nothing was changed, ask again"
+    return refusal(503, sentence, {"Retry-After": "5"})
+
+
+def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:
+    """Answer what should not happen; the server writes the traceback into its log."""
+    return refusal(500, "the scheduler failed over this request; its log says where")

@@ -1,0 +1,167 @@
+"""Events as they happen, as server-sent events.
+
+Each is ``id: N`` and ``data: {…}``, the object that `GET /events` has; a comment keeps the
+connection alive while nothing happens. Whoever comes back with the last id goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pipollux_sched.report.event_text import event_text
+from pipollux_sched.store import Store, StoreError
+
+from .change_watch import News
+from .limits import Places
+
+RETRY_MS = 2000
+"""After which a browser connects anew."""
+BATCH = 500
+"""Events read from the store at once."""
+KEPT = 2000
+"""Newest events kept in memory for all who listen."""
+
+
+class _Entry(NamedTuple):
+    id: int
+    job: str | None
+    text: str
+    told: str | None
+    """What people are told of it; None: nothing."""
+
+
+class Tail:
+    """The newest events, read from the store once for all who listen.
+
+    Args:
+        store: whose events.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._version = -1
+        self._entries: deque[_Entry] = deque()
+        self._floor = self._last = 0
+        """All events of ids above the one, up to the other, are kept."""
+
+    async def read(self, after: int, job: str | None) -> tuple[list[_Entry], int, bool]:
+        """Read on after the event of an id.
+
+        Returns:
+            Events, the id after which to read on, and whether there is more at once.
+        """
+        async with self._lock:
+            version = self._store.version
+            if version != self._version:
+                await run_in_threadpool(self._refresh)
+                self._version = version
+            if after >= self._floor:
+                return self._newer(after, job), max(after, self._last), False
+            last = self._last
+        # Further back than what is kept: read for this one alone, up to where that begins.
+        found = await run_in_threadpool(self._store.events, after, job=job, limit=BATCH)
+        entries = [_entry(event) for event in found]
+        if len(entries) == BATCH:
+            return entries, entries[-1].id, True
+        return entries, max([last, *(entry.id for entry in entries)]), True
+
+    def _newer(self, after: int, job: str | None) -> list[_Entry]:
+        found = []
+        for entry in reversed(self._entries):
+            if entry.id <= after:
+                break
+            if job is None or entry.job == job:
+                found.append(entry)
+        return found[::-1]
+
+    def _refresh(self) -> None:
+        newest = self._store.last_event()
+        if newest - self._last > KEPT:
+            self._entries.clear()
+            self._floor = self._last = newest - KEPT
+        for event in self._store.events(self._last):
+            self._entries.append(_entry(event))
+            self._last = event["id"]
+        while len(self._entries) > KEPT:
+            self._floor = self._entries.popleft().id
+
+
+async def stream(
+    news: News, tail: Tail, after: int, job: str | None, keep_alive: float, *, told: bool = False
+) -> AsyncGenerator[str]:
+    """Yield the text of a stream of events, until the server stops.
+
+    Args:
+        news: tells when there is something to read.
+        tail: what is read.
+        after: id of the last event that is not wanted.
+        job: only events of this job; None: all.
+        keep_alive: seconds of silence after which a comment is sent.
+        told: only what people are told, as `told_object` has it.
+    """
+    yield f"retry: {RETRY_MS}\n\n"
+    async with news.listening():
+        while not news.closed:
+            version = news.version
+            try:
+                entries, after, more = await tail.read(after, job)
+            except StoreError:  # it was closed, and with it goes the server
+                return
+            text = "".join((entry.told or "") if told else entry.text for entry in entries)
+            if text:
+                yield text
+            if not more and not await news.wait(version, keep_alive):
+                yield ": nothing new\n\n"
+
+
+class EventStream(StreamingResponse):
+    """The answer that is a stream; it holds one of the places for listeners as long as it lasts.
+
+    Args:
+        text: what `stream` yields.
+        places: how many may listen.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, text: AsyncGenerator[str], places: Places) -> None:
+        super().__init__(text, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._text = text
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, or raise `BusyError`."""
+        async with aclosing(self._text):
+            with self._places.take("the admin"):
+                await super().__call__(scope, receive, send)
+
+
+def told_object(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an event as people are told of it, with a sentence; None where they are not."""
+    sentence = event_text(event)
+    if sentence is None:
+        return None
+    return {
+        **{key: event[key] for key in ("id", "time", "type", "job", "generation")},
+        "text": sentence,
+    }
+
+
+def _entry(event: dict[str, Any]) -> _Entry:
+    told = told_object(event)
+    shown = None if told is None else _message(told)
+    return _Entry(event["id"], event["job"], _message(event), shown)
+
+
+def _message(event: dict[str, Any]) -> str:
+    return f"id: {event['id']}\ndata: {json.dumps(event, ensure_ascii=False, allow_nan=False)}\n\n"

@@ -1,0 +1,152 @@
+"""An ASGI application served by a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.utils.vital_thread import VitalThread
+
+from .connections import HEAD_TIMEOUT, BoundedConfig, Repeats, most_connections
+
+START_TIMEOUT = 10.0
+STOP_TIMEOUT = 5.0
+QUEUED = 1024
+"""Connections that the kernel holds until they are accepted."""
+
+
+class HttpServerError(SchedulerError):
+    """The server cannot listen; the text is one sentence for the user."""
+
+
+class HttpServer:
+    """Serves an application over HTTP until it is stopped.
+
+    Args:
+        app: what is served.
+        host: address to listen on.
+        port: port to listen on; 0 for any that is free.
+        preferred: which of the free ones, if it is free; 0: any.
+        most: connections at once; None: as many as the process has descriptors for.
+        head_timeout: seconds that the head of a request may take.
+
+    Raises:
+        HttpServerError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        preferred: int = 0,
+        *,
+        most: int | None = None,
+        head_timeout: float = HEAD_TIMEOUT,
+    ) -> None:
+        self._socket = _listen_preferably(host, preferred) if not port else _listen(host, port)
+        config = BoundedConfig(
+            app,
+            most=most_connections() if most is None else most,
+            head_timeout=head_timeout,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Server(config)
+        self._repeats = Repeats()
+        self.thread = VitalThread("http", self._run)
+        """Runs for as long as requests are answered."""
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def start(self) -> None:
+        """Begin to serve; return when requests are answered."""
+        self.thread.start()
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self._server.started:
+            if not self.thread.is_alive() or time.monotonic() > deadline:
+                self.stop()
+                raise HttpServerError(f"the server at {self.url} did not start")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Stop serving: requests under way are finished, or dropped after a few seconds."""
+        self._server.should_exit = True
+        if self.thread.is_alive():
+            self.thread.join(STOP_TIMEOUT)
+        self._server.force_exit = True
+        self._socket.close()
+
+    def _run(self) -> None:
+        logger = logging.getLogger("uvicorn.error")
+        logger.addFilter(self._repeats)  # one line a minute about requests that are none
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            logger.removeFilter(self._repeats)
+
+
+class _Server(uvicorn.Server):
+    config: BoundedConfig
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve; that no connection can be accepted is said without a traceback each."""
+        asyncio.get_running_loop().set_exception_handler(self._note_failure)
+        await super().startup(sockets)
+        # asyncio takes the number accepted at a turn for the length of the kernel's queue too.
+        for listener in sockets or ():
+            listener.listen(QUEUED)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if str(context.get("message", "")).startswith("socket.accept()"):
+            self.config.exhausted.note()
+        else:
+            loop.default_exception_handler(context)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave no connection open; one that was accepted at the last moment would be."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        await asyncio.sleep(0)  # the loop closes them at its next turn, which is its last
+
+
+def _listen_preferably(host: str, port: int) -> socket.socket:
+    try:
+        return _listen(host, port)
+    except HttpServerError:
+        return _listen(host, 0)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named asyncio sets TCP_NODELAY, without which an answer may take 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise HttpServerError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for "
+            "any that is free"
+        ) from error
+    return listener

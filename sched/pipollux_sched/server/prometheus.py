@@ -1,0 +1,123 @@
+"""`GET /metrics`: what Prometheus is told.
+
+What the scheduler counts itself is in `pipollux_sched.metrics`; what the store and the backend know
+is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipollux_sched.controller.commands import Control
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.metrics import Meters
+from pipollux_sched.store import NodeCondition, Store
+
+REASONS = {
+    401: "token",
+    404: "unknown",
+    405: "method",
+    409: "conflict",
+    413: "size",
+    422: "invalid",
+    429: "rate",
+    500: "failure",
+    503: "busy",
+}
+"""Why requests are refused, by status."""
+
+
+class RefusedCounter:
+    """ASGI middleware: counts the requests that are answered with a refusal.
+
+    Args:
+        app: the application.
+        meters: where they are counted.
+    """
+
+    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+        self._app = app
+        self._refused = meters.refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._refused.labels(REASONS.get(message["status"], "other")).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+class SchedulerCollector(Collector):
+    """Reads what the store and the backend know.
+
+    Args:
+        store: knows the jobs.
+        control: knows the nodes.
+    """
+
+    def __init__(self, store: Store, control: Control) -> None:
+        self._store = store
+        self._control = control
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one family of numbers after the other."""
+        yield self._jobs()
+        yield from self._nodes()
+        yield self._goodputs()
+        yield from self._launches()
+        events = self._store.last_event()
+        yield CounterMetricFamily("pipollux_events", "Entries of the event log.", events)
+        words = "Size of the store's files, in bytes."
+        yield GaugeMetricFamily("pipollux_store_bytes", words, self._store.num_bytes())
+
+    def _jobs(self) -> Metric:
+        family = GaugeMetricFamily("pipollux_jobs", "Jobs, by phase.", labels=["phase"])
+        found = self._store.overview.jobs_by_phase()
+        for phase in Phase:
+            family.add_metric([phase.value], found.get(phase.value, 0))
+        return family
+
+    def _nodes(self) -> Iterable[Metric]:
+        words = "Slots, by node and whether a replica holds them."
+        slots = GaugeMetricFamily("pipollux_slots", words, labels=["node", "state"])
+        conditions = dict.fromkeys(NodeCondition, 0)
+        for name, node in self._control.cluster()["nodes"].items():
+            slots.add_metric([name, "used"], node["slots"] - node["free"])
+            slots.add_metric([name, "free"], node["free"])
+            conditions[NodeCondition(node["condition"])] += 1
+        yield slots
+        nodes = GaugeMetricFamily("pipollux_nodes", "Nodes, by condition.", labels=["condition"])
+        for condition, count in conditions.items():
+            nodes.add_metric([condition.value], count)
+        yield nodes
+
+    def _goodputs(self) -> Metric:
+        words = "Goodput that a running job reported last, in samples per second."
+        family = GaugeMetricFamily("pipollux_job_goodput", words, labels=["job"])
+        for name, goodput in self._store.overview.goodputs().items():
+            family.add_metric([name], goodput)
+        return family
+
+    def _launches(self) -> Iterable[Metric]:
+        counts = self._store.overview.launches()
+        for name, words, value in (
+            ("restarts", "Launches of jobs after their first.", counts.restarts),
+            ("reallocations", "Running jobs that were moved.", counts.reallocations),
+            ("failures", "Generations that failed by themselves.", counts.failures),
+        ):
+            yield CounterMetricFamily(f"pipollux_{name}", words, value)
+
+
+def render(meters: Meters, collector: SchedulerCollector) -> bytes:
+    """Return everything in Prometheus' text format."""
+    read = CollectorRegistry()
+    read.register(collector)
+    return generate_latest(meters.registry) + generate_latest(read)

@@ -1,0 +1,113 @@
+"""Everything at a glance: nodes, counts, a page of the list of jobs; launches; how full nodes were.
+
+What is answered has a size of its own, whatever the number of jobs: the database counts, sorts and
+cuts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from pipollux_sched.controller.commands import Control
+from pipollux_sched.report.event_text import TELLING_TYPES
+from pipollux_sched.store import GenerationRecord, Holder, JobLine, JobQuery, Store
+
+from .event_stream import told_object
+
+MOST_LAUNCHES = 5000
+"""Launches of all jobs together: more than a picture has room for."""
+MOST_WORDS = 300
+"""Characters of a job's message; the job's own page has all of it."""
+
+_LAUNCH = (
+    *("job", "generation", "nodes", "num_stages", "launched_at", "first_step_at"),
+    *("stopping_at", "ended_at", "outcome", "intent"),
+)
+_POINT = (
+    *("step", "epoch", "num_epochs", "loss", "batch_size", "step_time", "goodput", "efficiency"),
+)
+
+
+def describe_all(
+    store: Store, control: Control, query: JobQuery, num_events: int
+) -> dict[str, Any]:
+    """Describe the cluster, and the jobs of a page.
+
+    Args:
+        store: what is known.
+        control: knows the nodes.
+        query: which jobs.
+        num_events: so many of the last events that people are told of.
+    """
+    last_event = store.last_event()  # first, so that whoever listens on from there misses nothing
+    glance, page = store.overview.glance(), store.overview.jobs(query, time.time())
+    found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
+    told = (told_object(event) for event in found)
+    cluster = control.cluster()
+    return {
+        "time": time.time(),
+        "policy": cluster["policy"],
+        "nodes": _nodes(cluster["nodes"], glance.holders),
+        "phases": {phase.value: count for phase, count in glance.phases.items()},
+        "goodput": glance.goodput,
+        "oldest_launch": glance.oldest_launch,
+        "jobs": [_job(job) for job in page.jobs],
+        "num_found": page.num_found,
+        "events": [event for event in told if event is not None],
+        "last_event": last_event,
+    }
+
+
+def describe_launches(
+    store: Store, since: float, nodes: Collection[str] | None
+) -> list[dict[str, Any]]:
+    """Describe the launches that held something after a moment, on some nodes or on all."""
+    found = store.overview.launches_since(since, MOST_LAUNCHES, nodes)
+    return [_launch(launch, number) for launch, number in found]
+
+
+def describe_usage(store: Store, since: float, num_parts: int) -> dict[str, Any]:
+    """Describe how full nodes were from a moment until now; a node nobody held is not told of."""
+    now = time.time()
+    begin = min(since, now - 1.0)
+    return {
+        "since": begin,
+        "until": now,
+        "nodes": store.overview.node_usage(begin, now, num_parts),
+    }
+
+
+def _nodes(nodes: dict[str, dict[str, Any]], holders: Iterable[Holder]) -> dict[str, Any]:
+    found = {name: {**node, "used": 0, "num_jobs": 0} for name, node in nodes.items()}
+    for holder in holders:
+        for name in set(holder.nodes) & found.keys():
+            found[name]["used"] += holder.nodes.count(name) * holder.num_stages
+            found[name]["num_jobs"] += 1
+    return found
+
+
+def _job(job: JobLine) -> dict[str, Any]:
+    shown = {} if job.point is None else asdict(job.point)
+    return {
+        "number": job.number,
+        "name": job.name,
+        "phase": job.phase.value,
+        "reason": job.reason,
+        "message": job.message.partition("\n")[0][:MOST_WORDS],
+        "submitted_at": job.submitted_at,
+        "ended_at": job.ended_at,
+        "nodes": list(job.nodes),
+        "num_stages": job.num_stages,
+        "generation": job.generation,
+        "intent": job.intent,
+        "held": job.held,
+        "num_restarts": job.num_restarts,
+        **{name: shown.get(name) for name in _POINT},
+    }
+
+
+def _launch(launch: GenerationRecord, number: int) -> dict[str, Any]:
+    return {"number": number, **{name: getattr(launch, name) for name in _LAUNCH}}

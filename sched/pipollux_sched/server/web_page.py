@@ -1,0 +1,80 @@
+"""The web page: hand-written files that hold no data, so that they need no token.
+
+What the page shows it asks for with the admin's token, which it keeps in the browser's session. The
+policy below lets it load nothing but these files, ask nobody but this scheduler, and put no text
+into the document as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from typing import NamedTuple
+
+from fastapi import FastAPI, Response
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""Content-Security-Policy of the page."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Sent with every file of the page."""
+KINDS = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""Media types by suffix; files of other kinds are not served."""
+BASE_STYLE = "base.css"
+"""Colours and type that the page has in common with reports."""
+
+
+class _File(NamedTuple):
+    content: bytes
+    kind: str
+
+
+def add_pages(app: FastAPI) -> None:
+    """Serve the page at `/`, and the files that it is made of under `/web/`."""
+    files = _read()
+    page = files.pop("index.html")
+    app.add_api_route("/", _answer(page), include_in_schema=False)
+    for name, file in files.items():
+        app.add_api_route(f"/web/{name}", _answer(file), include_in_schema=False)
+
+
+def _read() -> dict[str, _File]:
+    """Read all files of the page; they are few and small, and do not change under a scheduler."""
+    package = resources.files("pipollux_sched")
+    found = {BASE_STYLE: package.joinpath("report", "style.css")}
+    for entry in package.joinpath("server", "web").iterdir():
+        found[entry.name] = entry
+    return {
+        name: _File(entry.read_bytes(), KINDS[suffix])
+        for name, entry in found.items()
+        if (suffix := name[name.rfind(".") :]) in KINDS
+    }
+
+
+def _answer(file: _File) -> Callable[[], Response]:
+    def answer() -> Response:
+        return Response(file.content, media_type=file.kind, headers=HEADERS)
+
+    return answer

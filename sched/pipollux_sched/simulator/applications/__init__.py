@@ -1,0 +1,1 @@
+"""What simulated jobs train, and how fast that is."""

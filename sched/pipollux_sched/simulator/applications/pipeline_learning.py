@@ -1,0 +1,154 @@
+"""What a pipeline job learns from step times it has seen: parameters of any cut, at any time.
+
+Layers are known beforehand, so T_pipe of every cut is priced from them; what was seen corrects it
+by one ratio per cut, the mean of log(seen / priced), and cuts that never ran take the mean of those
+that ran on the same type of GPU. The network is not known beforehand. It is fitted as Pollux
+does (`fit_perf_params`), over all cuts together: T_pipe of each point is known, as it was seen, so
+the fit is given it as the size of the point and has only network and γ left to find. What was never
+seen stays free, so that more replicas are tried. A fit is made when parameters are asked for after
+something was seen that they would have missed by more than 4 %.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipollux_perfmodel import PerfParams, StagePlan, StepTime, fit_perf_params
+from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.step_time import step_time
+
+from .base import Running, StepTimes
+from .pipeline_job import UNKNOWN, PipelineJob, price
+
+_UNIT = 1e6  # of the sizes that stand for seconds in the network's fit: well above the least, 1
+_MAX_POINTS = 48  # the latest; a fit of more takes longer and finds the same
+
+
+@dataclass
+class _Seen:
+    """Step times on one type of GPU, by configuration, in the order they were first seen."""
+
+    points: dict[Running, StepTimes] = field(default_factory=dict)
+    network: PerfParams | None = None
+    """Of the last fit; None: to be fitted again."""
+
+
+class StepTimeLearner:
+    """Step time parameters of a job's cuts, from its layers and what was seen of them.
+
+    Args:
+        job: its layers and cuts.
+    """
+
+    def __init__(self, job: PipelineJob) -> None:
+        self._job = job
+        self._seen: dict[str, _Seen] = {}
+        self._known: dict[tuple[int, str, Checkpoint], PerfParams] = {}
+
+    def observe(self, running: Running, times: StepTimes) -> bool:
+        """Note step times; tell whether parameters given out so far would have missed them.
+
+        Raises:
+            ValueError: when a time is not above 0, or the job cannot run so.
+        """
+        if not (times.accum_step > 0 and times.optim_step > 0):
+            raise ValueError(f"times: {times} must be above 0 s")
+        device = self._job.device(running.gpu_type)
+        # Neither accumulation nor the order of nodes changes what one step takes.
+        running = replace(running, placement=tuple(sorted(running.placement)), accum_steps=0)
+        seen = self._seen.setdefault(device.name, _Seen())
+        if seen.points.get(running) == times:
+            return False
+        params = self.params(self._job.way(running), device.name)
+        missed = times.differ(_step_time(params, running))
+        seen.points[running] = times
+        if missed:
+            seen.network = None
+            self._known.clear()
+        return missed
+
+    def params(self, plan: StagePlan, gpu_type: str) -> PerfParams:
+        """Return the parameters of a cut, one of `PipelineJob.ways`, on a type of GPU."""
+        device = self._job.device(gpu_type)
+        num_stages, checkpoint = len(plan.balance), plan.perf_params.checkpoint
+        key = num_stages, device.name, checkpoint
+        if key not in self._known:
+            network = self._network(device.name)
+            priced = price(plan.profile, plan.balance, device, network, checkpoint)
+            ratio = self._ratio(num_stages, device.name)
+            self._known[key] = priced._replace(
+                alpha_c=priced.alpha_c * ratio, beta_c=priced.beta_c * ratio
+            )
+        return self._known[key]
+
+    def _ratio(self, num_stages: int, gpu_type: str) -> float:
+        """Return how much slower than priced the cut is, or others are if it never ran."""
+        logs: dict[int, list[float]] = {}
+        seen = self._seen.get(gpu_type, _Seen())
+        for running, times in seen.points.items():
+            priced = self._job.way(running).perf_params
+            seconds = _step_time(priced, running).accum_time
+            logs.setdefault(running.num_stages, []).append(math.log(times.accum_step / seconds))
+        means = {k: math.fsum(values) / len(values) for k, values in logs.items()}
+        if num_stages in means:
+            return math.exp(means[num_stages])
+        return math.exp(math.fsum(means.values()) / len(means)) if means else 1.0
+
+    def _network(self, gpu_type: str) -> PerfParams:
+        """Return network and γ on a type of GPU; of another if nothing was seen on this one."""
+        seen = self._seen.get(gpu_type, _Seen())
+        if not _several(seen):
+            seen = next(filter(_several, self._seen.values()), _Seen())
+        if not _several(seen):
+            return UNKNOWN
+        if seen.network is None:
+            seen.network = fit_network(seen.points)
+        return seen.network
+
+
+def fit_network(points: dict[Running, StepTimes]) -> PerfParams:
+    """Return network and γ that explain optimizer steps, given the accumulation steps.
+
+    Compute, overlap and contention of the parameters are neutral.
+
+    Args:
+        points: what was seen, in order; the latest count.
+    """
+    latest = list(points.items())[-_MAX_POINTS:]
+    accum = np.array([times.accum_step for _, times in latest])
+    found = fit_perf_params(
+        [running.num_nodes for running, _ in latest],
+        [running.num_replicas for running, _ in latest],
+        np.maximum(accum * _UNIT, 1.0),
+        accum,
+        # Never below the accumulation step: noise must not make a negative network.
+        np.maximum([times.optim_step for _, times in latest], accum),
+    )
+    return UNKNOWN._replace(
+        alpha_n=found.alpha_n,
+        beta_n=found.beta_n,
+        alpha_r=found.alpha_r,
+        beta_r=found.beta_r,
+        gamma=found.gamma,
+        growth_n=found.growth_n,
+        two_node_penalty=found.two_node_penalty,
+    )
+
+
+def _several(seen: _Seen) -> bool:
+    return any(running.num_replicas > 1 for running in seen.points)
+
+
+def _step_time(params: PerfParams, running: Running) -> StepTime:
+    return step_time(
+        params,
+        np.float64(running.num_nodes),
+        np.float64(running.num_replicas),
+        np.float64(running.atomic_bsz),
+        np.float64(running.accum_steps),
+        np.float64(running.num_microbatches),
+        xp=np,
+    )

@@ -1,0 +1,1 @@
+"""The simulated cluster: its jobs, its failures, what came of them."""

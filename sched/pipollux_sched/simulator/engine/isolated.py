@@ -1,0 +1,142 @@
+"""How long a job would take alone on its equal share of the cluster: what fairness is measured by.
+
+Finish-time fairness (Themis, NSDI'20) is rho = JCT / that time. The share is the cluster's slots
+over the number of jobs that were unfinished in the job's lifetime, averaged over time. Alone on it,
+a job starts once, at its arrival, and trains every epoch at the best of its batch sizes, which it
+knows from the start. The same yardstick is held to every policy, those that leave batch sizes
+alone included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipollux_sched.policy import NodeInfo, ReplicaShape
+from pipollux_sched.simulator.applications.base import Application, Running
+
+_BATCH_STEP = 2.0**0.25
+"""Ratio of neighbouring batch sizes that are tried."""
+
+
+class IsolatedTimes:
+    """Times of jobs alone on a share of a cluster, each worked out once.
+
+    Args:
+        nodes: of the cluster.
+        restart_seconds: what the one start takes.
+    """
+
+    def __init__(self, nodes: Mapping[str, NodeInfo], restart_seconds: float) -> None:
+        self._nodes = nodes
+        self._restart_seconds = restart_seconds
+        self._known: dict[tuple[str, int], float] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all nodes."""
+        return sum(node.resources.get("slots", 0) for node in self._nodes.values())
+
+    def seconds(self, app: Application, share: float) -> float:
+        """Return how long a job takes alone on so many slots, on at least one replica.
+
+        Replicas are of the job's own shape, whole, as close together as they can be, and no more
+        than the job can use.
+        """
+        shape = app.new_model().shapes()[0]
+        width = shape.resources.get("slots", shape.num_stages)
+        rooms, gpu_type = self._rooms(shape)
+        most = min(app.max_replicas(), sum(rooms), shape.max_replicas or math.inf)
+        # A hair more, so that a third of 48 slots is 16.
+        replicas = int(max(min(math.floor(share / width + 1e-9), most), 1))
+        if (app.name, replicas) not in self._known:
+            seconds = self._run(app, shape, _packed(replicas, rooms), gpu_type)
+            self._known[app.name, replicas] = seconds
+        return self._known[app.name, replicas]
+
+    def _rooms(self, shape: ReplicaShape) -> tuple[list[int], str]:
+        """Return how many replicas nodes hold, on the type of GPU that holds most, and the type."""
+        rooms: dict[str, list[int]] = defaultdict(list)
+        for node in self._nodes.values():
+            if shape.runs_on(node):
+                rooms[node.gpu_type].append(
+                    min(node.resources.get(k, 0) // n for k, n in shape.resources.items() if n)
+                )
+        gpu_type = max(sorted(rooms), key=lambda name: sum(rooms[name]), default="")
+        return sorted(rooms[gpu_type], reverse=True), gpu_type
+
+    def _run(
+        self, app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
+    ) -> float:
+        """Return the seconds of a whole training, by the truth."""
+        ways = _ways(app, shape, placement, gpu_type)
+        seconds = self._restart_seconds
+        epoch, last = 0, 0
+        while epoch <= last:
+            rate, batch_size = max((_rate(app, way, epoch), way.batch_size) for way in ways)
+            seconds += (app.progress(epoch + 1) - app.progress(epoch)) / rate
+            last = min(app.completion_epoch(batch_size), app.max_epochs - 1)
+            epoch += 1
+        return seconds
+
+
+def _ways(
+    app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
+) -> list[Running]:
+    """Return how a job may run on a placement, by batch size."""
+    sizes = {app.init_batch_size, app.max_batch_size}
+    steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
+    sizes |= {round(app.init_batch_size * _BATCH_STEP**step) for step in range(math.ceil(steps))}
+    return [
+        app.new_model(size).configure(shape, placement, gpu_type)
+        for size in sorted(sizes)
+        if app.max_replicas(size) >= sum(placement)
+    ]
+
+
+def _rate(app: Application, way: Running, epoch: int) -> float:
+    """Return the progress per second, as simulated jobs make it."""
+    optim, accum = app.step_times(way)
+    sqr, var = app.gradients(way.batch_size, epoch)
+    gain = (var + sqr) / (var * app.init_batch_size / way.batch_size + sqr)
+    return float(gain / (optim + way.accum_steps * accum))
+
+
+class Contention:
+    """How many jobs were unfinished over time.
+
+    Args:
+        lifetimes: (arrival, completion) of every job.
+
+    Example:
+        >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
+        1.5
+    """
+
+    def __init__(self, lifetimes: Sequence[tuple[float, float]]) -> None:
+        ends = np.array(lifetimes, dtype=float).reshape(-1, 2)
+        changes = np.concatenate([ends[:, 0], ends[:, 1]])
+        steps = np.repeat([1.0, -1.0], len(ends))
+        order = np.argsort(changes, kind="stable")
+        self._times = changes[order]
+        counts = np.cumsum(steps[order])
+        self._area = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * counts[:-1])])
+
+    def mean(self, begin: float, end: float) -> float:
+        """Return the number of unfinished jobs from `begin` to `end`, averaged over time."""
+        low, high = np.interp([begin, end], self._times, self._area)
+        return float((high - low) / (end - begin))
+
+
+def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:
+    """Return replicas on each node, on as few nodes as there can be."""
+    placement = []
+    left = replicas
+    for room in rooms:
+        placement.append(min(room, left))
+        left -= placement[-1]
+    # One replica at least, also where no node holds it: then nothing else ran there either.
+    return tuple(n for n in placement if n) or (replicas,)

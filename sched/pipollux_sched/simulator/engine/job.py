@@ -1,0 +1,227 @@
+"""One simulated job: exact progress between events, from the truth of its application.
+
+Progress is counted as Pollux counts it, in iterations that the initial batch size would have taken:
+per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when
+progress has reached the application's for it; gradients then change, and the job chooses its batch
+size anew. Nothing is rounded to whole seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipollux_sched.policy import JobInfo, ReplicaShape
+from pipollux_sched.simulator.applications.base import Application, JobModel, Running
+from pipollux_sched.simulator.known_length import KnownLength
+from pipollux_sched.simulator.workload.arrivals import JobArrival
+
+_SLACK = 1e-9
+"""Progress this close to the end of an epoch, relatively, has reached it."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A time in which a job held the same nodes."""
+
+    start: float
+    """Seconds since the workload's begin."""
+    end: float
+    nodes: tuple[Any, ...]
+    num_stages: int
+
+
+@dataclass
+class SimulatedJob:
+    """A job on its way through the cluster.
+
+    Args:
+        arrival: its row of the workload.
+        app: the truth.
+        model: what it knows.
+        restart_seconds: time without training after every start.
+        checkpoint_seconds: training time after which it saves; what came later is lost with a node.
+    """
+
+    arrival: JobArrival
+    app: Application
+    model: JobModel
+    restart_seconds: float = 30.0
+    checkpoint_seconds: float = math.inf
+    clock: float = 0.0
+    """Up to when it has been simulated."""
+    progress: float = 0.0
+    epoch: int = 0
+    nodes: tuple[Any, ...] = ()
+    shape: ReplicaShape | None = None
+    running: Running | None = None
+    started: float | None = None
+    completed: float | None = None
+    num_starts: int = 0
+    attained_service: float = 0.0
+    """Slot-seconds."""
+    slots_per_replica: int = 1
+    history: list[Interval] = field(default_factory=list)
+    lost_progress: float = 0.0
+    """Progress that went with lost nodes, in iterations at the initial batch size."""
+    _delay: float = 0.0
+    _since: float = 0.0
+    _saved: tuple[float, int] = (0.0, 0)
+    _unsaved_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name in the workload."""
+        return self.arrival.name
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of starts after the first."""
+        return max(self.num_starts - 1, 0)
+
+    @property
+    def last_epoch(self) -> int:
+        """Number of epochs after which it is done."""
+        batch_size = self.running.batch_size if self.running else self.app.init_batch_size
+        return min(self.app.completion_epoch(batch_size) + 1, self.app.max_epochs)
+
+    def reallocate(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
+        """Stop, and if there are nodes start on them; the time of a restart begins."""
+        self._close_interval(now)
+        self.nodes, self.shape = tuple(nodes), shape if nodes else None
+        self.running = None
+        if self._unsaved_seconds > 0:
+            self._save()
+        if not nodes or shape is None:
+            return
+        self.slots_per_replica = int(shape.resources.get("slots", shape.num_stages))
+        self.num_starts += 1
+        self.started = now if self.started is None else self.started
+        self._delay = self.restart_seconds
+
+    def lose_nodes(self, now: float) -> None:
+        """Stop without saving: what was not saved is trained again."""
+        self.lost_progress += self.progress - self._saved[0]
+        self.progress, self.epoch = self._saved
+        self._unsaved_seconds = 0.0
+        self.reallocate(now, (), None)
+
+    def advance(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
+        """Train up to a moment, or to the end if that comes first.
+
+        Args:
+            until: seconds since the workload's begin.
+            placement: replicas on each node.
+            pace: 1, or less where another distributed job interferes.
+            gpu_type: of the nodes.
+        """
+        if self.shape is None:
+            self.clock = until
+            return
+        self._pass(min(self._delay, until - self.clock), waiting=True)
+        while until - self.clock > 0 and self.completed is None:
+            self._train(until, placement, pace, gpu_type)
+        self.clock = until if self.completed is None else self.clock
+
+    def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
+        """Train to the end of the epoch, the next save, or `until`, whichever comes first."""
+        assert self.shape is not None  # noqa: S101  # advance() has looked
+        running = self.model.configure(self.shape, placement, gpu_type)
+        self._look(running)
+        rate = self._rate(running) * pace
+        goal = self.app.progress(self.epoch + 1)
+        seconds = max((goal - self.progress) / rate, 0.0)
+        save = self.checkpoint_seconds - self._unsaved_seconds
+        left = until - self.clock
+        if seconds <= min(left, save) * (1 + _SLACK):
+            self._pass(min(seconds, left))
+            self.progress = goal
+            self.epoch += 1
+            if self.epoch >= self.last_epoch:
+                self._finish()
+        else:
+            step = min(left, save)
+            self.progress += rate * step
+            self._pass(step)
+        if self._unsaved_seconds >= self.checkpoint_seconds * (1 - _SLACK):
+            self._save()
+
+    def _look(self, running: Running) -> None:
+        """Let the model see what an iteration takes now."""
+        gradients = self.app.gradients(running.batch_size, self.epoch)
+        self.model.observe(running, self.app.step_times(running), gradients)
+        self.running = running
+
+    def _rate(self, running: Running) -> float:
+        """Return the true progress per second."""
+        optim, accum = self.app.step_times(running)
+        sqr, var = self.app.gradients(running.batch_size, self.epoch)
+        scale = running.batch_size / self.app.init_batch_size
+        gain = (var + sqr) / (var / scale + sqr)
+        return gain / (optim + running.accum_steps * accum)
+
+    def _pass(self, seconds: float, *, waiting: bool = False) -> None:
+        self.clock += seconds
+        self.attained_service += seconds * len(self.nodes) * self.slots_per_replica
+        if waiting:
+            self._delay -= seconds
+        else:
+            self._unsaved_seconds += seconds
+
+    def _save(self) -> None:
+        self._saved = self.progress, self.epoch
+        self._unsaved_seconds = 0.0
+
+    def _finish(self) -> None:
+        self.completed = self.clock
+        self._close_interval(self.clock)
+        self.nodes, self.shape = (), None
+
+    def _close_interval(self, now: float) -> None:
+        if self.shape is not None and now > self._since:
+            stages = self.shape.num_stages
+            self.history.append(Interval(self._since, now, self.nodes, stages))
+        self._since = now
+
+
+def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed: bool) -> JobInfo:
+    """Return what a policy may know of a simulated job.
+
+    Args:
+        job: the job.
+        now: seconds since the workload's begin.
+        known_length: what is told of how long it still trains.
+        fixed: whether the policy leaves the user's batch size alone.
+    """
+    own, *others = job.model.shapes()
+    if fixed:
+        most = job.app.max_replicas(job.arrival.batch_size)
+    else:
+        most = min(max(2 * job.model.max_profiled_replicas, 1), job.app.max_replicas())
+    return JobInfo(
+        resources=own.resources,
+        speedup_fn=own.speedup_fn,
+        creation_timestamp=job.arrival.time,
+        min_replicas=0,
+        max_replicas=most,
+        num_stages=own.num_stages,
+        age=now - job.arrival.time,
+        num_restarts=job.num_restarts,
+        restart_seconds=job.restart_seconds,
+        gpu_type=own.gpu_type,
+        shapes=tuple(others),
+        attained_service=job.attained_service,
+        remaining_work=known_length.told(job.name, _remaining_work(job)),
+        requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
+    )
+
+
+def _remaining_work(job: SimulatedJob) -> float | None:
+    """Return the seconds that one replica would still train at the efficiency of this moment."""
+    base = job.model.base_goodput()
+    if base <= 0:
+        return None
+    left = job.app.progress(job.last_epoch) - job.progress
+    return max(left, 0.0) * job.app.init_batch_size / base

@@ -1,0 +1,101 @@
+"""Simulations as one HTML file that needs nothing but itself: a table, curves, who held what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import NamedTuple
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipollux_sched import report
+from pipollux_sched.simulator.engine.metrics import measure
+from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.utils.text import clean, count
+
+from .charts import draw_completion_times, draw_use
+from .gantt import draw_gantt
+from .table import HEADERS, cells
+
+
+class Chart(NamedTuple):
+    """A picture, and what it is headed by."""
+
+    title: str
+    picture: Markup
+
+
+class Section(NamedTuple):
+    """What became of one workload."""
+
+    name: str
+    summary: str
+    policies: list[str]
+    applications: list[str]
+    completion_times: Markup
+    use: Markup
+    gantts: list[Chart]
+
+
+def render_plots(outcomes: Sequence[Outcome]) -> str:
+    """Return the page of simulations, a section for every workload in it.
+
+    Example:
+        >>> from pipollux_sched.simulator import Experiment, JobArrival, Workload, make_nodes
+        >>> jobs = (JobArrival("a", 0.0, "gpt-1.3b", 1, 32),)
+        >>> outcome = Experiment(make_nodes({"": (1, 2)})).run(Workload("one", jobs), "fifo")
+        >>> render_plots([outcome]).startswith("<!doctype html>")
+        True
+    """
+    workloads = dict.fromkeys(outcome.workload for outcome in outcomes)
+    sections = [
+        _section(index, [one for one in outcomes if one.workload == name])
+        for index, name in enumerate(workloads)
+    ]
+    policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title="Policies compared" if len(policies) > 1 else f"Policy {policies[0]}",
+            headers=HEADERS,
+            rows=[cells(measure(outcome)) for outcome in outcomes],
+            sections=sections,
+        )
+    )
+
+
+def _section(index: int, outcomes: Sequence[Outcome]) -> Section:
+    jobs, slots = outcomes[0].jobs, outcomes[0].slots
+    applications = sorted({job.application for job in jobs})
+    colours = {name: number for number, name in enumerate(applications)}
+    until = max(outcome.end for outcome in outcomes)
+    return Section(
+        name=clean(outcomes[0].workload),
+        summary=f"{count(len(jobs), 'job')} on {count(sum(slots.values()), 'GPU')} "
+        f"of {count(len(slots), 'node')}",
+        policies=[outcome.policy for outcome in outcomes],
+        applications=applications,
+        completion_times=draw_completion_times(outcomes, f"jct-{index}"),
+        use=draw_use(outcomes, f"use-{index}"),
+        gantts=[
+            Chart(one.policy, draw_gantt(one, colours, until, f"gantt-{index}-{number}"))
+            for number, one in enumerate(outcomes)
+        ],
+    )
+
+
+def _environment() -> Environment:
+    def load(name: str) -> str:
+        # The style sheet is that of all pages.
+        folder = resources.files(report if name.endswith(".css") else __package__)
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    return Environment(
+        loader=FunctionLoader(load),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,69 @@
+"""Simulations as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from pipollux_sched.simulator.engine.metrics import Metrics
+
+
+class _Column(NamedTuple):
+    header: str
+    write: Callable[[Metrics], str]
+
+
+_COLUMNS = (
+    _Column("Average JCT", lambda row: _seconds(row.avg_jct_s)),
+    _Column("Median JCT", lambda row: _seconds(row.median_jct_s)),
+    _Column("p99 JCT", lambda row: _seconds(row.p99_jct_s)),
+    _Column("Makespan", lambda row: _seconds(row.makespan_s)),
+    _Column("Restarts per job", lambda row: f"{row.restarts_per_job:.1f}"),
+    _Column("GPUs held", lambda row: f"{100 * row.gpu_utilization:.0f} %"),
+    _Column("Fairness", lambda row: f"{row.finish_time_fairness:.2f}"),
+    _Column("p99 fairness", lambda row: f"{row.finish_time_fairness_p99:.2f}"),
+    _Column("Unfair to", lambda row: f"{100 * row.unfair_share:.0f} %"),
+    _Column("Policy time", lambda row: f"{row.policy_seconds:.1f} s"),
+)
+
+
+_TOLD = {"exact": "exactly", "none": "not at all"}
+
+HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
+"""Of `cells`."""
+
+
+def cells(row: Metrics) -> tuple[str, ...]:
+    """Return what stands in a row of the table."""
+    return row.workload, row.policy, *(column.write(row) for column in _COLUMNS)
+
+
+def metrics_table(rows: Sequence[Metrics]) -> Table:
+    """Return a table with a row for every simulation.
+
+    Example:
+        >>> metrics_table([]).columns[2].header
+        'Average JCT'
+    """
+    told = ", ".join(
+        sorted(
+            {
+                _TOLD.get(row.known_length, f"wrong by a factor of up to {row.known_length}")
+                for row in rows
+            }
+        )
+    )
+    title = f"Simulations; policies were told how long jobs still train: {told}" if rows else None
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for index, header in enumerate(HEADERS):
+        table.add_column(header, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*map(Text, cells(row)))
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s"

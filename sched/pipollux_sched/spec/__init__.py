@@ -1,0 +1,1 @@
+"""What users declare: jobs, clusters, and the limits of both."""

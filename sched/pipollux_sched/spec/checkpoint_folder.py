@@ -1,0 +1,126 @@
+"""Whether a job may save where it wants to: nowhere that is not its own to write to.
+
+A job's checkpoints are written, renamed and removed by themselves, so a folder that holds anything
+else, or belongs to somebody else, is refused when the job is submitted. A shared folder such as
+``/data/checkpoints/job1`` is what a user gives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .job import JobSpec, SpecError
+
+SYSTEM = (
+    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/run", "/sbin"),
+    *("/sys", "/usr", "/var/cache", "/var/log", "/var/run", "/var/spool"),
+)
+"""Folders of the operating system."""
+ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # users' own, and what is in memory
+"""Folders within them that are not."""
+_SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
+"""What a job leaves where it saves."""
+_IGNORED = {"lost+found", ".snapshot"}
+"""What file systems have in an empty folder."""
+
+
+def check_checkpoint_folder(
+    spec: JobSpec, state_dir: Path, others: Iterable[tuple[str, str]]
+) -> None:
+    """Refuse a job that would save where it must not.
+
+    Args:
+        spec: the job, its `checkpoint_dir` absolute.
+        state_dir: where the scheduler keeps everything.
+        others: name and `checkpoint_dir` of all jobs that were submitted.
+
+    Raises:
+        SpecError: it would.
+    """
+    if spec.checkpoint_dir is None:
+        return
+    given = Path(spec.checkpoint_dir)
+    folder = given.resolve()
+    known = list(others)
+    reason = _climbs(given) or _is_anothers(spec.name, folder, known)
+    if reason is None and spec.image is None:  # the folders of an image are not those of here
+        reason = _is_reserved(spec.name, folder, state_dir)
+        if (spec.name, spec.checkpoint_dir) not in known:
+            reason = reason or _is_unusable(folder)
+    if reason is not None:
+        shown = f"{given}" if folder == given else f"{given} ({folder})"
+        raise SpecError(f"job '{spec.name}': checkpoint_dir: {shown} {reason}")
+
+
+def check_empty(spec: JobSpec) -> None:
+    """Refuse a job that is to begin anew in a folder of its user's that holds something.
+
+    Raises:
+        SpecError: it is.
+    """
+    if spec.checkpoint_dir is None or spec.image is not None:
+        return  # in the state directory each run has a folder of its own
+    folder = Path(spec.checkpoint_dir)
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
+        raise SpecError(
+            f"job '{spec.name}': checkpoint_dir: {folder} holds checkpoints, which the scheduler "
+            "leaves as they are; to begin anew, move them away first"
+        )
+
+
+def _climbs(given: Path) -> str | None:
+    return "climbs out of a folder by '..'; give the folder itself" if ".." in given.parts else None
+
+
+def _is_anothers(name: str, folder: Path, others: Iterable[tuple[str, str]]) -> str | None:
+    for other, where in others:
+        if other == name:
+            continue
+        its = Path(where).resolve()
+        if its == folder:
+            return f"is job '{other}''s; give each job a folder of its own"
+        if _within(folder, its) or _within(its, folder):
+            return (
+                f"and job '{other}''s {its} lie in one another; give each job a folder of its own"
+            )
+    return None
+
+
+def _is_reserved(name: str, folder: Path, state_dir: Path) -> str | None:
+    advice = "give a folder of the job's own, as in /data/checkpoints/" + name
+    own = state_dir / "jobs" / name / "checkpoints"
+    if folder == own:
+        return None
+    allowed = any(_within(folder, Path(root)) for root in ALLOWED)
+    if folder == Path("/") or (not allowed and any(_within(folder, Path(r)) for r in SYSTEM)):
+        return f"belongs to the operating system; {advice}"
+    if _within(state_dir, folder) or _within(folder, state_dir):
+        return f"is, or holds, a part of the scheduler's state directory {state_dir}; {advice}"
+    return None
+
+
+def _is_unusable(folder: Path) -> str | None:
+    """Say why a folder that no job has used yet cannot be one's own."""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            return f"is not a folder, or cannot become one, as {there} is a file; give another"
+        if not os.access(there, os.W_OK | os.X_OK):
+            return (
+                f"cannot be written to, as {there} is not writable for the scheduler; give another"
+            )
+        if there != folder:
+            return None
+        names = {path.name for path in folder.iterdir()} - _IGNORED
+    except OSError as error:
+        return f"cannot be used ({error.strerror}); give another"
+    if not names or any(_SAVED.fullmatch(name) for name in names):
+        return None
+    return f"holds '{min(names)[:60]}' and no checkpoint; give an empty folder, or one to be made"
+
+
+def _within(folder: Path, other: Path) -> bool:
+    return folder == other or other in folder.parents

@@ -1,0 +1,385 @@
+"""What a user says of a cluster and of jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
+
+Everything is checked before anything is done with it, and whatever is wrong is said in one
+sentence each, with file, line, place, value and what is allowed (`SpecError`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from pipollux_perfmodel import SchedHints
+from pipollux_sched.utils.units import parse_bytes, parse_duration
+from pipollux_sched.utils.validation import problem_at, problems
+from pipollux_sched.utils.yaml_file import Document, SpecError, read_document
+
+from .hints import read_hints
+from .image_reference import check_image
+from .text_limits import check_args, check_path
+from .variables import check_variables
+
+__all__ = [
+    "ClusterSpec",
+    "JobBatch",
+    "JobSpec",
+    "NodeSpec",
+    "ResourceSpec",
+    "SpecError",
+    "load_cluster",
+    "load_jobs",
+    "parse_job",
+    "parse_jobs",
+]
+
+DEFAULT_MAX_REPLICAS = 64
+DEFAULT_MAX_RESTARTS = 3
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAME_LENGTH = 63
+
+
+def _check_name(name: str) -> str:
+    if len(name) > _NAME_LENGTH:
+        raise ValueError(
+            f"'{name[:20]}...' has {len(name)} characters; a name has at most {_NAME_LENGTH}"
+        )
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name}' is not a name; a name begins with a lower-case letter, goes on with "
+            "lower-case letters, digits and '-', and ends with a letter or digit"
+        )
+    return name
+
+
+def _check_gpu_type(text: str) -> str:
+    if not text.strip() or len(text) > _NAME_LENGTH:
+        raise ValueError(
+            f"'{text[:20]}' is not a type of GPU; give 1 to {_NAME_LENGTH} characters, as in a100"
+        )
+    return text
+
+
+def _check_environment(environment: dict[str, str]) -> dict[str, str]:
+    check_variables(environment)
+    return environment
+
+
+def _read_hints(value: Any) -> Any:
+    """Let the hints complain in their own words, which know their fields best."""
+    if value is None or isinstance(value, SchedHints):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping, as in {initBatchSize: 64}")
+    try:
+        return read_hints(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("hints: ")) from None
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Count = Annotated[int, Field(ge=1)]
+GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
+FilePath = Annotated[str, AfterValidator(check_path)]
+ImageReference = Annotated[str, AfterValidator(check_image)]
+T = TypeVar("T")
+List = Annotated[tuple[T, ...], Field(strict=False)]
+
+
+class _Spec(BaseModel):
+    """Nothing unknown, nothing converted silently, nothing changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class NodeSpec(_Spec):
+    """One node of the cluster."""
+
+    name: Name = Field(description="a name, as in name: node-a")
+    slots: Count
+    """Devices: a slot is one GPU, or one CPU thread on a machine without any."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    cpus: Count | None = Field(default=None, description="a whole number of at least 1")
+    """CPUs that jobs may use; None: as many as they ask for."""
+    memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
+    """Bytes of main memory that jobs may use; None: as many as they ask for."""
+    preemptible: bool = Field(default=False, description="true or false")
+    """True for a node that may be taken away at any time; such nodes are filled last."""
+    gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
+    """Type of its GPUs, for jobs that ask for one; None: not told."""
+    draining: bool = Field(default=False, description="true or false")
+    """True: nothing new is put here, and jobs leave, but for those that are not preemptible."""
+
+
+class ClusterSpec(_Spec):
+    """The nodes that there are."""
+
+    nodes: List[NodeSpec] = Field(description="a list of nodes")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_names("nodes", [node.name for node in self.nodes])
+        return self
+
+
+class ResourceSpec(_Spec):
+    """What one pipeline replica holds of its node besides its slots."""
+
+    cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    memory: Bytes = Field(default=0, description="a size such as 8GiB")
+    """Bytes."""
+
+
+class JobSpec(_Spec):
+    """One job: a script or an image that trains, and the bounds within which it may be scaled.
+
+    Example:
+        >>> JobSpec(name="digits", script="examples/digits.py", max_replicas=4).num_stages
+        1
+    """
+
+    name: Name = Field(description="a name, as in name: char-lm")
+    script: FilePath | None = Field(default=None, description="the path of a Python script")
+    """As the user wrote it; `resolve_script` finds the file. With an `image`: a path inside that;
+    None: the image's entry point runs."""
+    image: ImageReference | None = Field(
+        default=None, description="a reference such as registry.example/train:2.1"
+    )
+    """The container image that every replica runs in; None: the script runs as it lies here."""
+    args: Annotated[List[str], AfterValidator(check_args)] = Field(
+        default=(), description="a list of texts"
+    )
+    """What the script, or the image's entry point, is given."""
+    num_stages: Count = 1
+    """K, the devices of one pipeline replica; all lie on one node."""
+    stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
+    """Every K that the scheduler may choose, `num_stages` among them; none: `num_stages` alone.
+    Another K is chosen once the job has told what its layers cost."""
+    num_microbatches: Count = 1
+    """M, the micro-batches of one forward and backward."""
+    min_replicas: Count = 1
+    """The job runs on at least so many replicas, or not at all."""
+    max_replicas: Count = DEFAULT_MAX_REPLICAS
+    requested_replicas: Count | None = Field(default=None, description="a whole number")
+    """What policies of fixed sizes give the job; None: `min_replicas`."""
+    gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
+    """The only type of GPU that the job runs on; None: any."""
+    preemptible: bool = Field(default=True, description="true or false")
+    """False: once the job runs, its allocation stays as it is."""
+    resources: ResourceSpec = Field(
+        default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
+    )
+    """Per replica, besides its slots."""
+    resources_per_stage: ResourceSpec = Field(
+        default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
+    )
+    """Per stage of a replica, besides its slot and added to `resources`; grows with K."""
+    environment: Annotated[dict[str, str], AfterValidator(_check_environment)] = Field(
+        default={}, description="a mapping of texts to texts"
+    )
+    working_dir: FilePath | None = Field(default=None, description="the path of a folder")
+    """The folder that the script runs in; None: the one that the scheduler was started in, with an
+    `image` the one that the image says."""
+    checkpoint_dir: FilePath | None = Field(default=None, description="the path of a folder")
+    """Where the job saves, for itself alone, as every node sees it; None: where the scheduler keeps
+    its state."""
+    max_restarts: int = Field(
+        default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
+    )
+    """Restarts after failures; restarts for a new allocation do not count."""
+    deadline: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
+        default=None, description="a duration such as 36h"
+    )
+    """Seconds after its submission at which the job is ended, complete or not; None: never."""
+    hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
+        default=None, description="a duration such as 30m"
+    )
+    """Seconds without a further step, from the first step of a launch on, after which its processes
+    are ended and it is started again; None: it may stand still for ever."""
+    hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
+    """What is known of the job beforehand."""
+    allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
+    """Where the job runs now, one node name per replica; only `plan` asks for it."""
+
+    @field_serializer("hints")
+    def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
+        return None if hints is None else hints.to_json_object()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hints_know_the_pipeline(cls, data: Any) -> Any:
+        """Let hints leave out the stages and micro-batches that the job states anyway."""
+        hints = data.get("hints") if isinstance(data, Mapping) else None
+        if not isinstance(hints, Mapping):
+            return data
+        known = {
+            "numStages": data.get("num_stages", 1),
+            "numMicrobatches": data.get("num_microbatches", 1),
+        }
+        return {**data, "hints": {**known, **hints}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_program()
+        if self.min_replicas > self.max_replicas:
+            raise problem_at(
+                ("min_replicas",),
+                f"{self.min_replicas} is more than max_replicas = {self.max_replicas}; "
+                "lower the one or raise the other",
+            )
+        self._check_choices()
+        running = len(self.allocation)
+        if running and not self.min_replicas <= running <= self.max_replicas:
+            raise problem_at(
+                ("allocation",),
+                f"names {running} replicas, but min_replicas = {self.min_replicas} and "
+                f"max_replicas = {self.max_replicas}; list one node name per running replica",
+            )
+        if self.hints is not None:
+            self._check_hints(self.hints)
+        return self
+
+    def _check_program(self) -> None:
+        if self.image is None:
+            if self.script is None:
+                raise problem_at(
+                    ("script",),
+                    "is missing; give the path of a Python script, or as image a reference such as "
+                    "registry.example/train:2.1",
+                )
+            return
+        folders = {"working_dir": self.working_dir, "checkpoint_dir": self.checkpoint_dir}
+        for name, folder in folders.items():
+            if folder is not None and not folder.startswith("/"):
+                raise problem_at(
+                    (name,),
+                    f"'{folder}' is relative, but a job with an image begins in no folder of this "
+                    "machine; give a path that begins with '/'",
+                )
+
+    def _check_choices(self) -> None:
+        requested, choices = self.requested_replicas, self.stage_choices
+        if requested is not None and not self.min_replicas <= requested <= self.max_replicas:
+            raise problem_at(
+                ("requested_replicas",),
+                f"{requested} is not between min_replicas = {self.min_replicas} and "
+                f"max_replicas = {self.max_replicas}; change one of them",
+            )
+        if choices and self.num_stages not in choices:
+            raise problem_at(
+                ("stage_choices",),
+                f"{list(choices)} lacks num_stages = {self.num_stages}, which the job starts with; "
+                "add it",
+            )
+        if len(set(choices)) < len(choices):
+            raise problem_at(
+                ("stage_choices",), f"{list(choices)} names a number twice; name each once"
+            )
+
+    def _check_hints(self, hints: SchedHints) -> None:
+        pairs = (
+            ("numStages", hints.num_stages, "num_stages", self.num_stages),
+            ("numMicrobatches", hints.num_microbatches, "num_microbatches", self.num_microbatches),
+        )
+        for hint, hinted, name, stated in pairs:
+            if hinted != stated:
+                raise problem_at(
+                    ("hints",),
+                    f"{hint} is {hinted} but {name} of the job is {stated}; make them equal",
+                )
+
+
+class JobBatch(_Spec):
+    """What a job file says: jobs that are submitted together."""
+
+    jobs: List[JobSpec] = Field(description="a list of jobs")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_names("jobs", [job.name for job in self.jobs])
+        return self
+
+
+def _check_names(where: str, names: Sequence[str]) -> None:
+    if not names:
+        raise problem_at((where,), "the list is empty; it must have at least 1 entry")
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            raise problem_at(
+                (where, index, "name"),
+                f"'{name}' is also the name of {where}[{first[name]}]; give each its own",
+            )
+        first[name] = index
+
+
+def load_cluster(path: str | Path) -> ClusterSpec:
+    """Read a `cluster.yaml`.
+
+    Raises:
+        SpecError: the file cannot be read, or says something that is not allowed.
+    """
+    return _load(read_document(path, "nodes:"), ClusterSpec)
+
+
+def load_jobs(path: str | Path) -> list[JobSpec]:
+    """Read a `jobs.yaml`.
+
+    Raises:
+        SpecError: the file cannot be read, or says something that is not allowed.
+    """
+    return list(_load(read_document(path, "jobs:"), JobBatch).jobs)
+
+
+def parse_job(data: Any, source: str = "job") -> JobSpec:
+    """Take a job from decoded JSON, such as the body of a request or a row of the store.
+
+    Args:
+        data: the decoded JSON.
+        source: what the complaints call it.
+
+    Raises:
+        SpecError: it says something that is not allowed.
+    """
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        found = problems(error, JobSpec)
+        raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
+
+
+def parse_jobs(data: Any) -> list[JobSpec]:
+    """Take the jobs of a batch from decoded JSON, as `parse_job` does; `jobs` is a list of them."""
+    try:
+        return list(JobBatch.model_validate(data).jobs)
+    except ValidationError as error:
+        raise SpecError(*(found.sentence() for found in problems(error, JobBatch))) from None
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _load(document: Document, model: type[M]) -> M:
+    try:
+        return model.model_validate(document.data)
+    except ValidationError as error:
+        raise SpecError(
+            *(
+                f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
+                for problem in problems(error, model)
+            )
+        ) from None

@@ -1,0 +1,65 @@
+"""Where a job's script lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from .job import JobSpec, SpecError
+
+__all__ = ["ResolvedScript", "resolve_script", "with_script_found"]
+
+
+class ResolvedScript(NamedTuple):
+    """Where a job's script lies."""
+
+    path: Path
+    """Absolute."""
+    found_in: str
+    """Which folder its relative path was taken from, for a message."""
+
+
+def resolve_script(
+    job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
+) -> ResolvedScript:
+    """Find a job's script: beside the file that names it, else from the current folder.
+
+    Args:
+        job: the job.
+        jobs_file: the file that the job was read from, if any.
+        must_exist: whether a script that lies in neither place is an error.
+
+    Raises:
+        SpecError: it has no script, or `must_exist` and there is no such file.
+    """
+    if job.script is None:
+        raise SpecError(f"job '{job.name}': script: is missing; give the path of a Python script")
+    script = Path(job.script).expanduser()
+    places = [(Path.cwd() / script, "the current folder")]
+    if script.is_absolute():
+        places = [(script, "an absolute path")]
+    elif jobs_file is not None:
+        places.insert(0, (Path(jobs_file).resolve().parent / script, f"the folder of {jobs_file}"))
+    for path, folder in places:
+        if path.is_file():
+            return ResolvedScript(path.resolve(), folder)
+    if must_exist:
+        tried = ", nor ".join(dict.fromkeys(str(path) for path, _ in places))
+        raise SpecError(f"job '{job.name}': script: there is no file {tried}; check the path")
+    return ResolvedScript(*places[-1])
+
+
+def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobSpec:
+    """Return a job with the absolute path of its script; what lies inside an image stays as it is.
+
+    Args:
+        job: the job.
+        jobs_file: the file that the job was read from, if any.
+
+    Raises:
+        SpecError: there is no such script.
+    """
+    if job.image is not None:
+        return job
+    found = resolve_script(job, jobs_file, must_exist=True).path
+    return job.model_copy(update={"script": str(found)})

@@ -1,0 +1,88 @@
+"""Handing on events as they are committed, in order, without holding up who causes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+from pipollux_sched.store import Store, StoreError, StoreUnavailableError
+from pipollux_sched.utils.vital_thread import VitalThread
+
+_LOG = logging.getLogger(__name__)
+_BATCH = 500
+PAUSE = 0.1
+"""Seconds between two looks: hints come by the hundred a second, and each look costs as much."""
+
+Listener: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+class EventFeed:
+    """A thread that calls a listener with every event committed after a given one.
+
+    Args:
+        store: whose events.
+        listener: called with one event at a time, always from the same thread. What it raises is
+            logged, and does not keep the next event from it.
+        after: id of the last event that is not handed on.
+        types: only events of these types; None: all.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listener: Listener,
+        after: int,
+        types: Collection[str] | None = None,
+    ) -> None:
+        self._store = store
+        self._types = types
+        self._listener = listener
+        self._last = after
+        self._ending = threading.Event()
+        self.thread = VitalThread("events", self._run)
+        """Runs for as long as events are handed on."""
+
+    def start(self) -> None:
+        """Begin to hand on events."""
+        self.thread.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Hand on what was committed so far, and end."""
+        self._ending.set()
+        self.thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            ending, version = self._ending.is_set(), self._store.version
+            try:
+                if self._hand_on():
+                    continue
+            except StoreUnavailableError as error:
+                _LOG.warning("events wait to be handed on: %s", error)
+                self._ending.wait(1.0)
+            except StoreError as error:
+                _LOG.warning("no more events are handed on: %s", error)
+                return
+            if ending:
+                return
+            self._store.wait(version, timeout=0.2)
+            self._ending.wait(PAUSE)
+
+    def _hand_on(self) -> bool:
+        """Hand events on; tell whether there may be more already."""
+        newest = self._store.last_event()
+        if newest == self._last:
+            return False
+        events = self._store.events(self._last, types=self._types, limit=_BATCH)
+        for event in events:
+            self._last = event["id"]
+            try:
+                self._listener(event)
+            except Exception:  # the listener is the caller's; the next event is still handed on
+                _LOG.exception("the listener failed on event %s", event)
+        if len(events) == _BATCH:
+            return True
+        self._last = max(self._last, newest)  # past those of other types
+        return False

@@ -1,0 +1,242 @@
+"""Checkpoints that cannot be written: what is refused at the start, and what is told at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from pipollux_hybrid import (
+    CheckpointError,
+    ConfigurationError,
+    State,
+    init_process_group,
+    keep,
+    remaining_epochs_until,
+    save_all_states,
+)
+from pipollux_hybrid.checkpoint import storage as files
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.elastic.step_boundary import StepBoundary
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT, forget_failure
+from tests.hybrid.replicas import free_port, run_replicas
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PIPOLLUX_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    contexts.reset()
+    yield tmp_path / "checkpoints"
+    contexts.reset()
+    forget_failure()  # else these tests would end with its status
+
+
+class Moody(State):
+    """A state whose ``save`` raises when the test says so."""
+
+    def __init__(self, name: str = "moody") -> None:
+        super().__init__(name)
+        self.raises: Exception | None = TypeError("not today")
+
+    def save(self, fileobj: BinaryIO) -> None:
+        if self.raises is not None:
+            raise self.raises
+        fileobj.write(b"all is well")
+
+    def load(self, fileobj: BinaryIO) -> None:
+        raise NotImplementedError
+
+
+# --- at the start --------------------------------------------------------------------------------
+
+
+def test_a_file_in_the_place_of_the_folder(directory: Path) -> None:
+    directory.touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written to \(it is a file, and a folder"):
+        init_process_group()
+    remaining = remaining_epochs_until(1)
+    with pytest.raises(CheckpointError, match="PIPOLLUX_CHECKPOINT_DIR"):  # it stays refused
+        next(remaining)
+
+
+def test_a_folder_is_tried_and_left_as_it_was(directory: Path) -> None:
+    init_process_group()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_disk_that_is_full_for_now_is_no_reason_not_to_train(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write_file(_path: Path, _content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_file", write_file)
+    init_process_group()
+    assert "No space left on device; nothing can be saved there" in caplog.text
+
+
+def refused_everywhere(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        init_process_group("gloo", timeout=60)
+    return str(caught.value)
+
+
+def test_every_replica_is_told_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "file")}
+    told = run_replicas(refused_everywhere, 2, "", environment=environment)
+    assert told[0] == told[1]
+    assert "it is a file, and a folder is needed" in told[0]
+
+
+@pytest.mark.parametrize("obj", [object(), Moody, {"state_dict": 1}])
+def test_what_has_no_state_is_not_kept(directory: Path, obj: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"keep\('thing', …\) was given a .* state_dict"):
+        keep("thing", obj)
+    assert context().component(States) == {}
+
+
+def test_an_object_whose_state_cannot_be_had(directory: Path) -> None:
+    class Fails:
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("no")
+
+        def load_state_dict(self, _state: Any) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of Fails fails with RuntimeError"):
+        keep("thing", Fails())
+
+    class Locked(Fails):
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    with pytest.raises(CheckpointError, match=r"the state of thing cannot be kept .*lock"):
+        keep("thing", Locked())
+
+
+def test_a_state_without_save(directory: Path) -> None:
+    class Half(State):
+        def load(self, fileobj: BinaryIO) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigurationError, match=r"Half has no save\(fileobj\)"):
+        Half("half")
+
+
+# --- while training ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_that_cannot_be_saved_does_not_end_training(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    background: bool,
+) -> None:
+    monkeypatch.setenv("PIPOLLUX_CHECKPOINT_BACKGROUND", str(int(background)))
+    contexts.reset()
+    moody = Moody()
+    moody.raises = None
+    first = save_all_states()
+    moody.raises = TypeError("not today")
+    boundary = StepBoundary(context())
+    boundary._save_periodically()
+    context().component(CheckpointManager).saver.wait()
+    said = capsys.readouterr().err
+    assert "saving the state 'moody' failed with TypeError: not today" in said
+    assert "earlier checkpoints are untouched" in said
+    assert list(directory.iterdir()) == [first]
+    moody.raises = None
+    boundary._save_periodically()
+    context().component(CheckpointManager).saver.wait()
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_the_last_save_fails_and_a_later_one_does_not(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipollux_hybrid.job import exit_status
+
+    moody = Moody()
+    assert list(remaining_epochs_until(2)) == [0, 1], "the loop ends as if nothing had been"
+    said = capsys.readouterr().err
+    assert "the last checkpoint was not written: cannot write checkpoint" in said
+    assert "'moody' failed with TypeError: not today" in said
+    assert f"ends with status {LOST_CHECKPOINT}" in said
+    assert exit_status._failure is not None
+    moody.raises = None
+    assert list(remaining_epochs_until(3)) == [2]
+    assert exit_status._failure is None
+
+
+SCRIPT = """
+import atexit, os, shutil, sys
+import torch, pipollux_hybrid as pipollux
+from pathlib import Path
+from torch.utils.data import TensorDataset
+atexit.register(print, "the script's own exit function", flush=True)
+pipollux.init_process_group("gloo")
+module = torch.nn.Sequential(torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8)
+model = pipollux.HybridParallel(module, optimizer)
+for epoch in pipollux.remaining_epochs_until(3):
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        pipollux.report(loss=loss)
+    print("the script's own line", epoch, flush=True)
+    if epoch == 2:  # the disk goes away
+        folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
+        shutil.rmtree(folder)
+        folder.touch()
+torch.save(module.state_dict(), sys.argv[1])
+print("the script's last line", flush=True)
+"""
+
+
+def test_a_script_whose_last_checkpoint_is_lost(directory: Path, tmp_path: Path) -> None:
+    """Under torchrun, in real processes: the script saves its model, and the status tells."""
+    script, saved = tmp_path / "script.py", tmp_path / "mine.pt"
+    script.write_text(SCRIPT)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIPOLLUX")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
+            *("--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), str(saved)),
+        ],
+        env={**kept, "PIPOLLUX_CHECKPOINT_DIR": str(directory), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    lines = done.stdout.splitlines()
+    assert saved.exists(), done.stdout
+    assert done.returncode == 1, "torchrun's own, whatever the script's was"
+    assert f"exitcode  : {LOST_CHECKPOINT}" in done.stdout
+    places = [
+        next(i for i, line in enumerate(lines) if words in line)
+        for words in (
+            "the script's own line 2",
+            "pipollux: epoch 2/3 100% step 24",  # no later than what the script prints next
+            "pipollux: the last checkpoint was not written",
+            "the script's last line",
+            "the script's own exit function",
+            f"pipollux: exit status {LOST_CHECKPOINT}",
+        )
+    ]
+    assert places == sorted(places), done.stdout
+    assert not [line for line in lines[places[2] :] if line.startswith("pipollux: epoch")]
