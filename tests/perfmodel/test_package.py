@@ -12,12 +12,14 @@ import pytest
 
 import pipollux_perfmodel
 
-MODULES = [module.name for module in pkgutil.iter_modules(pipollux_perfmodel.__path__)]
+PACKAGE = "pipollux_perfmodel"
+FOUND = pkgutil.walk_packages(pipollux_perfmodel.__path__, f"{PACKAGE}.")
+MODULES = [module.name.removeprefix(f"{PACKAGE}.") for module in FOUND if not module.ispkg]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name: str) -> None:
-    module = importlib.import_module(f"pipollux_perfmodel.{name}")
+    module = importlib.import_module(f"{PACKAGE}.{name}")
     assert doctest.testmod(module).failed == 0
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from shutil import copytree
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
-from pipollux_sched.deletion import JobDeletion
+from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.store import StateDir, Store
 
 original = Path(sys.argv[1])

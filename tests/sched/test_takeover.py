@@ -47,7 +47,7 @@ os._exit(9)
 KILLED_AS_IT_TAKES_OVER = """
 import os, sys
 from pathlib import Path
-from pipollux_sched.backend import processes
+from pipollux_sched.backend.local import processes
 from tests.sched.test_service import scheduler_on
 
 def die(find, grace):

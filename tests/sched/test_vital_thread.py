@@ -15,7 +15,7 @@ from tests.sched.processes import processes_of
 
 SERVE = """
 import sys
-from pipollux_sched import {module}
+from pipollux_sched.allocator import {module}
 from pipollux_sched.cli import main
 
 class Fault(BaseException):
@@ -33,7 +33,7 @@ main(["serve", "--state-dir", sys.argv[1]])
 @pytest.mark.parametrize(
     ("thread", "module", "thing"),
     [
-        ("allocator", "allocation_loop", "AllocationLoop._decide"),
+        ("allocator", "loop", "AllocationLoop._decide"),
     ],
 )
 def test_a_thread_that_dies_ends_the_process(
