@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 VOCABULARY = 128  # ASCII
 
@@ -131,7 +131,7 @@ def main() -> None:
         optimizer,
         num_stages=args.stages,
         num_microbatches=args.microbatches,
-        sample=torch.zeros(8, args.length, dtype=torch.long),
+        example_inputs=torch.zeros(8, args.length, dtype=torch.long),
         lr_scheduler=warm_up,
     )
 

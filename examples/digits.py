@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 CLASSES = 11  # ten digits, and paper
 
@@ -128,7 +128,7 @@ def main() -> None:
     sums = pipollux.Accumulator()
     # The sample is for measuring the layers, so that stages are cut where they take equally long.
     model = pipollux.HybridParallel(
-        module, optimizer, num_stages=args.stages, sample=train_set.images[:16]
+        module, optimizer, num_stages=args.stages, example_inputs=train_set.images[:16]
     )
     if pipollux.replica_rank() == 0:
         print(f"layers of each stage: {model.balance}", flush=True)

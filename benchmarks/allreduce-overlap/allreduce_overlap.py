@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchgpipe import GPipe
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import context
 
@@ -88,7 +88,7 @@ def ours(batch: Tensor, checkpoint: str, *, overlap: bool = True, **options: Any
         balance=[1] * STAGES,
         devices=DEVICES,
         num_microbatches=MICROBATCHES,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         **options,
     )
     model._synchronizer._reducer.overlap = overlap
@@ -118,7 +118,7 @@ def contestants(batch: Tensor, checkpoint: str) -> dict[str, Step]:
     found["HybridParallel, no overlap"] = ours(batch, checkpoint, overlap=False)
     found["HybridParallel, 25 MiB buckets (default)"] = ours(batch, checkpoint)
     found["HybridParallel, 4 MiB buckets"] = ours(batch, checkpoint, bucket_bytes=4 * 2**20)
-    found["HybridParallel, bfloat16"] = ours(batch, checkpoint, gradient_dtype=torch.bfloat16)
+    found["HybridParallel, bfloat16"] = ours(batch, checkpoint, reduce_dtype=torch.bfloat16)
     return found
 
 

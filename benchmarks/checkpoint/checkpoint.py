@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.checkpoint.manager import CheckpointManager
 from pipollux_hybrid.job import context as contexts
 

@@ -21,7 +21,7 @@ from alone import hold_alone  # lies beside
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 NUM_SAMPLES = 256
 WIDTH = 16
@@ -75,7 +75,7 @@ def train(num_epochs: int) -> dict[str, list[int]]:
     loader.autoscale_batch_size(64, local_bsz_bounds=(8, 32), gradient_accumulation=True)
     trained = pipollux.Accumulator()
     sample = torch.zeros(8, WIDTH)
-    model = pipollux.HybridParallel(module, optimizer, num_stages=1, sample=sample)
+    model = pipollux.HybridParallel(module, optimizer, num_stages=1, example_inputs=sample)
     for epoch in pipollux.remaining_epochs_until(num_epochs):
         for inputs, targets, numbers in loader:
             time.sleep(SAMPLE_SECONDS * len(numbers))

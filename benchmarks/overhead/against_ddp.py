@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from turns import OPTIMIZERS, SIZES, Comparison, Shares, Size, dataset, mlp, run_all, steps
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.job import context as contexts
 
 Batches = Iterator[tuple[Tensor, Tensor]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from turns import OPTIMIZERS, SIZES, Shares, Size, dataset, mlp, run_all, steps
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 from torchgpipe import GPipe
 
-import pipollux_hybrid as pipollux
+import pipollux
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from char_lm import VOCABULARY, Block, Embedding, Windows, standard_library

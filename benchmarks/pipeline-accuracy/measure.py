@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid import parallel
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.optim import noise_meter
@@ -141,7 +141,7 @@ class Replica:
         module = layers()
         self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self._model = pipollux.HybridParallel(
-            module, self._optimizer, num_stages=num_stages, checkpoint=checkpoint
+            module, self._optimizer, num_stages=num_stages, activation_checkpoint=checkpoint
         )
         self._grid, self._checkpoint, self._recorder = list(grid), checkpoint, Steps(self._model)
         self._walls: Walls = defaultdict(lambda: defaultdict(list))

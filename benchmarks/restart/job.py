@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 TORCH = time.time()
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.elastic import step_boundary
 
 IMPORTED = time.time()

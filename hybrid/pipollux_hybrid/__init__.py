@@ -7,7 +7,7 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 
 from pipollux_hybrid.checkpoint.manager import load_state, save_all_states
 from pipollux_hybrid.checkpoint.state import State
-from pipollux_hybrid.checkpoint.stateful import keep
+from pipollux_hybrid.checkpoint.stateful import register_for_checkpointing
 from pipollux_hybrid.elastic.accumulator import Accumulator
 from pipollux_hybrid.elastic.bptt import AdaptiveBPTTIterator
 from pipollux_hybrid.elastic.epoch import current_epoch, remaining_epochs_until
@@ -63,11 +63,11 @@ __all__ = [
     "current_epoch",
     "destroy_process_group",
     "init_process_group",
-    "keep",
     "load_state",
     "num_replicas",
     "pop",
     "profile_layers",
+    "register_for_checkpointing",
     "remaining_epochs_until",
     "replica_rank",
     "report",

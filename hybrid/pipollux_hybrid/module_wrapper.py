@@ -121,7 +121,7 @@ OPTIMIZER = {
 }
 """What the optimizer of a model may be."""
 OPTIONS = {
-    "checkpoint": Allowed(
+    "activation_checkpoint": Allowed(
         lambda value: value in CHECKPOINT_MODES,
         f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed",
     ),

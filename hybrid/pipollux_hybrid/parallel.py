@@ -65,25 +65,26 @@ class HybridParallel(ModuleWrapper):
         num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
             it.
         balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
-            ``"time"``, so that an iteration is as fast as can be (the default with a ``sample``);
-            ``"memory"``, so that the largest stage needs as little as can be; ``"parameters"`` (the
-            default without). Tied layers stay together.
+            ``"time"``, so that an iteration is as fast as can be (the default with
+            ``example_inputs``); ``"memory"``, so that the largest stage needs as little as can be;
+            ``"parameters"`` (the default without). Tied layers stay together.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
             between steps through the attribute of the same name. None: one for one stage, 4·K for
             more (or as many as there are samples), and from there it follows the goodput, where
             ``autoscale_batch_size`` lets it.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
-        checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``, ``"never"``.
-        sample: An input to measure the layers on, best as large as what a replica works on at once.
+        activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
+            ``"never"``.
+        example_inputs: A batch to measure the layers on, best what a replica works on at once.
         memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
             nine tenths of a GPU's memory, and as much as there is on a CPU. A cut that does not
-            fit is refused. Needs a ``sample``.
+            fit is refused. Needs ``example_inputs``.
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
             square root for Adam and others that divide by a root mean square.
         lr_scheduler: A scheduler over ``optimizer``, whose state then belongs into checkpoints and
             whose ``step`` does nothing on accumulation steps, as the optimizer's.
-        gradient_dtype: What gradients travel as between replicas: None for float32 (float64
+        reduce_dtype: What gradients travel as between replicas: None for float32 (float64
             gradients: float64), ``torch.bfloat16`` for half of the bytes and three digits.
         bucket_bytes: Gradients travel in buckets of about so many bytes, as with
             DistributedDataParallel.
@@ -106,19 +107,19 @@ class HybridParallel(ModuleWrapper):
         balance: Sequence[int] | str | None = None,
         num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
-        checkpoint: str = "except_last",
-        sample: PyTree | None = None,
+        activation_checkpoint: str = "except_last",
+        example_inputs: PyTree | None = None,
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        gradient_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         broadcast_buffers: bool = True,
         check_replicas: bool | int = False,
     ) -> None:
         ctx = context()
         options = {
-            "checkpoint": checkpoint,
+            "activation_checkpoint": activation_checkpoint,
             "balance": balance,
             "devices": devices,
             "memory_limit": memory_limit,
@@ -137,19 +138,23 @@ class HybridParallel(ModuleWrapper):
         wanted = choose_num_stages(ctx.env, num_stages, balance)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
-        spec.checkpoint_mode = cast(Checkpoint, checkpoint)
+        spec.checkpoint_mode = cast(Checkpoint, activation_checkpoint)
         self.num_microbatches = num_microbatches
         request = PartitionRequest(
             num_stages=wanted,
             balance=balance,
-            sample=sample,
+            example_inputs=example_inputs,
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
-        agreed = {**vars(request), "sample": sample is not None, "check_replicas": interval}
-        agreed |= {"gradient_dtype": gradient_dtype, "bucket_bytes": bucket_bytes}
+        agreed = {
+            **vars(request),
+            "example_inputs": example_inputs is not None,
+            "check_replicas": interval,
+        }
+        agreed |= {"reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes}
         agreed |= {"scaling_rule": scaling_rule, "lr_scheduler": lr_scheduler}
         agreed |= {"broadcast_buffers": broadcast_buffers}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
@@ -158,7 +163,9 @@ class HybridParallel(ModuleWrapper):
         cut = choose_balance(ctx, module, optimizer, chosen[0], request)
         metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
-        self.__dict__["_engine"] = PipelineEngine(module, cut.balance, chosen, checkpoint)
+        self.__dict__["_engine"] = PipelineEngine(
+            module, cut.balance, chosen, activation_checkpoint
+        )
         self._engine: PipelineEngine
         self.balance = list(cut.balance)
         if ctx.env.rank == 0:
@@ -176,7 +183,7 @@ class HybridParallel(ModuleWrapper):
             on_finished=self._backward_finished,
             add_up=ctx.control.ride,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
-            gradient_dtype=gradient_dtype,
+            reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
         self._check = ReplicaCheck(module, ctx.control, interval)
@@ -211,7 +218,7 @@ class HybridParallel(ModuleWrapper):
 
     @property
     def layer_profile(self) -> LayerProfile | None:
-        """What the layers were measured to cost on ``sample``, by rank 0; None without one."""
+        """What the layers were measured to cost on ``example_inputs``, by rank 0; else None."""
         return self._layer_profile
 
     @property
@@ -284,7 +291,7 @@ class HybridParallel(ModuleWrapper):
         finally:
             self._no_sync = False
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the time line of the next optimizer step to a file that Perfetto opens.
 
         One row per stage, of this replica; the file is there when the step is over, on GPUs a step

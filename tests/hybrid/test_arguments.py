@@ -50,9 +50,12 @@ def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
         ({"balance": [5, 4], "num_stages": 3}, r"makes 2 stages, but 3 were asked for"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"num_microbatches": 2.5}, r"num_microbatches=2.5"),
-        ({"checkpoint": "sometimes"}, r"checkpoint='sometimes': 'always', 'except_last', 'never'"),
+        (
+            {"activation_checkpoint": "sometimes"},
+            r"activation_checkpoint='sometimes': 'always', 'except_last', 'never'",
+        ),
         ({"num_stages": 2, "devices": ["cpu"]}, r"2 stages need 2 devices, devices give 1"),
-        ({"checkpoint": ["never"]}, r"checkpoint=\['never'\]: 'always'"),
+        ({"activation_checkpoint": ["never"]}, r"activation_checkpoint=\['never'\]: 'always'"),
         ({"balance": 3}, r"balance=3: a list with the number of layers of each stage is allowed"),
         ({"balance": torch.tensor([4, 5])}, r"balance is a Tensor: a list with"),
         ({"devices": "cpu"}, r"devices='cpu': a list with one device for each stage is needed"),
@@ -281,7 +284,7 @@ def test_several_replicas_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="start the script with torchrun"):
         init_process_group()
-    with pytest.raises(ConfigurationError, match=r"call pipollux_hybrid.init_process_group\(\)"):
+    with pytest.raises(ConfigurationError, match=r"call pipollux.init_process_group\(\)"):
         make_loader()
     with pytest.raises(ConfigurationError, match=r"'nccl' and 'gloo' are allowed"):
         init_process_group("mpi")

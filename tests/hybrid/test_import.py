@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pipollux
+import pipollux_hybrid
+
 CODE = """
 import sys
 import torch
 before = set(sys.modules)
-import pipollux_hybrid
+import pipollux
 heavy = {"autograd", "httpx", "pydantic", "rich", "scipy"} & (set(sys.modules) - before)
 assert not heavy, f"imported before anybody needs it: {sorted(heavy)}"
 import pipollux_perfmodel
@@ -25,3 +28,9 @@ def test_heavy_libraries_are_imported_when_they_are_needed() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_scripts_import_has_the_same_names() -> None:
+    assert pipollux.__all__ == pipollux_hybrid.__all__
+    for name in pipollux.__all__:
+        assert getattr(pipollux, name) is getattr(pipollux_hybrid, name)

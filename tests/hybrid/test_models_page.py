@@ -114,7 +114,7 @@ def assert_same(
         torch.optim.SGD(module.parameters(), lr=0.1),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
     )
     logits = model(batch)
     page["next_token_loss"](logits, batch).backward()
@@ -164,7 +164,7 @@ def test_a_tied_weight_in_a_loop_with_accumulation(page: dict[str, Any]) -> None
     loader = AdaptiveDataLoader(data, batch_size=12)
     loader.autoscale_batch_size(12, local_bsz_bounds=(4, 4), gradient_accumulation=True)
     model = HybridParallel(
-        module, optimizer, num_stages=3, num_microbatches=2, sample=make_batch(4)
+        module, optimizer, num_stages=3, num_microbatches=2, example_inputs=make_batch(4)
     )
     passes = 0
     for part in loader:

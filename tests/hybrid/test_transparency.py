@@ -78,7 +78,7 @@ def train(name: str, case: Case, epochs: int, adam: bool, dtype: torch.dtype) ->
         optimizer,
         num_stages=case.num_stages,
         num_microbatches=1,
-        checkpoint=case.checkpoint,
+        activation_checkpoint=case.checkpoint,
     )
     history = []
     turns = microbatches(case)
@@ -213,7 +213,7 @@ def test_batch_normalisation_is_that_of_each_micro_batch(num_stages: int, checkp
         module,
         optimizer_for(module, adam=False),
         num_stages=num_stages,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         num_microbatches=1,
     )
     inputs, targets = make_data("unet", 20)[list(range(20))]

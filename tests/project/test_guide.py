@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.job import env
 
 

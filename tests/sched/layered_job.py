@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -34,7 +34,7 @@ def main() -> None:
     targets = torch.randint(3, (SIZE,))
     numbered = TensorDataset(inputs, targets, torch.arange(SIZE))
     loader = pipollux.AdaptiveDataLoader(numbered, batch_size=8, shuffle=True)
-    model = pipollux.HybridParallel(module, optimizer, num_stages=1, sample=inputs[:8])
+    model = pipollux.HybridParallel(module, optimizer, num_stages=1, example_inputs=inputs[:8])
     metrics, generation = context().component(Metrics), context().env.generation
 
     def write_sum() -> None:

@@ -11,7 +11,7 @@ from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from .manager import load_state
 from .state import State, check_loadable
 
-__all__ = ["Stateful", "keep"]
+__all__ = ["Stateful", "register_for_checkpointing"]
 
 
 class Stateful(Protocol):
@@ -54,7 +54,7 @@ class ObjectState(State):
         self._object.load_state_dict(content)
 
 
-def keep(name: str, obj: S) -> S:
+def register_for_checkpointing(name: str, obj: S) -> S:
     """Have an object's state in checkpoints, and restore it now if there is one.
 
     For what training needs beside the model and its optimizer: a ``GradScaler``, an exponential
@@ -62,8 +62,8 @@ def keep(name: str, obj: S) -> S:
 
     Example::
 
-        scaler = pipollux.keep("scaler", pipollux.GradScaler("cuda"))
-        average = pipollux.keep("ema", AveragedModel(module))
+        scaler = pipollux.register_for_checkpointing("scaler", pipollux.GradScaler("cuda"))
+        average = pipollux.register_for_checkpointing("ema", AveragedModel(module))
 
     Args:
         name: Unique in the job, and a plain file name.
@@ -88,9 +88,9 @@ def _check(name: str, obj: Stateful) -> None:
     missing = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(obj, m, None))]
     if missing or isinstance(obj, type):
         raise ConfigurationError(
-            f"keep({name!r}, …) was given a {type(obj).__name__} that cannot be kept: an object "
-            "with the methods state_dict() and load_state_dict() is needed, or a State of your own "
-            "that is restored with load_state()"
+            f"register_for_checkpointing({name!r}, …) was given a {type(obj).__name__} "
+            "that cannot be kept: an object with the methods state_dict() and load_state_dict() is "
+            "needed, or a State of your own that is restored with load_state()"
         )
     try:
         content = obj.state_dict()

@@ -1,7 +1,7 @@
 """The one job that a process works on: what its parts share.
 
 The functions that a script calls (:func:`~pipollux_hybrid.remaining_epochs_until`,
-:class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so that the script does not
+:class:`~pipollux.AdaptiveDataLoader`, …) find each other here, so that the script does not
 have to pass them around. A process belongs to one job, hence there is one context at a time.
 """
 
@@ -92,7 +92,7 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
         if env.num_replicas > 1 and not dist.is_initialized():
             raise ConfigurationError(
                 f"this is replica {env.rank} of {env.num_replicas}, which has not met the others: "
-                "call pipollux_hybrid.init_process_group() at the beginning of the script"
+                "call pipollux.init_process_group() at the beginning of the script"
             )
         control = ControlPlane(env.num_replicas, timeout)
         agree(control, "their environment", environment_settings(env))

@@ -1,7 +1,8 @@
 """How noisy the gradient is: the statistics behind statistical efficiency.
 
 Symbols, for one optimizer step whose B samples came as J gradient estimates (micro-batches, or
-whole atomic batches under ``checkpoint="never"``), estimate j being the mean ĝ_j over b_j samples:
+whole atomic batches under ``activation_checkpoint="never"``), estimate j being the mean ĝ_j over
+b_j samples:
 
     G     = Σ_j (b_j / B) ĝ_j       the gradient that the optimizer sees
     S     = Σ_j (b_j / B) |ĝ_j|²

@@ -39,7 +39,7 @@ class PartitionRequest:
     num_stages: int
     balance: Sequence[int] | str | None
     """Layers of each stage, or what to balance: ``"time"``, ``"memory"``, ``"parameters"``."""
-    sample: Any = None
+    example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoint = "never"
     memory_limit: float | None = None
@@ -52,12 +52,12 @@ class PartitionRequest:
             return self.balance
         if self.balance is not None:
             return None
-        return "parameters" if self.sample is None else "time"
+        return "parameters" if self.example_inputs is None else "time"
 
     @property
     def num_samples(self) -> int:
-        """Samples of the sample: what a replica works on at once."""
-        return num_samples(self.sample)
+        """Samples of the example inputs: what a replica works on at once."""
+        return num_samples(self.example_inputs)
 
 
 class Partitioning(NamedTuple):
@@ -66,14 +66,14 @@ class Partitioning(NamedTuple):
     balance: list[int]
     """Number of layers of each stage."""
     profile: LayerProfile | None
-    """What the layers cost; None without a sample."""
+    """What the layers cost; None without example inputs."""
     memory_limit: float | None
-    """Bytes of a device that stages may need; None: not bounded, or without a sample."""
+    """Bytes of a device that stages may need; None: not bounded, or without example inputs."""
     blocks: list[int]
     """Number of layers of each block that has to stay in one stage."""
 
     def in_blocks(self) -> tuple[LayerProfile, tuple[int, ...]] | None:
-        """What the blocks cost, and the number of them in each stage; None without a sample."""
+        """What the blocks cost, and how many each stage has; None without example inputs."""
         if self.profile is None:
             return None
         ends = list(itertools.accumulate(self.blocks))
@@ -89,7 +89,7 @@ def choose_balance(
     device: torch.device,
     request: PartitionRequest,
 ) -> Partitioning:
-    """Number of layers of each stage, and the profile of the layers if there is a sample.
+    """Number of layers of each stage, and the profile of the layers if there are example inputs.
 
     All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
     not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by the rule asked
@@ -107,8 +107,8 @@ def choose_balance(
     else:
         _check_count(ties, request.num_stages, len(module))
     profile = None
-    if request.sample is not None:
-        profile = _agreed_profile(ctx, module, optimizer, device, request.sample)
+    if request.example_inputs is not None:
+        profile = _agreed_profile(ctx, module, optimizer, device, request.example_inputs)
     limit = _limit(ctx, request, device) if profile is not None else None
     if given:
         _check_memory(profile, balance, request, limit)
@@ -168,7 +168,7 @@ def _check_memory(
             f"balance={list(balance)}: stage {stage} needs {needed[stage]:.4g} bytes with "
             f"{request.num_microbatches} micro-batches of {samples:g} samples, and memory_limit is "
             f"{limit:.4g}; leave balance out to have one chosen that fits, or give more stages, "
-            'smaller micro-batches or checkpoint="always"'
+            'smaller micro-batches or activation_checkpoint="always"'
         )
 
 
@@ -181,9 +181,9 @@ def _check_limit(request: PartitionRequest) -> None:
         if request.rule in ("time", "memory")
         else None
     )
-    if needs is not None and request.sample is None:
+    if needs is not None and request.example_inputs is None:
         raise ConfigurationError(
-            f"{needs} needs to know what the layers take: pass sample=, a batch of inputs"
+            f"{needs} needs to know what the layers take: pass example_inputs=, a batch of inputs"
         )
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise ConfigurationError(f"memory_limit={limit}: bytes above 0 are needed, or None")
@@ -204,13 +204,13 @@ def _agreed_profile(
     module: nn.Sequential,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    sample: Any,
+    example_inputs: Any,
 ) -> LayerProfile:
     """Rank 0's profile: times differ from replica to replica, and so would the cuts."""
     answer: dict[str, Any] = {}
     if ctx.env.rank == 0:
         try:
-            profile = profile_layers(module, sample, optimizer=optimizer, device=device)
+            profile = profile_layers(module, example_inputs, optimizer=optimizer, device=device)
             answer = {"profile": profile.to_json_object()}
         except ConfigurationError as error:
             answer = {"error": str(error)}  # the others wait, and are to know

@@ -43,7 +43,7 @@ Skips = dict[Any, Tensor | None]
 
 def profile_layers(
     module: nn.Sequential,
-    sample: PyTree,
+    example_inputs: PyTree,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
@@ -59,8 +59,9 @@ def profile_layers(
     Args:
         module: The layers, in the training mode that counts. Skip connections of torchgpipe's
             ``skippable`` are followed.
-        sample: An input of the module, tensors of shape [batch, …]: as many samples as a replica
-            works on at once are best, as times are measured at a quarter, half and all of them.
+        example_inputs: Inputs of the module, tensors of shape [batch, …]: as many samples as a
+            replica works on at once are best, as times are measured at a quarter, half and all of
+            them.
         optimizer: Over the module's parameters; tells what it will keep beside them.
         device: Where to measure; by default where the first parameter is, else the CPU.
         rounds: Timed runs of each layer at each size.
@@ -70,7 +71,7 @@ def profile_layers(
         ``optimizer_bytes`` include frozen parameters and buffers, which have no gradients.
 
     Raises:
-        ConfigurationError: A layer cannot be copied or fails on the sample; it says which.
+        ConfigurationError: A layer cannot be copied or fails on the inputs; it says which.
     """
     first = next(module.parameters(), None)
     where = torch.device(device if device is not None else "cpu" if first is None else first.device)
@@ -79,7 +80,7 @@ def profile_layers(
     )
     cuda = [where] if where.type == "cuda" else []
     with guard, torch.random.fork_rng(devices=cuda), torch.enable_grad():
-        flows = _flows(sample, where)
+        flows = _flows(example_inputs, where)
         largest = flows[-1]
         input_bytes = kept_bytes(tensors_of(largest.batch)) / largest.size
         rates = optimizer_bytes(optimizer) if optimizer is not None else {}
@@ -176,8 +177,8 @@ def _measure(
         runs = _rounds(worker, flows, device, rounds)
     except Exception as error:  # whatever the user's layer raises
         raise ConfigurationError(
-            f"layer {name!r} ({type(layer).__name__}) fails on the sample that layers are measured "
-            f"on: {error}. Give a sample that the module takes, or balance=[…]"
+            f"layer {name!r} ({type(layer).__name__}) fails on the inputs that layers are measured "
+            f"on: {error}. Give example_inputs that the module takes, or balance=[…]"
         ) from error
     for flow, (_, after) in zip(flows, nexts, strict=True):
         # A skip connection has one end; what was popped here is not needed again.

@@ -142,17 +142,17 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
     return [size] * full + ([rest] if rest else [])
 
 
-def num_samples(sample: PyTree) -> int:
+def num_samples(inputs: PyTree) -> int:
     """Samples of a batch: the size of its tensors' first dimension.
 
     Raises:
         ConfigurationError: There is none.
     """
-    tensors = tensors_of(sample)
+    tensors = tensors_of(inputs)
     if not tensors or any(x.dim() == 0 or x.shape[0] == 0 for x in tensors):
         raise ConfigurationError(
-            "sample holds no tensor of shape [batch, …] with at least one sample: give an input "
-            "of the module"
+            "example_inputs holds no tensor of shape [batch, …] with at least one sample: give "
+            "a batch that the module takes"
         )
     return min(x.shape[0] for x in tensors)
 

@@ -106,7 +106,7 @@ def check_whole_backward() -> None:
     if not torch.autograd._is_checkpoint_valid():
         raise SynchronizationError(
             "torch.autograd.grad and backward(inputs=…) over a pipeline that recomputes would add "
-            "to the gradients of parameters, too: use checkpoint='never', or backward()"
+            "to the gradients of parameters, too: use activation_checkpoint='never', or backward()"
         )
 
 

@@ -193,28 +193,28 @@ def make_buckets(
     return buckets
 
 
-def check_wire(gradient_dtype: torch.dtype | None, bucket_bytes: int, num_replicas: int) -> None:
+def check_wire(reduce_dtype: torch.dtype | None, bucket_bytes: int, num_replicas: int) -> None:
     """Refuse a way to send gradients that cannot be gone.
 
     Raises:
         ConfigurationError: Names the argument, its value and what is allowed.
     """
-    if gradient_dtype is not None and gradient_dtype not in WIRE_DTYPES:
+    if reduce_dtype is not None and reduce_dtype not in WIRE_DTYPES:
         raise ConfigurationError(
-            f"gradient_dtype={gradient_dtype!r}: None (float32, and float64 for float64 "
+            f"reduce_dtype={reduce_dtype!r}: None (float32, and float64 for float64 "
             "gradients), torch.float32 and torch.bfloat16 are allowed"
         )
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigurationError(
             f"bucket_bytes={bucket_bytes!r}: a whole number of at least 1 is needed"
         )
-    if gradient_dtype is torch.bfloat16 and num_replicas > 1 and dist.get_backend() == "gloo":
+    if reduce_dtype is torch.bfloat16 and num_replicas > 1 and dist.get_backend() == "gloo":
         try:
             dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
         except RuntimeError as error:
             raise ConfigurationError(
-                "gradient_dtype=torch.bfloat16: gloo of this version of PyTorch does not add "
-                f"bfloat16; leave gradient_dtype at None, or use NCCL ({error})"
+                "reduce_dtype=torch.bfloat16: gloo of this version of PyTorch does not add "
+                f"bfloat16; leave reduce_dtype at None, or use NCCL ({error})"
             ) from error
 
 

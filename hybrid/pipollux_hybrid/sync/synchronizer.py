@@ -70,7 +70,7 @@ class GradientSynchronizer:
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
         buffers: What keeps the buffers together, if anything does.
-        gradient_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
+        reduce_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
             ``torch.bfloat16`` for half of the bytes.
         bucket_bytes: Bytes of a bucket on the wire.
     """
@@ -85,10 +85,10 @@ class GradientSynchronizer:
         on_finished: Callable[[SyncResult | None], None],
         add_up: Callable[[Sequence[float]], list[float]],
         buffers: BufferSynchronizer | None = None,
-        gradient_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        check_wire(gradient_dtype, bucket_bytes, num_replicas)
+        check_wire(reduce_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
         self._add_up = add_up
@@ -96,7 +96,7 @@ class GradientSynchronizer:
         self._on_gradient = on_gradient
         self._on_finished = on_finished
         self._buffers = buffers
-        self._reducer = Reducer(bucket_bytes, gradient_dtype, buckets_wanted=num_replicas > 1)
+        self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from pipollux_hybrid import (
     ConfigurationError,
     State,
     init_process_group,
-    keep,
+    register_for_checkpointing,
     remaining_epochs_until,
     save_all_states,
 )
@@ -100,8 +100,11 @@ def test_every_replica_is_told_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("obj", [object(), Moody, {"state_dict": 1}])
 def test_what_has_no_state_is_not_kept(directory: Path, obj: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"keep\('thing', …\) was given a .* state_dict"):
-        keep("thing", obj)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"register_for_checkpointing\('thing', …\) was given a .* state_dict",
+    ):
+        register_for_checkpointing("thing", obj)
     assert context().component(States) == {}
 
 
@@ -114,14 +117,14 @@ def test_an_object_whose_state_cannot_be_had(directory: Path) -> None:
             raise NotImplementedError
 
     with pytest.raises(CheckpointError, match=r"state_dict\(\) of Fails fails with RuntimeError"):
-        keep("thing", Fails())
+        register_for_checkpointing("thing", Fails())
 
     class Locked(Fails):
         def state_dict(self) -> dict[str, Any]:
             return {"lock": threading.Lock()}
 
     with pytest.raises(CheckpointError, match=r"the state of thing cannot be kept .*lock"):
-        keep("thing", Locked())
+        register_for_checkpointing("thing", Locked())
 
 
 def test_a_state_without_save(directory: Path) -> None:

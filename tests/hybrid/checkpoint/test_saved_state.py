@@ -20,8 +20,8 @@ from pipollux_hybrid import (
     HybridParallel,
     State,
     init_process_group,
-    keep,
     load_state,
+    register_for_checkpointing,
     save_all_states,
 )
 from pipollux_hybrid.checkpoint.manager import CheckpointManager
@@ -144,15 +144,17 @@ def test_compiled_layers_have_their_plain_names(directory: Path) -> None:
 
 def test_objects_are_kept(directory: Path) -> None:
     module = layers(2, 1)
-    scaler = keep("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
-    average = keep("average", torch.optim.swa_utils.AveragedModel(module))
+    scaler = register_for_checkpointing("scaler", torch.amp.GradScaler("cpu", init_scale=64.0))
+    average = register_for_checkpointing("average", torch.optim.swa_utils.AveragedModel(module))
     average.update_parameters(module)
     scaler.scale(torch.ones(()))
     scaler.update(128.0)
     save_all_states()
     contexts.reset()
-    again = keep("scaler", torch.amp.GradScaler("cpu", init_scale=2.0))
-    averaged = keep("average", torch.optim.swa_utils.AveragedModel(layers(2, 1)))
+    again = register_for_checkpointing("scaler", torch.amp.GradScaler("cpu", init_scale=2.0))
+    averaged = register_for_checkpointing(
+        "average", torch.optim.swa_utils.AveragedModel(layers(2, 1))
+    )
     assert again.state_dict()["scale"] == 128.0
     assert int(averaged.n_averaged) == 1
 
@@ -166,7 +168,7 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_registered(directory:
             raise NotImplementedError
 
     with pytest.raises(CheckpointError, match=r"state of odd cannot be kept.*state_dict"):
-        keep("odd", Odd())
+        register_for_checkpointing("odd", Odd())
     assert contexts.context().component(States) == {}
 
 

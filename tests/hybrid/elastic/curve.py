@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import pipollux_hybrid as pipollux
+import pipollux
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -37,7 +37,7 @@ def main() -> None:
         module,
         optimizer,
         num_microbatches=int(os.environ["MICROBATCHES"]),
-        checkpoint=os.environ["MODE"],
+        activation_checkpoint=os.environ["MODE"],
         lr_scheduler=schedule,
     )
     rank, stop_at = pipollux.replica_rank(), int(os.environ["STOP_AT"])

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Case, str]] = {
         "balance is [1, 2] on replica 0, and [2, 1] on replica 1",
     ),
     "mode": (
-        lambda r: {"checkpoint": ["never", "always"][r]},
+        lambda r: {"activation_checkpoint": ["never", "always"][r]},
         "checkpoint is never on replica 0, and always on replica 1",
     ),
     "buckets": (
@@ -42,8 +42,8 @@ CASES: dict[str, tuple[Case, str]] = {
         "bucket_bytes is 100 on replica 0, and 101 on replica 1",
     ),
     "type on the wire": (
-        lambda r: {"gradient_dtype": [None, torch.bfloat16][r]},
-        "gradient_dtype is not set on replica 0, and torch.bfloat16 on replica 1",
+        lambda r: {"reduce_dtype": [None, torch.bfloat16][r]},
+        "reduce_dtype is not set on replica 0, and torch.bfloat16 on replica 1",
     ),
     "micro-batches": (
         lambda r: {"num_microbatches": 1 + r},

@@ -56,7 +56,7 @@ class Run:
             self.optimizer,
             num_stages=2,
             num_microbatches=2,
-            checkpoint="always",
+            activation_checkpoint="always",
             lr_scheduler=self.scheduler,
         )
         self.scaler = GradScaler("cpu", **options)
@@ -226,7 +226,7 @@ def test_autocast_around_the_loop_body(checkpoint: str) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     model = HybridParallel(
-        module, optimizer, num_stages=2, num_microbatches=3, checkpoint=checkpoint
+        module, optimizer, num_stages=2, num_microbatches=3, activation_checkpoint=checkpoint
     )
     scaler = GradScaler("cpu")
     seen: list[torch.dtype] = []

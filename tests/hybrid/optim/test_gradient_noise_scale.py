@@ -57,7 +57,11 @@ def gather(checkpoint: str, num_microbatches: int, max_local_bsz: int) -> tuple[
     loader = AdaptiveDataLoader(make_data("mlp", 12), batch_size=12)
     loader.autoscale_batch_size(12, (1, max_local_bsz), gradient_accumulation=True)
     model = HybridParallel(
-        module, optimizer, num_stages=2, num_microbatches=num_microbatches, checkpoint=checkpoint
+        module,
+        optimizer,
+        num_stages=2,
+        num_microbatches=num_microbatches,
+        activation_checkpoint=checkpoint,
     )
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -160,7 +164,7 @@ def adam_geometry() -> tuple[float, float]:
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
     data = make_data("mlp", 56)
     loader = AdaptiveDataLoader(data, batch_size=8)
-    model = HybridParallel(module, optimizer, num_microbatches=2, checkpoint="always")
+    model = HybridParallel(module, optimizer, num_microbatches=2, activation_checkpoint="always")
     by_hand = 0.0
     told: list[float] = []
     for number, (inputs, targets) in enumerate(loader):

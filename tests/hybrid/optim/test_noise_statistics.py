@@ -101,7 +101,11 @@ def record(
     loader = AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
     loader.autoscale_batch_size(BATCH, (1, local), gradient_accumulation=True)
     model = HybridParallel(
-        module, optimizer, num_stages=2, num_microbatches=num_microbatches, checkpoint=checkpoint
+        module,
+        optimizer,
+        num_stages=2,
+        num_microbatches=num_microbatches,
+        activation_checkpoint=checkpoint,
     )
     noise = context().component(MeasuredNoise).scale = Recorder(BATCH)
     noise.steps = []

@@ -167,9 +167,9 @@ def test_one_sample_is_enough_even_for_batch_normalisation() -> None:
 
 
 def test_a_layer_that_fails_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"layer '1' \(Linear\) fails on the sample"):
+    with pytest.raises(ConfigurationError, match=r"layer '1' \(Linear\) fails on the inputs"):
         profile_layers(nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 4)), torch.randn(8, 4))
-    with pytest.raises(ConfigurationError, match=r"sample holds no tensor"):
+    with pytest.raises(ConfigurationError, match=r"example_inputs holds no tensor"):
         profile_layers(nn.Sequential(nn.Linear(4, 5)), 3)
 
 
@@ -182,10 +182,10 @@ def test_time_memory_and_parameters_cut_differently(clock: Clock) -> None:
         module = nn.Sequential(*slow, nn.Linear(4, 4000))
         return wrap(module, num_stages=2, num_microbatches=2, **options)
 
-    assert cut(sample=sample).balance == [1, 4]
-    assert cut(sample=sample, balance="time").balance == [1, 4]
+    assert cut(example_inputs=sample).balance == [1, 4]
+    assert cut(example_inputs=sample, balance="time").balance == [1, 4]
     assert cut().balance == cut(balance="parameters").balance == [4, 1]
-    model = cut(sample=sample, balance="memory")
+    model = cut(example_inputs=sample, balance="memory")
     assert model.balance == [4, 1]
     profile = model.layer_profile
     assert profile is not None
@@ -200,7 +200,9 @@ def test_a_cut_has_to_fit(clock: Clock) -> None:
     def cut(**options: Any) -> HybridParallel:
         contexts.reset()
         module = nn.Sequential(Work(clock, 0.006), nn.Linear(4, 1000), nn.Linear(1000, 4))
-        return wrap(module, sample=torch.randn(8, 4), num_stages=2, num_microbatches=2, **options)
+        return wrap(
+            module, example_inputs=torch.randn(8, 4), num_stages=2, num_microbatches=2, **options
+        )
 
     assert cut(memory_limit=1e9).balance == [1, 2]
     # Each linear layer is 16 to 20 kB, with its gradients twice that, and 32 kB of activations.
@@ -215,9 +217,12 @@ def test_a_cut_has_to_fit(clock: Clock) -> None:
     ("options", "message"),
     [
         ({"balance": "size"}, r"balance='size': .*'time', 'memory', 'parameters'"),
-        ({"balance": "time"}, r"balance='time' needs to know .* pass sample="),
-        ({"memory_limit": 1e9}, r"memory_limit needs to know .* pass sample="),
-        ({"memory_limit": -1.0, "sample": torch.ones(2, 6)}, r"memory_limit=-1.0: bytes above 0"),
+        ({"balance": "time"}, r"balance='time' needs to know .* pass example_inputs="),
+        ({"memory_limit": 1e9}, r"memory_limit needs to know .* pass example_inputs="),
+        (
+            {"memory_limit": -1.0, "example_inputs": torch.ones(2, 6)},
+            r"memory_limit=-1.0: bytes above 0",
+        ),
     ],
 )
 def test_wrong_wishes(options: dict[str, Any], message: str) -> None:
@@ -242,7 +247,9 @@ def test_a_chosen_cut_keeps_tied_layers_together() -> None:
     module, inputs = tied(), make_data("mlp", 8).tensors[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for sample in (None, inputs):
-        request = PartitionRequest(num_stages=3, balance=None, sample=sample, num_microbatches=4)
+        request = PartitionRequest(
+            num_stages=3, balance=None, example_inputs=sample, num_microbatches=4
+        )
         ctx, device = contexts.context(), torch.device("cpu")
         assert choose_balance(ctx, module, optimizer, device, request)[0] == [1, 3, 1]
 
@@ -268,7 +275,7 @@ def agreed(width: int) -> tuple[list[int], LayerProfile]:
     clock, slow = Clock(), 0.004 if rank == 0 else 0.0
     layer_profiler.time = SimpleNamespace(perf_counter=clock)  # in this process alone
     module = nn.Sequential(Work(clock, slow), *[nn.Linear(width, width) for _ in range(3)])
-    model = wrap(module, sample=torch.randn(4, width), num_stages=2, num_microbatches=2)
+    model = wrap(module, example_inputs=torch.randn(4, width), num_stages=2, num_microbatches=2)
     assert model.layer_profile is not None
     return model.balance, model.layer_profile
 
@@ -284,7 +291,7 @@ def fails_on_rank_0() -> str:
     rank = contexts.context().env.rank
     sample = torch.randn(4, 5 if rank == 0 else 4)
     with pytest.raises(ConfigurationError) as refusal:
-        wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), sample=sample, num_stages=2)
+        wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), example_inputs=sample, num_stages=2)
     return str(refusal.value)
 
 
@@ -296,7 +303,7 @@ def test_a_failure_of_rank_0_reaches_all() -> None:
 
 def test_the_cut_is_the_best_of_all_by_the_profile(clock: Clock) -> None:
     module = nn.Sequential(*[Work(clock, s / 1000) for s in (3, 1, 1, 2, 4, 1)])
-    model = wrap(module, sample=torch.ones(4, 2), num_stages=3, num_microbatches=2)
+    model = wrap(module, example_inputs=torch.ones(4, 2), num_stages=3, num_microbatches=2)
     profile = model.layer_profile
     assert profile is not None
     times = profile.forward_seconds(2.0) + profile.backward_seconds(2.0)

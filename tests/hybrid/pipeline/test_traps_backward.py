@@ -28,7 +28,7 @@ def test_gradients_of_inputs_alone_are_refused_under_recomputation(checkpoint: s
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     inputs = torch.randn(4, 4, requires_grad=True)
     output = forward(engine(module, [1, 1], checkpoint), inputs, 4, 2)
-    with pytest.raises(SynchronizationError, match=r"use checkpoint='never'"):
+    with pytest.raises(SynchronizationError, match=r"use activation_checkpoint='never'"):
         torch.autograd.grad(output.sum(), inputs)
     assert not gradients(module)
 

@@ -145,7 +145,7 @@ def test_deferred_batch_norm_on_an_uneven_batch(checkpoint: str, momentum: float
     for layer in (module[0], plain[0]):
         assert isinstance(layer, nn.BatchNorm1d)
         layer.momentum = momentum
-    model = wrap(module, num_stages=2, num_microbatches=4, checkpoint=checkpoint)
+    model = wrap(module, num_stages=2, num_microbatches=4, activation_checkpoint=checkpoint)
     for size in (8, 5, 3, 8):
         inputs = torch.randn(size, 4, dtype=torch.float64) * 3 + 1
         plain(inputs)

@@ -45,7 +45,7 @@ def test_except_last_on_a_batch_shorter_than_the_micro_batches() -> None:
 def micro_batches_from_4_to_2(checkpoint: str) -> dict[str, Tensor]:
     init_process_group("gloo")
     module = make_model("mlp")
-    model = wrap(module, num_stages=2, checkpoint=checkpoint)
+    model = wrap(module, num_stages=2, activation_checkpoint=checkpoint)
     rank = contexts.context().env.rank
     inputs, targets = make_data("mlp", 8)[list(range(rank * 4, rank * 4 + 4))]
     for num_microbatches in (4, 2):

@@ -102,7 +102,7 @@ def test_compiled_layers_keep_their_names_and_gradients(checkpoint: str) -> None
     for i in (0, 4, 6):
         module[i] = torch.compile(module[i], backend="aot_eager")
     module[2].compile(backend="aot_eager")
-    model = wrap(module, balance=[4, 5], num_microbatches=3, checkpoint=checkpoint)
+    model = wrap(module, balance=[4, 5], num_microbatches=3, activation_checkpoint=checkpoint)
     assert list(model.state_dict()) == list(plain.state_dict())
     inputs, targets = make_data("mlp", 7, torch.float32)[list(range(7))]
     F.cross_entropy(model(inputs), targets).backward()
@@ -119,7 +119,7 @@ def test_evaluation_is_the_plain_models(checkpoint: str) -> None:
     layer = CountsForwards()
     module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), layer, nn.BatchNorm1d(3))
     plain = copy.deepcopy(module)
-    model = wrap(module, num_stages=2, num_microbatches=3, checkpoint=checkpoint)
+    model = wrap(module, num_stages=2, num_microbatches=3, activation_checkpoint=checkpoint)
     inputs = torch.randn(9, 4)
     model.eval()
     plain.eval()

@@ -111,7 +111,7 @@ def in_pipeline(loop: Callable[..., None], checkpoint: str) -> list[dict[str, Te
         optimizer,
         num_stages=2,
         num_microbatches=2,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         bucket_bytes=500,
     )
     history = []
@@ -161,7 +161,7 @@ def two_losses(checkpoint: str) -> list[dict[str, Tensor]]:
     loader = AdaptiveDataLoader(make_data("mlp", 21), batch_size=ROWS)
     loader.autoscale_batch_size(ROWS, (1, 2), gradient_accumulation=True)
     model = HybridParallel(
-        module, optimizer, num_stages=2, num_microbatches=2, checkpoint=checkpoint
+        module, optimizer, num_stages=2, num_microbatches=2, activation_checkpoint=checkpoint
     )
     history = []
     for inputs, targets in loader:
@@ -228,7 +228,7 @@ def switch(checkpoint: str) -> list[dict[str, Tensor]]:
         optimizer,
         balance=[1, 2],
         num_microbatches=2,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         bucket_bytes=400,
         check_replicas=True,
     )
@@ -298,7 +298,7 @@ def thaw(checkpoint: str) -> list[dict[str, Tensor]]:
         optimizer,
         balance=[1, 2],
         num_microbatches=2,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         bucket_bytes=400,
         check_replicas=True,
     )
@@ -340,7 +340,9 @@ class Fails(nn.Module):
 def fail_and_go_on() -> str:
     init_process_group("gloo")
     module = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 3)).double()
-    model = HybridParallel(module, torch.optim.SGD(module.parameters(), lr=0.1), checkpoint="never")
+    model = HybridParallel(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), activation_checkpoint="never"
+    )
     with pytest.raises(ArithmeticError, match="on purpose"):
         loss_of(model, 0, replica_rank()).backward()
     try:

@@ -51,7 +51,7 @@ def test_sixteen_bits_fit_twice_as_much_and_types_do_not_mix() -> None:
 
 
 def train(
-    gradient_dtype: torch.dtype | None, bucket_bytes: int, dtype: torch.dtype, accumulate: bool
+    reduce_dtype: torch.dtype | None, bucket_bytes: int, dtype: torch.dtype, accumulate: bool
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     init_process_group("gloo")
     module = make_model("transformer", dtype)
@@ -64,7 +64,7 @@ def train(
         optimizer,
         num_stages=2,
         num_microbatches=2,
-        gradient_dtype=gradient_dtype,
+        reduce_dtype=reduce_dtype,
         bucket_bytes=bucket_bytes,
         check_replicas=True,
     )
@@ -121,7 +121,7 @@ def early_buckets() -> list[tuple[int, int]]:
         torch.optim.SGD(module.parameters(), lr=0.1),
         balance=[5, 4],
         num_microbatches=3,
-        checkpoint="always",
+        activation_checkpoint="always",
     )
     seen: list[tuple[int, int]] = []
     received = [0]
@@ -151,7 +151,7 @@ def test_a_stage_is_sent_while_the_one_before_it_still_computes() -> None:
 
 @pytest.mark.parametrize("value", [torch.float16, torch.int32, "bf16"])
 def test_other_types_on_the_wire_are_refused(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"gradient_dtype=.*bfloat16 are allowed"):
+    with pytest.raises(ConfigurationError, match=r"reduce_dtype=.*bfloat16 are allowed"):
         buckets.check_wire(value, 1, 1)
 
 
@@ -248,7 +248,7 @@ def on_gpu(checkpoint: str) -> list[dict[str, Tensor]]:
         balance=[5, 4],
         devices=["cuda:0", "cuda:0"],
         num_microbatches=2,
-        checkpoint=checkpoint,
+        activation_checkpoint=checkpoint,
         bucket_bytes=500,
         check_replicas=True,
     )

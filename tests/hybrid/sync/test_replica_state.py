@@ -60,7 +60,7 @@ def count(broadcast_buffers: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]
         optimizer,
         num_stages=2,
         num_microbatches=2,
-        checkpoint="never",
+        activation_checkpoint="never",
         broadcast_buffers=broadcast_buffers,
     )
     inputs, targets = make_data("mlp", 8)[list(range(8))]

@@ -40,7 +40,7 @@ def wrap(module: nn.Sequential, **options: object) -> tuple[HybridParallel, torc
 
 def change_microbatches(checkpoint: str) -> list[dict[str, Tensor]]:
     module = make_model("mlp")
-    model, optimizer = wrap(module, num_stages=2, checkpoint=checkpoint)
+    model, optimizer = wrap(module, num_stages=2, activation_checkpoint=checkpoint)
     history = []
     for step, num_microbatches in enumerate([2, 4, 1, 3]):
         model.num_microbatches = num_microbatches
@@ -169,7 +169,7 @@ class SparseProduct(nn.Module):
 
 def sparse(checkpoint: str) -> str:
     module = nn.Sequential(SparseProduct(), nn.Flatten(), nn.Linear(24, 3))
-    model, _ = wrap(module, checkpoint=checkpoint)
+    model, _ = wrap(module, activation_checkpoint=checkpoint)
     try:
         model(torch.zeros(4, 6, dtype=torch.long)).sum().backward()
     except SynchronizationError as error:

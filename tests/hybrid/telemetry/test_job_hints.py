@@ -31,7 +31,9 @@ def train(*, with_sample: bool = True) -> tuple[HybridParallel, Metrics, list[fl
     inputs = torch.randn(18, 6)
     loader = AdaptiveDataLoader(TensorDataset(inputs), batch_size=4)
     sample = inputs[:4] if with_sample else None
-    model = HybridParallel(module, optimizer, num_stages=2, sample=sample, memory_limit=None)
+    model = HybridParallel(
+        module, optimizer, num_stages=2, example_inputs=sample, memory_limit=None
+    )
     metrics, left = context().component(Metrics), []
     for _ in remaining_epochs_until(2):
         for (batch,) in loader:
@@ -114,7 +116,7 @@ def tell_of_ties() -> None:
     module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
     module[3].weight = module[1].weight
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    model = HybridParallel(module, optimizer, balance=[1, 4], sample=torch.randn(4, 6))
+    model = HybridParallel(module, optimizer, balance=[1, 4], example_inputs=torch.randn(4, 6))
     cut, profile = context().component(Metrics).cut, model.layer_profile
     assert cut is not None
     assert profile is not None

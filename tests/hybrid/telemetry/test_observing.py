@@ -257,9 +257,9 @@ def test_a_trace_of_a_real_step(tmp_path: Path, checkpoint: str, recomputed: int
     module = make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = HybridParallel(
-        module, optimizer, num_stages=2, num_microbatches=3, checkpoint=checkpoint
+        module, optimizer, num_stages=2, num_microbatches=3, activation_checkpoint=checkpoint
     )
-    model.trace(tmp_path / "deep" / "step.json")
+    model.export_chrome_trace(tmp_path / "deep" / "step.json")
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(6, 6, dtype=torch.float64)).sum().backward()
@@ -308,7 +308,7 @@ def test_a_trace_that_cannot_be_written_ends_no_training(
     module = make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = HybridParallel(module, optimizer, num_microbatches=2)
-    model.trace(tmp_path / "file" / "step.json")
+    model.export_chrome_trace(tmp_path / "file" / "step.json")
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(6, 6, dtype=torch.float64)).sum().backward()
