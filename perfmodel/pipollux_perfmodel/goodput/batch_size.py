@@ -248,13 +248,17 @@ def _all_candidates(bounds: BatchBounds, multiple: int) -> _Candidates | None:
     """Return every atomic batch size with every number of steps, if they are few, else None."""
     least = max(-(-bounds.min_atomic_bsz // multiple), 1) * multiple
     most = min(bounds.max_atomic_bsz, math.ceil(bounds.max_batch_size))
-    num_sizes = max((most - least) // multiple + 1, 0)
-    num_steps = int(bounds.max_batch_size) // least if bounds.accumulation else 1
-    if not 0 < num_sizes * num_steps <= _FEW:
+    if most - least > _FEW * multiple:
         return None
-    sizes = least + multiple * np.arange(num_sizes, dtype=np.int64)
-    atomic_bsz, accum_steps = np.meshgrid(sizes, np.arange(num_steps), indexing="ij")
-    return _Candidates(atomic_bsz.reshape(-1, 1), accum_steps.reshape(-1, 1))
+    sizes = np.arange(least, most + 1, multiple, dtype=np.int64)
+    # Of one replica; the most that a batch may be rounded up is a step.
+    num_steps = np.ceil(bounds.max_batch_size / sizes).astype(np.int64)
+    if not bounds.accumulation:
+        num_steps = np.ones_like(sizes)
+    if not 0 < num_steps.sum() <= _FEW:
+        return None
+    accum_steps = np.concatenate([np.arange(number) for number in num_steps])
+    return _Candidates(np.repeat(sizes, num_steps)[:, None], accum_steps[:, None])
 
 
 def _enumerate(bounds: BatchBounds, num_replicas: int, multiple: int) -> _Candidates:
