@@ -1,7 +1,7 @@
 """From specs to a plan: what every job gets, and why, touching nothing.
 
 `plan` answers at once for files (`pipollux plan`). The running scheduler uses the same parts:
-`inventory` brings specs and hints into the policy's form, `explanation` says why.
+`job_infos` brings specs and hints into the policy's form, `reasons` says why.
 """
 
 from __future__ import annotations

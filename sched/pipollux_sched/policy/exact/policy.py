@@ -3,7 +3,7 @@
 Written down as a sum over jobs (`objective`), the best allocation that the cluster's slots allow is
 a multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds what any
 allocation can reach. The placement (`assignment`) mostly reaches it, and is then optimal; where it
-does not, small clusters are solved whole as a mixed-integer program (`program`), and for large
+does not, small clusters are solved whole as a mixed-integer program (`milp`), and for large
 ones the gap between both values says how much may have been lost at most.
 
 Further than the knapsack goes the policy is as stubborn as the objective: what does not gain is not

@@ -1,6 +1,6 @@
 """What is left of the nodes while whole replicas are placed on them, one job after another.
 
-Every rule of `feasibility` that concerns nodes is kept here: replicas lie whole on usable nodes of
+Every rule of `rules` that concerns nodes is kept here: replicas lie whole on usable nodes of
 the right type of GPU, nothing is overcommitted, and a node carries at most one distributed job. A
 pinned job may share its nodes with another distributed one that is there already, but no new one is
 put beside it: whether a job that has just started counts would else depend on when one looks.

@@ -1,6 +1,6 @@
 """The allocation problem of Pollux (OSDI'21, §4.2), with replicas that are never split.
 
-Symbols: J jobs, each in one row or several, I rows in all (`cluster`: a row is a job in one of its
+Symbols: J jobs, each in one row or several, I rows in all (`arrays`: a row is a job in one of its
 shapes), N nodes (the real ones first, then template nodes that could be rented), T kinds of
 resources. A state s is an integer array of shape (I, N): s[i, n] replicas of row i on node n. It is
 feasible when

@@ -1,6 +1,6 @@
 """Sia (Subramanya et al., SOSP'23): one integer program over all jobs' configurations.
 
-`sia_program` states the program and solves it; here its answer is placed: jobs that keep their
+`milp` states the program and solves it; here its answer is placed: jobs that keep their
 configuration stay, distributed jobs take whole nodes, all others the tightest node that holds them,
 and whoever is in the way is moved. `docs/policy-sia.md` tells where this differs from the paper.
 """
