@@ -2,7 +2,7 @@
 
     python docs/api.py site
 
-One page per module that hands on names: what `pipollux_hybrid` and `pipollux_perfmodel` export, and
+One page per module that hands on names: what `pipollux` and `pipollux_perfmodel` export, and
 the modules of `pipollux_sched`. Warnings of pdoc are errors.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pdoc
 
-PACKAGES = ("pipollux_hybrid", "pipollux_perfmodel", "pipollux_sched")
+PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_sched")
 WHOLE = ("pipollux_sched",)
 """Packages whose modules have pages of their own; of the others, the package hands on all names."""
 
@@ -40,7 +40,7 @@ def build(folder: Path, packages: typing.Sequence[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for package in packages:
-            _resolve_annotations(package)
+            _resolve_annotations("pipollux_hybrid" if package == "pipollux" else package)
             chosen += [package] if package in WHOLE else [package, rf"!{package}\..*"]
         pdoc.pdoc(*chosen, output_directory=folder)
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-import pipollux_hybrid
+import pipollux
 
 BUILD = (
     "import sys, pathlib\n"
     "sys.path.insert(0, 'docs')\n"
     "import api\n"
-    "api.build(pathlib.Path(sys.argv[1]), ['pipollux_hybrid'])\n"
+    "api.build(pathlib.Path(sys.argv[1]), ['pipollux'])\n"
 )
 
 
 @pytest.fixture(scope="module")
 def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of `pipollux_hybrid`."""
+    """The page of `pipollux`."""
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-W", "error", "-c", BUILD, str(folder)],
@@ -30,7 +30,7 @@ def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         check=True,
         timeout=240,
     )
-    return (folder / "pipollux_hybrid.html").read_text()
+    return (folder / "pipollux.html").read_text()
 
 
 def without_sources(page: str) -> str:
@@ -51,9 +51,9 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize("name", pipollux_hybrid.__all__)
+@pytest.mark.parametrize("name", pipollux.__all__)
 def test_a_public_name_is_there_with_its_docstring(page: str, name: str) -> None:
-    thing = getattr(pipollux_hybrid, name)
+    thing = getattr(pipollux, name)
     shown = words(section(page, name))
     if thing.__module__.startswith("pipollux_hybrid"):
         assert words(thing.__doc__.split("\n\n")[0]) in shown

@@ -106,6 +106,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
     web = repository / "sched/pipollux_sched/server/web"
     for name in (
+        "pipollux/py.typed",
         "pipollux_hybrid/py.typed",
         "pipollux_perfmodel/__init__.py",
         "pipollux_sched/report/template.html.j2",
