@@ -18,9 +18,9 @@ from tests.extent import explores, is_exhaustive, load_profile
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The server of tests/sched/postgresql.py, which that module ends.
+# The server of tests/sched/store/postgresql.py, which that module ends.
 LASTING = ("resource_tracker", "postgres")
-# What a browser starts when it likes; tests/sched/browser.py sees that none of them outlives
+# What a browser starts when it likes; tests/sched/server/browser.py sees that none of them outlives
 # its browser, which itself is no such process.
 BROWSERS_OWN = re.compile(r"chrom\S* --type=")
 # pytest's own, and what torch sets when parts of it are imported.

@@ -14,8 +14,8 @@ import psutil
 from pipollux_sched.store import Store
 from tests import programs
 from tests.programs import run_pipollux
+from tests.sched.scripts import TOY
 
-TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
 PIPOLLUX = str(programs.PIPOLLUX)
 CLUSTER = """
 nodes:

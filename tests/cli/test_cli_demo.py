@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from tests.sched.processes import processes_of
+from tests.sched.scripts import TOY
 
-TOY = Path(__file__).parent.parent / "sched" / "toy_job.py"
 PROGRAM = str(Path(sys.executable).with_name("pipollux"))
 LIMIT = 500.0
 

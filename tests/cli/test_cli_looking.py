@@ -18,7 +18,7 @@ from pipollux_sched.cli import main
 from pipollux_sched.cli.job_table import job_table
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import ListedPhase, Store
-from tests.sched import synthetic_log as synthetic
+from tests.sched.report import synthetic_log as synthetic
 
 from .kept import Clock, kept
 from .runner import PIPOLLUX

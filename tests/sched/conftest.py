@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.store import StateDir, Store
-from tests.sched.postgresql import Server, why_not
 from tests.sched.processes import processes_of
-from tests.sched.stores import Clock
+from tests.sched.store.postgresql import Server, why_not
+from tests.sched.store.stores import Clock
 from tests.services import service_missing
 
 

@@ -27,7 +27,7 @@ from pipollux_sched.store import Point, journal
 from pipollux_sched.store import nodes as node_rows
 from pipollux_sched.store.database import Database
 from pipollux_sched.store.tables import EventRow, JobRow, PointRow
-from tests.sched.stores import point
+from tests.sched.store.stores import point
 
 NUM_NODES, NUM_SLOTS, NUM_JOBS = 64, 8, 1000
 HISTORY = 3 * 3600.0

@@ -21,8 +21,9 @@ from pipollux_sched.server import Limits, create_app, end_waiting
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import NodeSpec
 from pipollux_sched.store import StateDir, Store
+from tests.sched.scripts import TOY
 
-SCRIPT = str(Path(__file__).parent / "toy_job.py")
+SCRIPT = str(TOY)
 ADMIN = "admin-token"
 NODES = (NodeSpec(name="node-a", slots=2, kind="cpu"), NodeSpec(name="node-b", slots=2, kind="cpu"))
 

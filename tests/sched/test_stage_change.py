@@ -15,8 +15,9 @@ from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import JobRecord, Store
 from tests.sched.processes import processes_of
+from tests.sched.scripts import LAYERED
 
-SCRIPT = Path(__file__).parent / "layered_job.py"
+SCRIPT = LAYERED
 CLUSTER = ClusterSpec(nodes=(NodeSpec(name="node-a", slots=2, kind="cpu"),))
 Jobs = Mapping[str, JobRecord]
 

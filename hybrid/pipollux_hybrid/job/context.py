@@ -1,7 +1,7 @@
 """The one job that a process works on: what its parts share.
 
 The functions that a script calls (:func:`~pipollux_hybrid.remaining_epochs_until`,
-:class:`~pipollux.AdaptiveDataLoader`, …) find each other here, so that the script does not
+:class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so that the script does not
 have to pass them around. A process belongs to one job, hence there is one context at a time.
 """
 
@@ -62,10 +62,6 @@ class JobContext:
             self._components[kind] = kind(self)
         found: T = self._components[kind]
         return found
-
-    def made(self, kind: type[T]) -> T | None:
-        """The same if it is there already."""
-        return self._components.get(kind)
 
     def close(self) -> None:
         """End what runs in the background."""

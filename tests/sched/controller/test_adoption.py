@@ -1,0 +1,154 @@
+"""A scheduler that takes over what the one before had launched, wherever that was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.backend.local.launch import LaunchRecord
+from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.store import StateDir
+from tests.programs import Forked
+from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wait_for_text
+from tests.sched.processes import processes_of
+
+URL = "http://127.0.0.1:9"
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.store import StateDir
+
+directory = StateDir(Path(sys.argv[1]))
+nodes = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
+work = Workload(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,
+                environment={"PIPOLLUX_SUPERVISOR_URL": sys.argv[3], "PIPOLLUX_TOKEN": "t"})
+LocalBackend(nodes, directory).apply(work, 1, ["node-b", "node-a"])
+os._exit(9)
+"""
+"""Launches a generation and dies, as a scheduler does that is killed."""
+
+
+@pytest.fixture
+def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
+    backend = LocalBackend(TWO_NODES, state_dir)
+    yield backend
+    backend.recover(0.0)
+    backend.shutdown()
+
+
+def launch(state_dir: StateDir, *args: str) -> None:
+    """Launch generation 1 of `toy` from a process that then is no more."""
+    script = state_dir.path.parent / "launcher.py"
+    script.write_text(LAUNCHER)
+    with Forked(script, [str(state_dir.path), str(TOY), URL, *args]) as launcher:
+        assert launcher.wait() == 9, launcher.errors
+
+
+def wait_for_training(state_dir: StateDir) -> None:
+    for replica in range(2):
+        wait_for_text(state_dir.log("toy", 1, replica), "goes on from step 0")
+
+
+def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> None:
+    launch(state_dir)
+    wait_for_training(state_dir)
+    assert backend.adopt("toy", 1, URL) is None
+    assert backend.free() == {"node-a": 0, "node-b": 0}
+    assert backend.running()["toy"] == (1, ("node-b", "node-a"))
+    assert backend.recover(5.0) == []
+    assert backend.poll() == []
+    assert backend.stop("toy", grace=30.0)
+    exited = wait_for(backend, Exited)
+    assert isinstance(exited, Exited)
+    assert (exited.generation, exited.outcome) == (1, Outcome.STOPPED)
+    assert exited.step is not None
+    assert backend.free() == {"node-a": 2, "node-b": 2}
+
+
+@pytest.mark.parametrize(
+    ("args", "outcome", "says"),
+    [
+        (["--steps", "2"], Outcome.COMPLETE, ""),
+        (["--fail-at", "1"], Outcome.FAILED, "step 1 went wrong on replica 0"),
+    ],
+)
+def test_what_ended_meanwhile_is_told_as_it_ended(
+    backend: LocalBackend, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
+) -> None:
+    launch(state_dir, *args)
+    # Where one has failed the other goes on until somebody ends it.
+    for replica in range(2 if outcome is Outcome.COMPLETE else 1):
+        wait_for_text(state_dir.launch("toy", 1) / f"replica-{replica}.json", "code")
+    wait_for_text(state_dir.launch("toy", 1) / "replica-1.json", "pid")
+    assert backend.adopt("toy", 1, URL) is None
+    exited = wait_for(backend, Exited)
+    assert isinstance(exited, Exited)
+    assert exited.outcome is outcome
+    assert says in exited.message
+    again = LocalBackend(TWO_NODES, state_dir)
+    assert again.adopt("toy", 1, "http://127.0.0.1:10") is None, (
+        "who reports nowhere may have ended"
+    )
+    exited = wait_for(again, Exited)
+    assert isinstance(exited, Exited)
+    assert exited.outcome is outcome
+
+
+def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
+    launch(state_dir)
+    wait_for_training(state_dir)
+    assert backend.adopt("toy", 2, URL), "another generation"
+    assert backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
+    smaller = LocalBackend({"node-a": Node(1, "cpu"), "node-b": Node(2, "cpu")}, state_dir)
+    assert smaller.adopt("toy", 1, URL), "its slots are gone"
+    others = LocalBackend({"node-a": Node(2, "cpu"), "node-c": Node(2, "cpu")}, state_dir)
+    assert others.adopt("toy", 1, URL), "its node is gone"
+    assert others.free() == {"node-a": 2, "node-c": 2}
+    assert backend.recover(30.0)
+    assert processes_of(state_dir.path) == []
+    assert (state_dir.checkpoints("toy") / "stopped.json").exists()
+
+
+def test_what_was_only_half_started_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
+    """The scheduler died between two replicas: the one that is there waits for the other."""
+    launch(state_dir)
+    wait_for_training(state_dir)
+    (state_dir.launch("toy", 1) / "replica-1.json").unlink()
+    assert backend.adopt("toy", 1, URL)
+    assert backend.recover(30.0)
+
+
+def test_a_launch_that_was_only_written_down(backend: LocalBackend, state_dir: StateDir) -> None:
+    record = LaunchRecord(
+        job="toy",
+        generation=3,
+        nodes=("node-a",),
+        slots=((0,),),
+        devices=({"CUDA_VISIBLE_DEVICES": ""},),
+        port=1,
+        supervisor_url=URL,
+        checkpoints=state_dir.checkpoints("toy"),
+    )
+    folder = state_dir.launch("toy", 3)
+    record.write(folder)
+    assert LaunchRecord.read(folder) == record
+    assert backend.adopt("toy", 3, URL)
+    (folder / "launch.json").write_text('{"job": "toy"}')
+    assert LaunchRecord.read(folder) is None
+    assert backend.adopt("toy", 3, URL)
+
+
+def test_folders_of_earlier_launches_are_dropped(
+    backend: LocalBackend, state_dir: StateDir
+) -> None:
+    for generation in (1, 2):
+        work = Workload(job="toy", script=TOY, args=("--steps", "1"))
+        backend.apply(work, generation, ["node-a"])
+        exited = wait_for(backend, Exited)
+        assert isinstance(exited, Exited)
+        assert exited.outcome is Outcome.COMPLETE
+    assert [path.name for path in state_dir.launch("toy", 1).parent.iterdir()] == ["gen-2"]

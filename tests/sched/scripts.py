@@ -1,0 +1,13 @@
+"""Scripts that tests have a scheduler run as jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+TOY = _HERE / "toy_job.py"
+"""Keeps the contract of a job without training anything."""
+LAYERED = _HERE / "layered_job.py"
+"""Trains a little, and knows what its layers cost."""
+MEETING = _HERE / "meeting_job.py"
+"""Meets its replicas as torch's do."""

@@ -1,0 +1,403 @@
+"""The web page in a real browser, over a real supervisor: what it shows, asks, does and refuses."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server import create_app
+from pipollux_sched.server.http_server import HttpServer
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.store import NodeCondition, StateDir
+from tests.cli.kept import HINTS, point
+from tests.sched.crowd import crowd
+from tests.sched.server.browser import Visit, chromium, find_chromium, visit
+from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
+from tests.services import service_missing
+
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+# Texts that are wider than their place, in which nothing says so.
+CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
+  .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+  .map((one) => one.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    if path is None:
+        service_missing("there is no Chromium on this machine")
+    with chromium(path) as browser:
+        yield browser
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    with Service(tmp_path / "state") as service:
+        fill(service)
+        yield service
+
+
+@pytest.fixture
+def tab(browser: Browser, service: Service) -> Iterator[Visit]:
+    with visit(browser, service.server.url) as tab:
+        yield tab
+
+
+def fill(service: Service) -> None:
+    """A job that was moved once and trains, and one that failed with hostile words."""
+    store, now = service.store, time.time()
+    service.submit("grown", ["node-a"], max_replicas=4)
+    store.add_report("grown", 1, [point(step, now - 100 + step) for step in range(1, 21)])
+    store.put_hints("grown", 1, HINTS)
+    store.transition("grown", Allocate(["node-a"] * 2, "grows from 1 to 2 replicas"))
+    store.transition("grown", Exited(1, Outcome.STOPPED, step=20))
+    points = [point(step, now + step - 20, replicas=2, loss=1.25) for step in range(21, 41)]
+    store.add_report("grown", 2, points)
+    store.put_hints("grown", 2, HINTS)
+    service.submit("hostile", ["node-b"], max_restarts=0)
+    store.transition("hostile", Exited(1, Outcome.FAILED, message=HOSTILE))
+    log = service.state_dir.log("hostile", 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text(f"first line\n{HOSTILE}\n")
+
+
+def row(page: Page, name: str) -> list[str]:
+    """The cells of a job's row in the table of jobs."""
+    cells = page.locator(".jobs tbody tr", has=page.get_by_role("link", name=name, exact=True))
+    return cells.locator("th, td").all_inner_texts()
+
+
+def test_the_token_is_asked_for_refused_and_kept(tab: Visit) -> None:
+    page = tab.open(None)
+    page.get_by_label("Admin token").fill("wrong")
+    page.get_by_role("button", name="Open").click()
+    expect(page.get_by_role("alert")).to_have_text(
+        "This is not the token of the scheduler that answers here; it stands in "
+        "admin.token in its state directory."
+    )
+    assert page.evaluate("sessionStorage.length") == 0
+    assert [error for error in tab.errors if "401" not in error] == []
+    tab.errors.clear()
+    page.get_by_label("Admin token").fill(ADMIN)
+    page.get_by_role("button", name="Open").click()
+    expect(page.get_by_role("link", name="grown").first).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("link", name="grown").first).to_be_visible()
+    page.get_by_role("button", name="Forget token").click()
+    expect(page.get_by_label("Admin token")).to_be_focused()
+    assert page.evaluate("sessionStorage.length") == 0
+    tab.check()
+
+
+def test_a_link_with_the_token_does_not_stay_in_the_address(tab: Visit) -> None:
+    page = tab.open(ADMIN)
+    expect(page.locator(".state")).to_have_text("live")
+    assert page.url == f"{tab.url}/#/"
+    assert not [url for url in tab.requests if ADMIN in url.partition("#")[0]]
+    assert page.evaluate("history.length") <= 2  # the blank page, and this one
+    page.goto(f"{tab.url}/#token={ADMIN}")  # once more, into the page that is open
+    expect(page).to_have_url(f"{tab.url}/#/")
+    expect(page.locator(".state")).to_have_text("live")
+    tab.check()
+    page.goto(f"{tab.url}/#token=wrong")
+    expect(page.get_by_role("alert")).to_contain_text("not the token of the scheduler")
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_the_overview(tab: Visit) -> None:
+    page = tab.open(ADMIN)
+    expect(page.locator(".jobs tbody tr")).to_have_count(2)
+    assert row(page, "grown")[:8] == [
+        *("grown", "Running", "2×1", "node-a ×2", "1/4", "1.25", "580", "1")
+    ]
+    assert row(page, "hostile")[1] == "Failed"
+    titles, figures = (page.locator(f".tiles {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    tiles = dict(zip(titles, figures, strict=True))
+    assert " ".join(tiles["Slots in use"].split()) == "2 of 4"
+    assert " ".join(tiles["Goodput"].split()) == "580 samples/s"
+    # Two replicas now, one before; the one that failed.
+    expect(page.locator(".gantt .block")).to_have_count(4)
+    expect(page).to_have_title("1 running, 0 queued · Pipollux")
+    page.get_by_role("link", name="Loss").click()
+    expect(page.locator(".jobs [aria-sort]")).to_have_attribute("aria-sort", "ascending")
+    expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
+    page.get_by_role("link", name="Job", exact=True).click()
+    expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
+    page.get_by_role("link", name="Job", exact=True).click()
+    expect(page.locator(".jobs tbody th")).to_have_text(["hostile", "grown"])
+    tab.check()
+
+
+def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
+    page, names = tab.open(ADMIN), tab.page.locator(".jobs tbody th")
+    page.get_by_role("link", name="Failed 1").click()
+    expect(names).to_have_text(["hostile"])
+    assert page.url == f"{tab.url}/#/?phase=Failed"
+    page.get_by_role("link", name="All 2").click()
+    expect(names).to_have_count(2)
+    search = page.get_by_label("Search jobs by name")
+    search.press_sequentially("GRO")
+    expect(names).to_have_text(["grown"])
+    expect(search).to_be_focused()
+    assert page.url == f"{tab.url}/#/?name=GRO"
+    page.get_by_role("link", name="grown", exact=True).first.click()
+    expect(page).to_have_title("grown · Pipollux")
+    page.go_back()
+    expect(names).to_have_text(["grown"])
+    expect(search).to_have_value("GRO")
+    page.go_back()  # one step, whatever the number of letters
+    expect(names).to_have_count(2)
+    expect(search).to_have_value("")
+    page.go_back()
+    expect(names).to_have_text(["hostile"])
+    shared = tab.page.context.new_page()
+    shared.goto(f"{tab.url}/#token={ADMIN}")
+    shared.goto(f"{tab.url}/#/?phase=Failed&phase=Queued&name=nothing&page=7")
+    expect(shared.locator(".jobs .note")).to_have_text("no job is like that")
+    expect(shared.locator(".phases [aria-current]")).to_have_text(["Queued 0", "Failed 1"])
+    tab.check()
+
+
+def test_a_thousand_jobs_on_64_nodes(browser: Browser, tmp_path: Path) -> None:
+    """What there is on the page does not grow with them; the rest is a link or a key away."""
+    phases = crowd(StateDir(tmp_path).database, time.time())
+    nodes = [NodeSpec(name=f"node-{n:02}", slots=8, kind="cpu") for n in range(64)]
+    with Service(tmp_path, nodes=nodes) as service, visit(browser, service.server.url) as tab:
+        page = tab.open(ADMIN)
+        rows = page.locator(".jobs tbody tr")
+        expect(rows).to_have_count(50)
+        queued = phases["Queued"]
+        expect(page).to_have_title(re.compile(rf"^\d+ running, {queued} queued · Pipollux$"))
+        assert page.evaluate("document.querySelectorAll('*').length") < 3000
+        jobs, places = (page.locator(which).bounding_box() for which in (".jobs", ".nodes"))
+        assert jobs is not None
+        assert places is not None
+        assert jobs["y"] < 400 < places["y"]
+        page.get_by_role("link", name=f"Queued {queued}").click()
+        expect(page.locator(".pages span")).to_have_text(f"1 to 50 of {queued} jobs")
+        page.get_by_role("link", name="next").click()
+        expect(page.locator(".pages span")).to_have_text(f"51 to 100 of {queued} jobs")
+        assert page.url == f"{tab.url}/#/?phase=Queued&page=2"
+        expect(page.locator(".node")).to_have_count(64)
+        expect(page.locator(".strip path").first).to_have_attribute("d", re.compile("^M0 1V"))
+        expect(page.locator(".gantt")).to_have_count(0)
+        page.locator(".node summary").first.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".gantt .block").first).to_be_visible()
+        expect(page.locator(".holders a").first).to_be_visible()
+        tab.check()
+
+
+def test_the_picture_is_read_with_keys(tab: Visit) -> None:
+    page = tab.open(ADMIN)
+    expect(page.locator(".gantt .block")).to_have_count(4)
+    page.locator(".gantt").first.focus()
+    page.keyboard.press("Home")
+    box = page.locator(".scroll .hover").first
+    expect(box).to_contain_text("grown · generation 1")
+    page.keyboard.press("ArrowRight")
+    expect(box).to_contain_text("grown · generation 2")
+    page.keyboard.press("Escape")
+    expect(box).to_be_hidden()
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("grown")
+    tab.check()
+
+
+def test_the_page_of_a_job(tab: Visit) -> None:
+    page = tab.open(ADMIN, "/jobs/grown")
+    for title in ("Goodput", "Loss", "Step time", "Batch size", "Gradient noise scale", "Slots"):
+        picture = page.get_by_role("img", name=re.compile(f"^{title}.*: from "))
+        expect(picture.locator("path").first).to_have_attribute("d", re.compile(r"^M\d"))
+    expect(page.get_by_role("img", name=re.compile("^Goodput")).locator(".restart")).to_have_count(
+        1
+    )
+    step_time = page.get_by_role("img", name=re.compile("^Step time"))
+    step_time.focus()
+    page.keyboard.press("End")
+    shown = page.locator(".curve .hover:visible")
+    expect(shown).to_contain_text("generation 2")
+    assert shown.locator(".hover-row").all_inner_texts() == [
+        *("measured\n100 ms", "predicted\n110 ms")
+    ]
+    expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
+    expect(page.locator(".why-it table tbody tr")).to_have_count(3)
+    launches = page.locator("section", has_text="Launches").last.locator("tbody tr")
+    assert launches.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
+    tab.check()
+
+
+@pytest.mark.parametrize("width", [400, 2560])
+def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, width: int) -> None:
+    size = {"width": width, "height": 900}
+    dark = {"color_scheme": "dark", "reduced_motion": "reduce"}
+    with visit(browser, service.server.url, viewport=size, **dark) as tab:
+        page = tab.open(ADMIN)
+        expect(page.locator(".gantt .block")).to_have_count(4)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"
+        assert int(page.evaluate(lightness)) < 60
+        assert page.evaluate(CUT) == []
+        shown = page.locator(".jobs tbody tr").first.locator("th, td")
+        assert [cell.is_visible() for cell in shown.all()] == [True] * 10
+        page.goto(f"{tab.url}/#/jobs/grown")
+        expect(page.locator(".curve .tick").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        running = "document.getAnimations().filter((one) => one.playState === 'running').length"
+        assert page.evaluate(running) == 0
+        tab.check()
+
+
+def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
+    service.control.set_node("node-b", NodeCondition.DRAINING, HOSTILE)
+    page = tab.open(ADMIN)
+    expect(page.locator(".events")).to_contain_text(f"node node-b is draining: {HOSTILE}")
+    expect(page.locator(".jobs")).to_contain_text(HOSTILE)
+    page.get_by_role("link", name="hostile", exact=True).first.click()
+    expect(page.locator(".log")).to_contain_text(f"first line\n{HOSTILE}")
+    expect(page.locator(".summary")).to_contain_text(HOSTILE)
+    assert page.locator("main script, main img").count() == 0
+    assert page.evaluate("window.hacked") is None
+    with pytest.raises(Exception, match="TrustedHTML"):
+        page.evaluate("document.body.innerHTML = '<b>x</b>'")
+    tab.errors = [error for error in tab.errors if "TrustedHTML" not in error]
+    tab.check()
+
+
+def test_actions_are_confirmed_and_refusals_shown(
+    tab: Visit, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tab.open(ADMIN)
+    page.get_by_role("button", name="Drain node-b").click()
+    page.get_by_role("button", name="Leave it").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert service.store.nodes()["node-b"].condition is NodeCondition.READY
+    page.get_by_role("button", name="Drain node-b").click()
+    page.get_by_label("Reason").fill("a new disk")
+    page.get_by_role("button", name="Drain", exact=True).click()
+    expect(page.get_by_role("button", name="Undrain node-b")).to_be_visible()
+    assert service.store.nodes()["node-b"].reason == "a new disk"
+    page.get_by_role("button", name="Undrain node-b").click()
+    page.get_by_role("button", name="Undrain", exact=True).click()
+    expect(page.get_by_role("button", name="Drain node-b")).to_be_visible()
+    page.goto(f"{tab.url}/#/jobs/grown")
+    monkeypatch.setattr(service.control, "_stopping", lambda: True)
+    page.get_by_role("button", name="Cancel grown").click()
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    refusal = "the scheduler is being stopped and takes nothing new"
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_have_text(refusal)
+    monkeypatch.undo()
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.locator(".head .phase")).to_have_text("Stopping")
+    tab.errors = [error for error in tab.errors if "503" not in error]  # which was wanted
+    tab.check()
+
+
+def test_the_scheduler_goes_away_and_comes_back(tab: Visit, service: Service) -> None:
+    page = tab.open(ADMIN)
+    expect(page.locator(".state")).to_have_text("live")
+    port = int(service.server.url.rpartition(":")[2])
+    service.stop_serving()
+    expect(page.locator(".state")).to_have_text(
+        re.compile(r"^The scheduler does not answer since \d\d:\d\d:\d\d; asking again$")
+    )
+    service.store.set_node_condition("node-a", NodeCondition.DRAINING, "while nobody listened")
+    again(service, port, ADMIN)
+    expect(page.locator(".state")).to_have_text("live")
+    expect(page.locator(".events")).to_contain_text("while nobody listened")
+    texts = page.locator(".events tbody tr").all_inner_texts()
+    assert len(texts) == len(set(texts)), "an event is shown twice"
+    service.stop_serving()
+    again(service, port, "another-token")
+    expect(page.get_by_role("alert")).to_contain_text("it stands in admin.token")
+    assert page.evaluate("sessionStorage.length") == 0
+    assert [error for error in tab.errors if not error.startswith("Failed to load")] == []
+
+
+def again(service: Service, port: int, token: str) -> None:
+    """Serve once more where it was."""
+    service.app = create_app(
+        service.store, service.control, state_dir=service.state_dir, admin_token=token
+    )
+    service.server = HttpServer(service.app, "127.0.0.1", port)
+    service.server.start()
+
+
+def test_ticks_and_numbers(tab: Visit) -> None:
+    page = tab.open(ADMIN)
+    found = page.evaluate("""async () => {
+      const { ticks, timeTicks } = await import("/web/axes.js");
+      const { duration, number, seconds, short } = await import("/web/format.js");
+      return {
+        ticks: [ticks(0, 0.29, 4), ticks(0, 8123, 4), ticks(0, 3, 8, 1)],
+        times: timeTicks(1000, 1060, 4).map((tick) => tick.value),
+        numbers: [0.012345, 1.5, 812.4, 12345, 1.25e-7, 0, null].map((value) => number(value)),
+        spelt: [duration(187), duration(270000), seconds(0.0123),
+          ...[1.5, 250000, 2.5e6].map((value) => short(value))],
+      };
+    }""")
+    assert found["ticks"] == [[0, 0.1, 0.2, 0.3], [0, 2500, 5000, 7500, 10000], [0, 1, 2, 3]]
+    assert found["times"] == [1005, 1020, 1035, 1050]
+    assert found["numbers"] == ["0.0123", "1.50", "812", "12\u202f345", "1.25e-7", "0", "–"]
+    assert found["spelt"] == ["3 m 07 s", "3 d 03 h", "12.3 ms", "1.5", "250\u202fk", "2.5\u202fM"]
+    tab.check()
+
+
+def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
+    """One job takes the lowest of three slots, another two; who comes later waits for its own."""
+    page = tab.open(ADMIN)
+    found = page.evaluate("""async () => {
+      const { layOut } = await import("/web/gantt.js");
+      const launches = [["late", 3, null, "a", 1], ["first", 0, 4, "a", 1],
+        ["wide", 1, null, "a", 2],
+        ["gone", 1, 2, "lost", 1]].map(([job, launched_at, ended_at, node, num_stages]) =>
+          ({ job, generation: 1, launched_at, ended_at, nodes: [node], num_stages }));
+      return layOut(launches, { a: { slots: 3 } })
+        .map((block) => [block.launch.job, block.slot, block.slots, block.begin]);
+    }""")
+    assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]
+    tab.check()
+
+
+def test_two_jobs_live(browser: Browser, tmp_path: Path) -> None:
+    """Two real jobs come, train and are suspended before the reader's eyes, without a reload."""
+    cluster = ClusterSpec(nodes=NODES)
+    with (
+        Scheduler(tmp_path / "state", cluster, interval=0.3, grace=10.0) as scheduler,
+        visit(browser, scheduler.url) as tab,
+    ):
+        page = tab.open(scheduler.admin_token)
+        expect(page.locator(".state")).to_have_text("live")
+        expect(page.locator(".jobs")).to_contain_text("no jobs yet")
+        page.evaluate("window.untouched = true")
+        for name in ("one", "two"):
+            scheduler.submit(JobSpec(name=name, script=SCRIPT))
+        for name in ("one", "two"):
+            expect(page.locator(".jobs tbody tr", has_text=name)).to_contain_text("Running")
+        expect(page.locator(".gantt .block .train").nth(1)).to_be_visible()
+        expect(page.locator(".events")).to_contain_text("training since step 1")
+        assert scheduler.wait(lambda _jobs: scheduler.store.last_points()["one"].step > 20, 60)
+        loss = row(page, "one")[5]
+        cell = page.locator(".jobs tbody tr", has_text="one").locator("td").nth(4)
+        expect(cell).not_to_have_text(loss)
+        page.get_by_role("link", name="one", exact=True).first.click()
+        curve = page.get_by_role("img", name=re.compile("^Loss: from"))
+        expect(curve.locator("path.mean")).to_have_attribute("d", re.compile("^M.*L"))
+        page.get_by_role("button", name="Suspend one").click()
+        page.get_by_role("button", name="Suspend", exact=True).click()
+        assert scheduler.wait(lambda jobs: jobs["one"].phase is Phase.SUSPENDED, 60)
+        assert scheduler.store.job("one").state.launched == ()
+        expect(page.locator(".head .phase")).to_have_text("Suspended")
+        expect(page.get_by_role("button", name="Resume one")).to_be_visible()
+        assert page.evaluate("window.untouched")
+        tab.check()

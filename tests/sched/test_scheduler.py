@@ -1,0 +1,307 @@
+"""The scheduler as a whole, with real processes: jobs start, move, fail, end, and go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipollux_sched.backend import BackendError
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.policy import JobInfo, NodeInfo
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server import UnavailableError
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError
+from pipollux_sched.store import (
+    JobEndedError,
+    JobRecord,
+    StateDir,
+    StateDirError,
+    Store,
+    UnknownJobError,
+)
+from pipollux_sched.utils import vital_thread
+from tests.sched.processes import processes_of
+from tests.sched.scripts import TOY
+
+CLUSTER = ClusterSpec(
+    nodes=(
+        NodeSpec(name="node-a", slots=2, kind="cpu"),
+        NodeSpec(name="node-b", slots=2, kind="cpu"),
+    )
+)
+Jobs = Mapping[str, JobRecord]
+
+
+class Wish:
+    """A policy that does what the test wishes, and else leaves things as they are."""
+
+    def __init__(self) -> None:
+        self.allocations: dict[str, list[str]] = {}
+        self.optimizing = threading.Event()
+        self.may_decide = threading.Event()
+        """Clear it, and the policy thinks until it is set."""
+        self.may_decide.set()
+
+    def allocate_job(self, job_info: JobInfo, nodes: Mapping[str, NodeInfo]) -> list[str]:
+        need = job_info.resources["slots"]
+        fitting = [name for name, node in nodes.items() if node.resources["slots"] >= need]
+        return fitting[:1]
+
+    def optimize(
+        self,
+        jobs: Mapping[str, JobInfo],
+        nodes: Mapping[str, NodeInfo],
+        base_allocations: Mapping[str, Sequence[str]],
+        _node_template: NodeInfo,
+    ) -> tuple[dict[str, list[str]], int]:
+        self.optimizing.set()
+        self.may_decide.wait(240)
+        return {
+            name: self.allocations.get(name, list(base_allocations.get(name, ())))
+            if info.preemptible
+            else list(base_allocations[name])
+            for name, info in jobs.items()
+        }, len(nodes)
+
+
+def toy(name: str, *args: str, **fields: Any) -> JobSpec:
+    return JobSpec(name=name, script=str(TOY), args=args, **fields)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    assert processes_of(tmp_path / "state") == []
+
+
+def scheduler_on(directory: Path, policy: Wish | None = None, **options: Any) -> Scheduler:
+    return Scheduler(directory, CLUSTER, policy or Wish(), interval=0.3, **options)
+
+
+def training(name: str) -> Any:
+    return lambda jobs: jobs[name].state.reason == "Training"
+
+
+def types(events: Sequence[Mapping[str, Any]], job: str) -> list[str]:
+    """What happened to a job, progress left out."""
+    return [e["type"] for e in events if e["job"] == job and e["type"] != "progress"]
+
+
+def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
+    """The bad one is started again after a second, fails again, and its last words are kept."""
+    heard: list[Mapping[str, Any]] = []
+    with scheduler_on(directory, on_event=heard.append) as scheduler:
+        scheduler.submit(toy("good", "--steps", "10"))
+        scheduler.submit(toy("bad", "--fail-at", "2", max_restarts=1))
+        assert scheduler.wait(lambda jobs: all(j.phase.ended for j in jobs.values()), timeout=240)
+        good, bad = scheduler.jobs()["good"], scheduler.jobs()["bad"]
+        assert scheduler.control.cluster()["nodes"]["node-a"]["free"] == 2
+    assert good.phase is Phase.COMPLETE
+    assert (bad.phase, bad.state.failures) == (Phase.FAILED, 2)
+    first, *_, last = bad.state.message.splitlines()
+    assert first.startswith("Failed 2 times, max_restarts is 1: Replica 0 on node-a ended with")
+    assert last == "RuntimeError: step 2 went wrong on replica 0"
+
+    with Store(directory / "pipollux.db") as store:
+        assert heard == store.events()  # all of them, in order
+    assert heard[0]["type"] == "cluster"
+    assert heard[0]["nodes"]["node-a"] == {"slots": 2, "kind": "cpu"}
+    assert heard[0]["policy"] == "Wish"
+    assert types(heard, "good") == ["submitted", "allocated", "started", "first_step", "complete"]
+    once = ["allocated", "started", "first_step", "restarting", "started", "first_step", "failed"]
+    assert types(heard, "bad") == ["submitted", *once]
+    complete = next(event for event in heard if event["type"] == "complete")
+    assert (complete["step"], complete["epoch"]) == (10, 1)
+    restarting = next(event for event in heard if event["type"] == "restarting")
+    again = [event for event in heard if event["type"] == "started" and event["job"] == "bad"][1]
+    assert again["time"] - restarting["time"] >= 1.0
+    assert again["generation"] == 2
+
+
+def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
+    """Its processes are ended, and it goes on from what it had saved."""
+    with scheduler_on(directory) as scheduler:
+        scheduler.submit(toy("stuck", "--beats", "--hang-at", "3", "--steps", "6", hang_timeout=1))
+        assert scheduler.wait(lambda jobs: jobs["stuck"].phase.ended, timeout=240)
+        assert scheduler.jobs()["stuck"].phase is Phase.COMPLETE
+        events = scheduler.store.events(job="stuck")
+        log = scheduler.state_dir.log("stuck", 2, 0).read_text()
+    told = types(events, "stuck")
+    assert told[:6] == ["submitted", "allocated", "started", "first_step", "hung", "restarting"]
+    hung, restarting = (event for event in events if event["type"] in told[4:6])
+    assert hung["generation"] == 1
+    assert re.fullmatch(
+        r"Its step has been 3 for \d+ s though its replicas give signs of life, "
+        r"so all were ended\.",
+        hung["why"],
+    )
+    assert restarting["why"] == hung["why"]
+    assert "replica 0 of generation 2 goes on from step 3" in log
+
+
+def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        scheduler.submit(toy("toy", num_stages=2, requested_replicas=2))
+        assert scheduler.wait(training("toy"), timeout=240)
+        policy.allocations = {"toy": ["node-a", "node-b"]}
+        grown = ("node-a", "node-b")
+        assert scheduler.wait(
+            lambda jobs: jobs["toy"].state.launched == grown and training("toy")(jobs), timeout=240
+        )
+        policy.allocations = {"toy": []}
+        assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=240)
+        assert processes_of(directory) == []
+        cancelled = scheduler.cancel("toy")
+        assert (cancelled.phase, cancelled.state.reason) == (Phase.FAILED, "Cancelled")
+        events = scheduler.store.events(job="toy")
+        seconds = scheduler.store.restart_seconds("toy", default=0.0)
+    assert types(events, "toy") == [
+        *("submitted", "allocated", "started", "first_step"),
+        *("allocated", "stopping", "stopped", "started", "first_step"),
+        *("allocated", "stopping", "stopped", "cancelled"),
+    ]
+    steps = [event["step"] for event in events if event["type"] == "progress"]
+    assert steps == list(range(1, len(steps) + 1))  # none left out, none twice
+    assert [e["num_replicas"] for e in events if e["type"] == "allocated"] == [1, 2, 0]
+    assert 0.1 < seconds < 60
+
+
+def test_jobs_go_on_when_the_scheduler_is_back(directory: Path) -> None:
+    scheduler = scheduler_on(directory)
+    scheduler.start()
+    scheduler.submit(toy("toy", "--steps", "40"))
+    assert scheduler.wait(training("toy"), timeout=240)
+    with pytest.raises(StateDirError, match="another scheduler already serves"):
+        scheduler_on(directory).start()
+    assert (directory / "server.json").exists()
+    scheduler.stop()
+    scheduler.stop()
+    assert processes_of(directory) == []
+    assert not (directory / "server.json").exists()
+    with pytest.raises(UnavailableError):
+        scheduler.submit(toy("late"))
+    with Store(directory / "pipollux.db") as store:
+        state = store.job("toy").state
+        stopped = store.events(types=["stopped"])[-1]["step"]
+    assert (state.phase, state.reason) == (Phase.SUSPENDED, "SchedulerStopped")
+
+    with scheduler_on(directory) as again:
+        assert again.wait(lambda jobs: jobs["toy"].phase is Phase.COMPLETE, timeout=240)
+        steps = [event["step"] for event in again.store.events(types=["progress"])]
+    assert steps == list(range(1, 41))
+    assert 0 < stopped < 40
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.sched.test_scheduler import scheduler_on, toy, training
+
+scheduler = scheduler_on(Path(sys.argv[1]))
+scheduler.start()
+scheduler.submit(toy("toy"))
+assert scheduler.wait(training("toy"), 240)
+scheduler.control.heard("toy", 1, 0, 1)
+os._exit(9)
+"""
+"""A scheduler that dies as if killed, after it has heard of a replica."""
+
+
+def test_a_replica_that_froze_while_nobody_looked(directory: Path) -> None:
+    """The next scheduler never hears of it: once it was then waited for without end."""
+    command = [sys.executable, "-c", KILLED, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 9
+    for process in processes_of(directory):
+        if process.environ().get("RANK") == "0":
+            process.suspend()
+    with scheduler_on(directory, silence_limit=1.0) as scheduler:
+        assert scheduler.wait(lambda jobs: jobs["toy"].state.generation == 2, 240)
+        events = types(list(scheduler.store.events()), "toy")
+        kept = [event for event in events if event in ("adopted", "silent", "restarting")]
+        assert kept == ["adopted", "silent", "restarting"]
+
+
+def test_cancelling(directory: Path) -> None:
+    """One that runs saves and ends; one that waits just ends; both can be submitted again."""
+    with scheduler_on(directory) as scheduler:
+        scheduler.submit(toy("runs", num_stages=2, min_replicas=1))
+        scheduler.submit(toy("fills", num_stages=2))
+        scheduler.submit(toy("waits", num_stages=2))
+        assert scheduler.wait(
+            lambda jobs: training("runs")(jobs) and jobs["waits"].phase is Phase.QUEUED, timeout=240
+        )
+        assert scheduler.cancel("waits").phase is Phase.FAILED
+        assert scheduler.cancel("runs").state.message == (
+            "The job was cancelled and is being stopped."
+        )
+        assert scheduler.wait(lambda jobs: jobs["runs"].phase is Phase.FAILED, timeout=240)
+        with pytest.raises(JobEndedError, match="has ended"):
+            scheduler.cancel("runs")
+        with pytest.raises(UnknownJobError):
+            scheduler.cancel("nobody")
+        scheduler.submit(toy("runs", num_stages=2))
+        assert scheduler.wait(training("runs"), timeout=240)
+        assert scheduler.jobs()["runs"].state.generation == 2
+        first_steps = [e["step"] for e in scheduler.store.events(job="runs", types=["first_step"])]
+    assert first_steps[0] == 1
+    assert first_steps[1] > 1  # from the checkpoint
+
+
+def test_jobs_that_can_never_run_are_refused(directory: Path, tmp_path: Path) -> None:
+    with scheduler_on(directory) as scheduler:
+        with pytest.raises(SpecError, match="'wide' fits no node: one replica needs 3 slots"):
+            scheduler.submit(toy("wide", num_stages=3))
+        with pytest.raises(SpecError, match="script: there is no file"):
+            scheduler.submit(JobSpec(name="gone", script=str(tmp_path / "gone.py")))
+        with pytest.raises(SpecError, match=r"working_dir: .* is not a folder"):
+            scheduler.submit(toy("lost", working_dir=str(tmp_path / "gone")))
+        assert scheduler.jobs() == {}
+        assert not scheduler.wait(lambda jobs: bool(jobs), timeout=0.1)
+
+
+def test_a_slow_policy_holds_nobody_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it thinks, requests are answered, and the scheduler can be stopped."""
+    monkeypatch.setattr(vital_thread, "JOIN_TIMEOUT", 0.1)
+    policy = Wish()
+    policy.may_decide.clear()
+    with scheduler_on(directory, policy) as scheduler:
+        scheduler.submit(toy("toy"))
+        assert policy.optimizing.wait(240)
+        headers = {"Authorization": f"Bearer {scheduler.admin_token}"}
+        with httpx.Client(base_url=scheduler.url, headers=headers, trust_env=False) as client:
+            for path in ("/healthz", "/jobs", "/cluster"):
+                assert client.get(path, timeout=240).status_code == 200
+        policy.may_decide.set()
+        assert scheduler.wait(training("toy"), timeout=240)
+        policy.may_decide.clear()
+        policy.optimizing.clear()
+        assert policy.optimizing.wait(240)
+    policy.may_decide.set()
+
+
+def test_a_state_directory_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    scheduler = Scheduler(StateDir(tmp_path / "file"), CLUSTER)
+    with pytest.raises(StateDirError):
+        scheduler.start()
+    scheduler.stop()
+
+
+def test_gpu_nodes_without_the_gpus(directory: Path) -> None:
+    """The default kind of a node is gpu; on a machine without, every job would fail in the end."""
+    cluster = ClusterSpec(nodes=[NodeSpec(name="big", slots=1000)])
+    scheduler = Scheduler(StateDir(directory), cluster)
+    with pytest.raises(BackendError, match=r"big have 1000 slots of kind gpu.*kind: cpu"):
+        scheduler.start()
+    scheduler.stop()
