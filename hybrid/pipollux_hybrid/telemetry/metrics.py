@@ -21,7 +21,7 @@ from pipollux_hybrid.optim.scaling_rules import ScalingState
 from pipollux_perfmodel import StageEvent
 
 from .autotuner import Autotuner
-from .step_profile import Configuration
+from .step_profile import StepConfiguration
 from .step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Metrics(Autotuner):
         self._part_started = 0.0
         self._part_ended: float | None = None
         self._disturbed = False
-        self._timed: tuple[Configuration, int] | None = None
+        self._timed: tuple[StepConfiguration, int] | None = None
         self._step_time = 0.0
         self._sync_time: float | None = None
         self._losses: list[tuple[Any, int]] = []
@@ -261,10 +261,10 @@ class Metrics(Autotuner):
                 step, configuration.num_stages, configuration.num_microbatches, events
             )
 
-    def configuration(self, atomic_bsz: int) -> Configuration:
+    def configuration(self, atomic_bsz: int) -> StepConfiguration:
         """What the job runs as now, at an atomic batch size."""
         env = self._context.env
-        return Configuration(
+        return StepConfiguration(
             self.num_stages,
             env.num_nodes,
             env.num_replicas,

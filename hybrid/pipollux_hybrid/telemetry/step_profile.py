@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from pipollux_perfmodel import even_shares
 from pipollux_perfmodel.timing.params import Checkpoint
 
-__all__ = ["Configuration", "Measurements", "StepProfile"]
+__all__ = ["Measurements", "StepConfiguration", "StepProfile"]
 
 WINDOW = 64
 """Latest samples kept per configuration and kind."""
@@ -32,7 +32,7 @@ ENOUGH = 3
 MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class Configuration(NamedTuple):
+class StepConfiguration(NamedTuple):
     """What the time of a step depends on."""
 
     num_stages: int
@@ -119,13 +119,13 @@ class StepProfile:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._measurements: dict[Configuration, Measurements] = {}
-        self._latest: Configuration | None = None
+        self._measurements: dict[StepConfiguration, Measurements] = {}
+        self._latest: StepConfiguration | None = None
         self._to_skip = WARMUP
 
     def add_step(
         self,
-        configuration: Configuration,
+        configuration: StepConfiguration,
         step_time: float,
         sync_time: float,
         *,
@@ -157,7 +157,7 @@ class StepProfile:
             entry.optim.add(step_time, disturbed=disturbed)
 
     def add_stages(
-        self, configuration: Configuration, forward: Sequence[float], backward: Sequence[float]
+        self, configuration: StepConfiguration, forward: Sequence[float], backward: Sequence[float]
     ) -> None:
         """Add the mean times of one micro-batch in each stage."""
         with self._lock:
@@ -222,7 +222,7 @@ class StepProfile:
         """Put back what :meth:`to_json` gave."""
         with self._lock:
             for row in content:
-                key = Configuration(*(int(row[name]) for name in Configuration._fields))
+                key = StepConfiguration(*(int(row[name]) for name in StepConfiguration._fields))
                 entry = self._measurements.setdefault(key, Measurements())
                 # The first release kept both kinds of steps in the list of accumulation steps.
                 entry.alone.load_json(row.get("alone", row["accum"]))
@@ -238,7 +238,7 @@ def stage_medians(samples: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _stage_times(
-    configuration: Configuration, entry: Measurements, checkpoint: Checkpoint
+    configuration: StepConfiguration, entry: Measurements, checkpoint: Checkpoint
 ) -> MicrobatchTimes:
     """Times of one recomputed micro-batch, forward and backward of each stage; empty if unknown.
 

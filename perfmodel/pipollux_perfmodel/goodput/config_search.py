@@ -32,7 +32,7 @@ from pipollux_perfmodel.timing.step_time import (
 from .batch_size import BatchBounds, Floats, Integers, choose
 
 
-class Plan(Protocol):
+class PricedCut(Protocol):
     """A way to cut a model into stages, as `plan_stages` makes it."""
 
     @property
@@ -92,7 +92,7 @@ def optimize_pipeline(
     num_replicas: Integers,
     bounds: BatchBounds,
     num_microbatches: Sequence[int],
-    plans: Sequence[Plan | None],
+    plans: Sequence[PricedCut | None],
     memory_limit: float | None,
 ) -> _Best:
     """Return the best configuration of each allocation.
@@ -157,7 +157,7 @@ def _improve(
 
 
 def _within_memory(
-    bounds: BatchBounds, plan: Plan | None, memory_limit: float | None, num_microbatches: int
+    bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
     """Return the bounds with what memory allows, None if not one sample has room."""
     bounds = replace(bounds, needs_two_batches=num_microbatches == 1)

@@ -20,7 +20,7 @@ from pipollux_perfmodel.timing.params import GradParams, PerfParams, check_param
 from pipollux_perfmodel.timing.step_time import StepTime, step_time
 
 from .batch_size import BatchBounds
-from .config_search import Optimum, Plan, optimize_pipeline
+from .config_search import Optimum, PricedCut, optimize_pipeline
 
 AtomicBszRange = Sequence[int | None]
 """Least and largest atomic batch size; None (or 0): unbounded."""
@@ -161,7 +161,7 @@ class GoodputFunction:
         accumulation: bool = False,
         num_microbatches: int | Sequence[int] = 1,
         *,
-        plans: Sequence[Plan] = (),
+        plans: Sequence[PricedCut] = (),
         memory_limit: float | None = None,
     ) -> Optimum:
         """Return the best batch size, number of micro-batches and number of stages within bounds.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.gpipe import Numbers
 
-from .config_search import Plan
+from .config_search import PricedCut
 from .goodput import AtomicBszRange, GoodputFunction
 
 _BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
@@ -93,7 +93,7 @@ class SpeedupFunction:
         mem_size: int = 32,
         num_microbatches: int | Sequence[int] = 1,
         *,
-        plans: Sequence[Plan] = (),
+        plans: Sequence[PricedCut] = (),
         memory_limit: float | None = None,
         monotone: bool = False,
         base_goodput: float | None = None,
@@ -236,7 +236,7 @@ class SpeedupFunction:
             known[rows, replicas] = 0.0
 
 
-def _count_told_apart(goodput_fn: GoodputFunction, plans: Sequence[Plan]) -> int:
+def _count_told_apart(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
     """Return how many nodes are as good as more of them, whatever the number of replicas."""
     all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
     if any(params.contention for params in all_params):

@@ -28,14 +28,14 @@ from pipollux_sched.utils.vital_thread import VitalThread
 from .expander import Expander, ExpanderError
 from .job_infos import node_template
 
-__all__ = ["Autoscaler", "Request"]
+__all__ = ["Autoscaler", "NodeRequest"]
 
 _LOG = logging.getLogger(__name__)
 JOIN_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
-class Request:
+class NodeRequest:
     """What the expander is asked for."""
 
     desired_nodes: int
@@ -105,7 +105,7 @@ class Autoscaler:
             self._plan = plan
             self._on_change(plan)
         if plan.num_nodes != len(nodes) or plan.release:
-            self._errands.ask(Request(plan.num_nodes, plan.release))
+            self._errands.ask(NodeRequest(plan.num_nodes, plan.release))
         return plan.drain
 
 
@@ -122,7 +122,7 @@ class _Errands:
     def __init__(self, expander: Expander) -> None:
         self._expander = expander
         self._changed = threading.Condition()
-        self._wanted: Request | None = None
+        self._wanted: NodeRequest | None = None
         self._ending = False
         self._thread: VitalThread | None = None
 
@@ -138,7 +138,7 @@ class _Errands:
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT)
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: NodeRequest) -> None:
         with self._changed:
             self._wanted = request
             self._changed.notify()
@@ -147,13 +147,13 @@ class _Errands:
         while (request := self._next()) is not None:
             self._carry_out(request)
 
-    def _next(self) -> Request | None:
+    def _next(self) -> NodeRequest | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._wanted is not None)
             request, self._wanted = self._wanted, None
             return None if self._ending else request
 
-    def _carry_out(self, request: Request) -> None:
+    def _carry_out(self, request: NodeRequest) -> None:
         try:
             self._expander.request(request.desired_nodes, request.release)
         except ExpanderError as error:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
 
-__all__ = ["Worth", "worth"]
+__all__ = ["HintsWorth", "worth"]
 
 MOST_PER_REPLICA = 1e4
 """Largest believed speedup over the number of replicas: more than stages and caches ever bring."""
@@ -26,7 +26,7 @@ _TOLD_APART = 3
 """Numbers of nodes beyond which the model knows a difference only where replicas contend."""
 
 
-class Worth(NamedTuple):
+class HintsWorth(NamedTuple):
     """What a job's hints say it is worth, by its number of stages."""
 
     speedups: Mapping[int, SpeedupFunction]
@@ -38,7 +38,7 @@ class Worth(NamedTuple):
 @lru_cache(maxsize=1024)
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
-) -> Worth:
+) -> HintsWorth:
     """Return what hints are worth, and remember: it is asked again until the job says more.
 
     Args:
@@ -55,10 +55,10 @@ def worth(
             doubts = (_doubt(stages, fn, 2 * most_replicas) for stages, fn in speedups.items())
             doubt = next((reason for reason in doubts if reason), None)
     except (ArithmeticError, ValueError) as error:
-        return Worth({}, f"cannot be computed with: {error}")
+        return HintsWorth({}, f"cannot be computed with: {error}")
     if doubt is None and speedups and not _is_worth_something(speedups[num_stages], most_replicas):
         doubt = f"say that up to {most_replicas} replicas are all worth nothing"
-    return Worth({}, doubt) if doubt else Worth(speedups)
+    return HintsWorth({}, doubt) if doubt else HintsWorth(speedups)
 
 
 def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str | None:

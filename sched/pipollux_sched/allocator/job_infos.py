@@ -24,7 +24,7 @@ from pipollux_sched.policy import (
 )
 from pipollux_sched.spec.job import JobSpec, NodeSpec
 
-from .hints import Worth, worth
+from .hints import HintsWorth, worth
 
 UNSTATED = 2**50
 """What a node has of CPUs or memory if its spec does not say: more than any job asks for."""
@@ -117,7 +117,7 @@ def job_info(
 
 def hints_worth(
     spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
-) -> Worth:
+) -> HintsWorth:
     """Return what hints say of each number of stages that a job may be cut into.
 
     Args:
@@ -126,7 +126,7 @@ def hints_worth(
         choices: numbers of stages besides the job's own; None: those that its user allows.
     """
     if hints is None:
-        return Worth({})
+        return HintsWorth({})
     stages = tuple(spec.stage_choices if choices is None else choices)
     return worth(hints, spec.num_stages, stages, replica_cap(spec, hints))
 

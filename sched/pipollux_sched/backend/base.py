@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class ReplicaProgram:
     """What every pipeline replica of a job runs, whichever the allocation."""
 
     job: str
@@ -97,7 +97,7 @@ class Backend(ABC):
         """Return the number of slots by node that no process holds."""
 
     @abstractmethod
-    def apply(self, workload: Workload, generation: int, nodes: Sequence[str]) -> None:
+    def apply(self, workload: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
         """Make a job run as `generation`, with one replica for each entry of `nodes`.
 
         An earlier generation of the job that still runs is stopped gracefully first, and the new

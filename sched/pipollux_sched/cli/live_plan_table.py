@@ -16,7 +16,7 @@ from .failure import one_sentence
 from .wording import DASH, count, one_line, spell_nodes
 
 if TYPE_CHECKING:
-    from pipollux_sched.planning.dry_run import Change
+    from pipollux_sched.planning.dry_run import PlannedChange
 
 
 def print_live_plan(
@@ -62,7 +62,7 @@ def print_live_plan(
     return any(change.changes for change in found)
 
 
-def _print(changes: Sequence[Change], *, num_jobs: int, policy: str) -> None:
+def _print(changes: Sequence[PlannedChange], *, num_jobs: int, policy: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -99,7 +99,7 @@ def _where(nodes: Sequence[str], num_stages: int | None) -> str:
     return f"{len(nodes)}×{num_stages} on {spell_nodes(nodes)}" if nodes else DASH
 
 
-def _speedups(change: Change) -> str:
+def _speedups(change: PlannedChange) -> str:
     before, after = (
         DASH if value is None else f"{value:.2f}"
         for value in (change.previous_speedup, change.speedup)

@@ -13,7 +13,7 @@ from .model_options import GradSqr, GradVar, InitBatchSize, data_errors, grad_pa
 
 if TYPE_CHECKING:
     from pipollux_sched.modeling.cutting import Layers
-    from pipollux_sched.modeling.params_file import Bounds, JobModel
+    from pipollux_sched.modeling.params_file import Bounds, ModelFile
     from pipollux_sched.modeling.prediction import Placement
 
 GPUS_PER_NODE = 8
@@ -222,7 +222,7 @@ def _layers(
     )
 
 
-def _model(path: str, **given: Any) -> JobModel:
+def _model(path: str, **given: Any) -> ModelFile:
     """Read the file; what the options give goes before what it says."""
     from pipollux_sched.modeling.params_file import read_model
 

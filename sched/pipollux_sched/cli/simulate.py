@@ -25,7 +25,7 @@ from .simulate_inputs import (
 )
 
 if TYPE_CHECKING:
-    from pipollux_sched.simulator import Metrics, Outcome
+    from pipollux_sched.simulator import SimulationMetrics, SimulationOutcome
     from pipollux_sched.simulator.applications.trace_model import Fit
 
 _CLUSTER, _JOBS, _RESULT = "The cluster", "The jobs", "The result"
@@ -269,7 +269,7 @@ def _one_source(workloads: Sequence[Path] | None, mix: MixName | None) -> None:
         raise CommandError("there are no jobs; give a WORKLOAD.csv or --generate MIX", USAGE)
 
 
-def _print(rows: Sequence[Metrics], output: OutputFormat) -> None:
+def _print(rows: Sequence[SimulationMetrics], output: OutputFormat) -> None:
     if output is OutputFormat.table:
         from pipollux_sched.simulator.results.table import metrics_table
 
@@ -278,7 +278,7 @@ def _print(rows: Sequence[Metrics], output: OutputFormat) -> None:
         print_data([row.to_dict() for row in rows], output)
 
 
-def _job_table(outcomes: Sequence[Outcome]) -> str:
+def _job_table(outcomes: Sequence[SimulationOutcome]) -> str:
     from pipollux_sched.simulator import JOB_COLUMNS, job_rows
 
     text = io.StringIO()

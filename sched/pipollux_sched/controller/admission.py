@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.reasons import misfit
-from pipollux_sched.backend import Workload
+from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.script import with_script_found
@@ -37,7 +37,7 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     return spec.model_copy(update=found)
 
 
-def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
+def workload(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
     """Return what every replica of a job runs; a launch may say another number of stages.
 
     Args:
@@ -45,7 +45,7 @@ def workload(job: JobRecord, environment: Mapping[str, str]) -> Workload:
         environment: what the scheduler tells all jobs; goes before what the user set.
     """
     spec = parse_job(job.spec)
-    return Workload(
+    return ReplicaProgram(
         job=job.name,
         script=Path(spec.script) if spec.script else None,
         image=spec.image,

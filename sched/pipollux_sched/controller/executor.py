@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipollux_sched.backend import Backend, BackendError, Report, Workload
+from pipollux_sched.backend import Backend, BackendError, ReplicaProgram, Report
 from pipollux_sched.backend.local.processes import POLL_INTERVAL
 from pipollux_sched.lifecycle import (
     Action,
@@ -63,7 +63,7 @@ class Executor:
         self,
         store: Store,
         backend: Backend,
-        workload: Callable[[JobRecord], Workload],
+        workload: Callable[[JobRecord], ReplicaProgram],
         *,
         grace: float,
         on_ended: Callable[[], None] = lambda: None,

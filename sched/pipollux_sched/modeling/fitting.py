@@ -16,13 +16,13 @@ from pipollux_perfmodel import FitReport, PerfParams, fit_measurements
 from pipollux_perfmodel.timing.params import Checkpoint
 
 from .errors import ModelingError
-from .measurements import Row
+from .measurements import MeasurementRow
 
 
 class StageFit(NamedTuple):
     """The fit for one number of stages."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MeasurementRow, ...]
     """What it was fitted to."""
     perf_params: PerfParams
     report: FitReport
@@ -39,12 +39,14 @@ class StageFit(NamedTuple):
         return any(row.measurement.forward for row in self.rows)
 
     @property
-    def outliers(self) -> tuple[Row, ...]:
+    def outliers(self) -> tuple[MeasurementRow, ...]:
         """Rows that are far off while the others are not."""
         return tuple(self.rows[index] for index in self.report.outliers)
 
 
-def fit_rows(rows: Sequence[Row], checkpoint: Checkpoint = "never") -> tuple[StageFit, ...]:
+def fit_rows(
+    rows: Sequence[MeasurementRow], checkpoint: Checkpoint = "never"
+) -> tuple[StageFit, ...]:
     """Fit the model to measurements; fits come in the order of their number of stages.
 
     Args:
@@ -61,7 +63,7 @@ def fit_rows(rows: Sequence[Row], checkpoint: Checkpoint = "never") -> tuple[Sta
     )
 
 
-def _fit(rows: tuple[Row, ...], checkpoint: Checkpoint) -> StageFit:
+def _fit(rows: tuple[MeasurementRow, ...], checkpoint: Checkpoint) -> StageFit:
     measured = [row.measurement for row in rows]
     num_stages = measured[0].num_stages
     timed = any(one.forward for one in measured)

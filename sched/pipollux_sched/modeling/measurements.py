@@ -124,7 +124,7 @@ class Measurement(BaseModel):
         return self.atomic_bsz / self.num_microbatches
 
 
-class Row(NamedTuple):
+class MeasurementRow(NamedTuple):
     """A measurement and where it stands."""
 
     place: str
@@ -132,17 +132,17 @@ class Row(NamedTuple):
     measurement: Measurement
 
 
-class Rows(NamedTuple):
+class MeasurementRows(NamedTuple):
     """The measurements of a file."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MeasurementRow, ...]
     bad: tuple[str, ...]
     """What is wrong with the lines that hold no measurement, one sentence a problem."""
     num_bad: int
     """How many lines that are."""
 
 
-def parse_rows(text: str, name: str) -> Rows:
+def parse_rows(text: str, name: str) -> MeasurementRows:
     """Read measurements, one JSON object a line; empty lines count for nothing.
 
     Args:
@@ -156,7 +156,7 @@ def parse_rows(text: str, name: str) -> Rows:
         >>> parse_rows('{"num_nodes": 0}', "a.jsonl").bad[0]
         "a.jsonl:1: num_nodes: 0 is not allowed; it must be a whole number from 1 on"
     """
-    rows: list[Row] = []
+    rows: list[MeasurementRow] = []
     bad: list[str] = []
     num_bad = 0
     # Not splitlines, which also splits at characters that JSON allows within a text.
@@ -165,7 +165,7 @@ def parse_rows(text: str, name: str) -> Rows:
             continue
         place = f"{name}:{number}"
         try:
-            rows.append(Row(place, _parse(line)))
+            rows.append(MeasurementRow(place, _parse(line)))
         except ModelingError as error:
             num_bad += 1
             bad += [f"{place}: {problem}" for problem in error.problems]
@@ -175,7 +175,7 @@ def parse_rows(text: str, name: str) -> Rows:
             '{"num_nodes": 1, "num_replicas": 1, "atomic_bsz": 32, "accum_step_time": 0.12, '
             '"optim_step_time": 0.12}'
         )
-    return Rows(tuple(rows), tuple(bad), num_bad)
+    return MeasurementRows(tuple(rows), tuple(bad), num_bad)
 
 
 def _parse(line: str) -> Measurement:

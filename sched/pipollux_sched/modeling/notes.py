@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .cutting import Layers
-from .params_file import Bounds, JobModel
+from .params_file import Bounds, ModelFile
 from .sizes import spell_size
 from .stage_model import Prediction
 
 
 def all_notes(
-    model: JobModel,
+    model: ModelFile,
     bounds: Bounds,
     layers: Layers | None,
     predictions: Sequence[Prediction],
@@ -52,7 +52,7 @@ def all_notes(
 
 
 def _unmeasured_notes(
-    model: JobModel, layers: Layers | None, predictions: Sequence[Prediction]
+    model: ModelFile, layers: Layers | None, predictions: Sequence[Prediction]
 ) -> list[str]:
     if all(one.measured for one in predictions):
         return []
@@ -100,7 +100,7 @@ def _balances(predictions: Sequence[Prediction], *, from_layers: bool) -> str:
     return f" cut {', '.join(cuts.values())}" if cuts else ""
 
 
-def _network_notes(model: JobModel, predictions: Sequence[Prediction]) -> list[str]:
+def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:
     """Say once which part of the network rests on assumptions that these predictions lean on."""
     across, inside = set[str](), set[str]()  # what predictions of each kind assume
     for one in predictions:

@@ -64,7 +64,7 @@ NO_BOUNDS = Bounds()
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobModel:
+class ModelFile:
     """What is known of a job."""
 
     perf_params: tuple[PerfParams, ...]
@@ -127,7 +127,7 @@ def to_text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read_model(path: str | Path) -> JobModel:
+def read_model(path: str | Path) -> ModelFile:
     """Read a `params.json`, or the hints of a job.
 
     Raises:
@@ -141,7 +141,7 @@ def read_model(path: str | Path) -> JobModel:
         raise ModelingError(*(f"{name}: {one}" for one in problem)) from None
 
 
-def parse_model(data: Any) -> JobModel:
+def parse_model(data: Any) -> ModelFile:
     """Read the decoded JSON of a `params.json`, or of hints.
 
     Raises:
@@ -161,7 +161,7 @@ def parse_model(data: Any) -> JobModel:
             f"version: {_spell(data, 'version')}; this Pipollux reads version {VERSION}"
         )
     params = _perf_params(data.get("perf_params"))
-    return JobModel(
+    return ModelFile(
         perf_params=params,
         init_batch_size=_init_batch_size(data.get("init_batch_size")),
         grad_params=_grad_params(data.get("grad_params")),
@@ -169,7 +169,7 @@ def parse_model(data: Any) -> JobModel:
     )
 
 
-def _from_hints(data: Mapping[str, Any]) -> JobModel:
+def _from_hints(data: Mapping[str, Any]) -> ModelFile:
     try:
         hints = SchedHints.from_json_object(data)
     except HintsError as error:
@@ -179,7 +179,7 @@ def _from_hints(data: Mapping[str, Any]) -> JobModel:
             "hints: perfParams is null; a job reports it after its first fit, "
             "so take hints that it reported later"
         )
-    return JobModel(
+    return ModelFile(
         perf_params=(hints.perf_params,),
         init_batch_size=hints.init_batch_size,
         grad_params=hints.grad_params,

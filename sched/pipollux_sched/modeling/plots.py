@@ -20,7 +20,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .fitting import StageFit
 from .prediction import Answer
-from .regimes import ACCUMULATION, REGIMES, Point, points
+from .regimes import ACCUMULATION, REGIMES, RegimePoint, points
 from .stage_model import Prediction
 
 _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
@@ -111,7 +111,7 @@ def _fit_panel(axes: Axes, fit: StageFit, colours: LogNorm) -> Any:
     return drawn
 
 
-def _finish_fit(axes: Axes, fit: StageFit, found: Sequence[Point]) -> None:
+def _finish_fit(axes: Axes, fit: StageFit, found: Sequence[RegimePoint]) -> None:
     times = [time for point in found for time in (point.measured, point.predicted)]
     ends = np.array((min(times) / _MARGIN, max(times) * _MARGIN))
     axes.fill_between(

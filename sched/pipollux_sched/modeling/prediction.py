@@ -15,7 +15,7 @@ from typing import Any
 from .cutting import Layers
 from .errors import ModelingError
 from .notes import all_notes
-from .params_file import NO_BOUNDS, Bounds, JobModel
+from .params_file import NO_BOUNDS, Bounds, ModelFile
 from .stage_model import Prediction, StageModel
 
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
@@ -82,7 +82,7 @@ class Answer:
         return asdict(self)
 
 
-def predict(model: JobModel, question: Question) -> Answer:
+def predict(model: ModelFile, question: Question) -> Answer:
     """Answer a question about a job.
 
     Raises:
@@ -108,7 +108,7 @@ def predict(model: JobModel, question: Question) -> Answer:
     )
 
 
-def _init_batch_size(model: JobModel) -> int:
+def _init_batch_size(model: ModelFile) -> int:
     if model.init_batch_size is None:
         raise ModelingError(
             "the initial batch size is not known; give --init-batch-size N, "
@@ -117,7 +117,7 @@ def _init_batch_size(model: JobModel) -> int:
     return model.init_batch_size
 
 
-def _bounds(model: JobModel, question: Question, init_batch_size: int) -> Bounds:
+def _bounds(model: ModelFile, question: Question, init_batch_size: int) -> Bounds:
     bounds = question.bounds.or_else(model.bounds).or_else(DEFAULT_BOUNDS)
     if bounds.max_batch_size is None:
         return replace(bounds, max_batch_size=init_batch_size)

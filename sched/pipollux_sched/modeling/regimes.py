@@ -17,7 +17,7 @@ ACCUMULATION = "accumulation steps"
 REGIMES = (ACCUMULATION, "one replica", "one node", "two nodes", "three or more nodes")
 
 
-class Point(NamedTuple):
+class RegimePoint(NamedTuple):
     """One measured time and its prediction, in seconds."""
 
     regime: str
@@ -30,7 +30,7 @@ class Point(NamedTuple):
     """Whether the fit counts its row as an outlier."""
 
 
-def points(fit: StageFit) -> list[Point]:
+def points(fit: StageFit) -> list[RegimePoint]:
     """Return the points of a fit, two for each of its rows, in their order."""
     # Step times depend on neither the gradient nor the initial batch size.
     model = GoodputFunction(fit.perf_params, (0.0, 1.0), 1)
@@ -46,7 +46,7 @@ def points(fit: StageFit) -> list[Point]:
             (_regime(one), one.optim_step_time, times.optim_time),
         ):
             found.append(
-                Point(regime, one.micro_bsz, measured, float(predicted), index in outliers)
+                RegimePoint(regime, one.micro_bsz, measured, float(predicted), index in outliers)
             )
     return found
 

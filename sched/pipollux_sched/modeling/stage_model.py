@@ -14,7 +14,7 @@ from pipollux_perfmodel import (
 )
 
 from .cutting import Layers, cut_layers
-from .params_file import Bounds, JobModel
+from .params_file import Bounds, ModelFile
 
 if TYPE_CHECKING:
     pass
@@ -77,7 +77,7 @@ class StageModel:
 
     def __init__(
         self,
-        model: JobModel,
+        model: ModelFile,
         layers: Layers | None,
         bounds: Bounds,
         init_batch_size: int,

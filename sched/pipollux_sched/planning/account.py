@@ -14,9 +14,9 @@ from pipollux_sched.store.slot_usage import holding
 
 from .explain import (
     Alternative,
-    Bounds,
     Limit,
     LimitKind,
+    ReplicaBounds,
     Standing,
     pinned_because,
     standing,
@@ -45,7 +45,7 @@ def find_standing(store: Store, job: JobRecord) -> Standing:
     spec = parse_job(job.spec)
     measured = _measured(store.hints().get(job.name), spec)
     free = free_of(live.nodes, live.candidates)
-    return standing(candidate, live.nodes, free, Bounds(spec.max_replicas, measured), pin)
+    return standing(candidate, live.nodes, free, ReplicaBounds(spec.max_replicas, measured), pin)
 
 
 def _measured(hints: Mapping[str, Any] | None, spec: JobSpec) -> int:

@@ -15,7 +15,7 @@ from pipollux_sched.policy import Allocation, NodeInfo
 
 
 @dataclass(frozen=True)
-class Change:
+class PlannedChange:
     """What one job has, and what it would have."""
 
     job: str
@@ -39,7 +39,7 @@ class Change:
         return {**asdict(self), "previous": list(self.previous), "nodes": list(self.nodes)}
 
 
-def plan_live(state: LiveState, strategy: Strategy) -> list[Change]:
+def plan_live(state: LiveState, strategy: Strategy) -> list[PlannedChange]:
     """Say of every job that can be decided on what it would have; touch nothing.
 
     Raises:
@@ -69,9 +69,9 @@ def _change(
     decision: Decision | None,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-) -> Change:
+) -> PlannedChange:
     before, after = _prediction(old.held), _prediction(new.held)
-    return Change(
+    return PlannedChange(
         job=old.name,
         previous=old.allocation,
         previous_num_stages=old.held.num_stages,
@@ -99,6 +99,6 @@ def _prediction(held: Allocation) -> tuple[float | None, int | None]:
     return known.speedup, known.batch_size
 
 
-def changed(changes: Sequence[Change]) -> list[Change]:
+def changed(changes: Sequence[PlannedChange]) -> list[PlannedChange]:
     """Return those that change something."""
     return [change for change in changes if change.changes]

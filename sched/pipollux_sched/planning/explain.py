@@ -66,7 +66,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ReplicaBounds:
     """What a job's user asked for, and what of it was seen."""
 
     max_replicas: int
@@ -92,7 +92,11 @@ class Standing:
 
 
 def standing(
-    job: Candidate, nodes: Mapping[str, NodeInfo], free: Room, bounds: Bounds, pin: Limit | None
+    job: Candidate,
+    nodes: Mapping[str, NodeInfo],
+    free: Room,
+    bounds: ReplicaBounds,
+    pin: Limit | None,
 ) -> Standing:
     """Say why a job has what it has.
 
@@ -141,7 +145,7 @@ def _told(pin: Limit | None) -> Iterator[Limit]:
 def _limits(
     job: Candidate,
     nodes: Mapping[str, NodeInfo],
-    bounds: Bounds,
+    bounds: ReplicaBounds,
     more: Alternative,
     fewer: Alternative | None,
     pin: Limit | None,
@@ -166,7 +170,7 @@ def _limits(
 
 def _upward(
     info: JobInfo,
-    bounds: Bounds,
+    bounds: ReplicaBounds,
     has: int,
     more: Alternative,
     now: float | None,
@@ -189,7 +193,7 @@ def _upward(
         )
 
 
-def _profiled(info: JobInfo, bounds: Bounds) -> str:
+def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:
     if not bounds.max_profiled_replicas:
         return (
             f"Its step time was not measured yet, so it gets no more than {info.max_replicas} "

@@ -34,10 +34,10 @@ from pipollux_sched.policy import (
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 
 __all__ = [
-    "Assignment",
     "NodeUse",
     "Plan",
     "PlanError",
+    "PlannedJob",
     "explain",
     "free_resources",
     "job_info",
@@ -58,7 +58,7 @@ class PlanError(Exception):
 
 
 @dataclass(frozen=True)
-class Assignment:
+class PlannedJob:
     """What one job gets, and why."""
 
     job: str
@@ -96,7 +96,7 @@ class NodeUse:
 class Plan:
     """What every job gets."""
 
-    assignments: tuple[Assignment, ...]
+    assignments: tuple[PlannedJob, ...]
     """In the order of the jobs."""
     nodes: tuple[NodeUse, ...]
     """In the order of the cluster."""
@@ -112,7 +112,7 @@ class Plan:
         }
 
 
-def _plain(assignment: Assignment) -> dict[str, Any]:
+def _plain(assignment: PlannedJob) -> dict[str, Any]:
     told = [entry.name for entry in fields(assignment) if entry.name != "allocation"]
     values = {name: getattr(assignment, name) for name in told}
     return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
@@ -187,11 +187,11 @@ def _assignment(
     allocation: Sequence[str],
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
-) -> Assignment:
+) -> PlannedJob:
     shape = shape_of(info, allocation, nodes)
     given = Allocation(allocation, shape)
     config = given.configuration
-    return Assignment(
+    return PlannedJob(
         job=job.name,
         num_stages=given.num_stages or job.num_stages,
         num_replicas=len(allocation),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipollux_sched.report.charts.gantt import slot_use
 from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
-from pipollux_sched.report.run.records import JobRecord, Run
+from pipollux_sched.report.run.records import JobRun, Run
 from pipollux_sched.utils.text import (
     DASH,
     amount,
@@ -32,7 +32,7 @@ class Headline(NamedTuple):
     caption: str
 
 
-class JobRow(NamedTuple):
+class JobFacts(NamedTuple):
     """One job's line in the table of the header."""
 
     name: str
@@ -110,7 +110,7 @@ def _spelt(how_many: int, what: str) -> str:
     return f"{small[how_many]} {what}{'' if how_many == 1 else 's'}"
 
 
-def _job_sentence(job: JobRecord, run: Run) -> str:
+def _job_sentence(job: JobRun, run: Run) -> str:
     name = clean(job.name, 32)
     sizes = [g.num_replicas for g in job.launched]
     shape = f"a pipeline of {job.num_stages} stages" if job.num_stages > 1 else "one stage"
@@ -129,7 +129,7 @@ def _job_sentence(job: JobRecord, run: Run) -> str:
     return f"{first}, with {listing(turns)} on."
 
 
-def _outcomes(jobs: list[JobRecord]) -> str:
+def _outcomes(jobs: list[JobRun]) -> str:
     ends: dict[str, list[str]] = {}
     for job in jobs:
         ends.setdefault(job.phase, []).append(clean(job.name, 32))
@@ -176,13 +176,13 @@ def restart_costs(run: Run) -> list[float]:
     return costs
 
 
-def job_row(job: JobRecord, colour: int) -> JobRow:
+def job_row(job: JobRun, colour: int) -> JobFacts:
     """Return a job's line in the table of the header."""
     losses = [p.loss for p in job.points if p.loss is not None]
     speedups = [a.speedup for a in job.allocations if a.speedup is not None]
     last = job.last_point
     step = job.final_step if job.final_step is not None else last.step if last else None
-    return JobRow(
+    return JobFacts(
         name=clean(job.name),
         colour=colour,
         phase=job.phase,
@@ -198,14 +198,14 @@ def job_row(job: JobRecord, colour: int) -> JobRow:
     )
 
 
-def epochs(job: JobRecord) -> int | None:
+def epochs(job: JobRun) -> int | None:
     """Return how many epochs a job has done; of one under way, the epoch it is in, from 0."""
     if job.final_epoch is not None:
         return job.final_epoch
     return job.last_point.epoch if job.last_point else None
 
 
-def goodputs(job: JobRecord) -> list[float]:
+def goodputs(job: JobRun) -> list[float]:
     """Return the mean goodput of each generation that reported any, in samples/s."""
     known = [(p.generation, p.goodput) for p in job.points if p.goodput is not None]
     return [fmean(values) for values in _grouped(known).values()]
@@ -219,7 +219,7 @@ class Speedup(NamedTuple):
     predicted: float | None
 
 
-def speedup(job: JobRecord) -> Speedup | None:
+def speedup(job: JobRun) -> Speedup | None:
     """Return a job's speedup; None unless it reported goodput with one replica and with more."""
     known = [(p.num_replicas, p.goodput) for p in job.points if p.goodput and p.num_replicas]
     means = {size: fmean(values) for size, values in _grouped(known).items()}
@@ -247,7 +247,7 @@ def _path(values: list[str]) -> str:
     return " → ".join(short)
 
 
-def continuations(job: JobRecord) -> str:
+def continuations(job: JobRun) -> str:
     """Say at which steps a job stopped and went on."""
     parts = []
     for before, after in pairwise(job.launched):

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.report.run.event_log import Event, real, text
-from pipollux_sched.report.run.records import FINISHED, AllocationRecord, JobRecord, NodeRecord, Run
+from pipollux_sched.report.run.records import FINISHED, AllocationRecord, JobRun, NodeRun, Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.utils.text import (
     DASH,
@@ -39,14 +39,14 @@ from pipollux_sched.utils.text import (
 from .facts import epochs, job_row
 from .narration import describe
 from .tables import (
-    AllocationRow,
+    AllocationLine,
     allocation_table,
     cell,
     open_table,
     plain_spaces,
 )
 
-__all__ = ["AllocationRow", "LiveView", "allocation_table"]
+__all__ = ["AllocationLine", "LiveView", "allocation_table"]
 
 COLOURS = (
     "#2e6ca4",
@@ -184,7 +184,7 @@ class LiveView:
         moment = (real(event, "time") or 0.0) - (self.run.start or 0.0)
         return cell(f"[{clock(moment)}] {words}")
 
-    def _progress_line(self, event: Event, job: JobRecord) -> list[RenderableType]:
+    def _progress_line(self, event: Event, job: JobRun) -> list[RenderableType]:
         now = real(event, "time") or 0.0
         if now - self._told.get(job.name, float("-inf")) < self._interval:
             return []
@@ -286,7 +286,7 @@ class LiveView:
             grid.add_row(cell(clean(node.name, 20)), self._slots(node))
         return grid
 
-    def _slots(self, node: NodeRecord) -> Text:
+    def _slots(self, node: NodeRun) -> Text:
         """Draw a node's slots: one coloured block per replica, as wide as its stages."""
         line, used = Text(), 0
         for index, job in enumerate(self.run.jobs.values()):
@@ -313,7 +313,7 @@ class _Cells(NamedTuple):
     where: str
 
 
-def _progress(job: JobRecord, *, short: bool = False) -> _Cells:
+def _progress(job: JobRun, *, short: bool = False) -> _Cells:
     point = job.last_point
     current = job.current
     where = DASH
@@ -342,8 +342,8 @@ def _progress(job: JobRecord, *, short: bool = False) -> _Cells:
     )
 
 
-def _row(record: AllocationRecord, why: str, previous: int | None) -> AllocationRow:
-    return AllocationRow(
+def _row(record: AllocationRecord, why: str, previous: int | None) -> AllocationLine:
+    return AllocationLine(
         record.job,
         record.num_stages,
         record.nodes,

@@ -25,7 +25,7 @@ from pipollux_sched.report.charts.prediction import (
     mean_absolute_error,
 )
 from pipollux_sched.report.run.event_log import Event, EventLog, read_events
-from pipollux_sched.report.run.records import JobRecord, Run
+from pipollux_sched.report.run.records import JobRun, Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.utils.atomic_write import write_aside
 from pipollux_sched.utils.text import clean, count, duration, percent
@@ -164,7 +164,7 @@ def _gantt_words(run: Run) -> str:
     return words.strip()
 
 
-def _loss(job: JobRecord, index: int, start: float) -> Figure:
+def _loss(job: JobRun, index: int, start: float) -> Figure:
     picture = draw_loss(job, index, start)
     num_points = sum(p.loss is not None for p in job.points)
     words = "It reported no loss."
@@ -175,7 +175,7 @@ def _loss(job: JobRecord, index: int, start: float) -> Figure:
     return Figure(clean(job.name), index, picture, words)
 
 
-def _goodput(job: JobRecord, index: int, start: float) -> Figure:
+def _goodput(job: JobRun, index: int, start: float) -> Figure:
     picture = draw_goodput(job, index, start)
     words = "It reported neither goodput, batch size nor efficiency."
     if picture is not None:
@@ -183,7 +183,7 @@ def _goodput(job: JobRecord, index: int, start: float) -> Figure:
     return Figure(clean(job.name), index, picture, words)
 
 
-def _goodput_words(job: JobRecord) -> str:
+def _goodput_words(job: JobRun) -> str:
     gain = facts.speedup(job)
     if gain is None:
         return ""
@@ -225,7 +225,7 @@ def _signed(share: float) -> str:
     return f"{'+' if share >= 0 else '−'}{percent(abs(share))}"
 
 
-def _bubble(job: JobRecord, index: int, run: Run) -> Figure:
+def _bubble(job: JobRun, index: int, run: Run) -> Figure:
     found = bubble(job)
     if found is None:
         return Figure(clean(job.name), index, None, missing(job))

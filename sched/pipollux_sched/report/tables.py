@@ -13,7 +13,7 @@ from rich.text import Text
 from pipollux_sched.utils.text import DASH, THIN_SPACE, amount, clean, placement
 
 
-class AllocationRow(NamedTuple):
+class AllocationLine(NamedTuple):
     """One job's line in a table of allocations; `previous_replicas` None when it is new."""
 
     job: str
@@ -25,7 +25,7 @@ class AllocationRow(NamedTuple):
     previous_replicas: int | None = None
 
 
-def allocation_table(rows: Iterable[AllocationRow], *, title: str | None = None) -> Table:
+def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None) -> Table:
     """Return a table of who gets what, and why.
 
     Args:
@@ -33,7 +33,7 @@ def allocation_table(rows: Iterable[AllocationRow], *, title: str | None = None)
         title: what stands above the table.
 
     Example:
-        >>> row = AllocationRow("char-lm", 2, ["a", "b"], 128, 1.7, "a node is free", 1)
+        >>> row = AllocationLine("char-lm", 2, ["a", "b"], 128, 1.7, "a node is free", 1)
         >>> allocation_table([row]).row_count
         1
     """

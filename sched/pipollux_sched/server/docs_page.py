@@ -20,7 +20,7 @@ TAGS = {
 WHO = {"jobToken": "job or admin", "adminToken": "admin"}
 
 
-class Row(NamedTuple):
+class FieldRow(NamedTuple):
     """One line of a table of fields or parameters."""
 
     name: str
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
     who: str
     summary: str
     words: str
-    parameters: list[Row]
+    parameters: list[FieldRow]
     body: Markup | None
     answer: Markup
     refusals: list[tuple[str, str]]
@@ -49,7 +49,7 @@ class Model(NamedTuple):
 
     name: str
     words: str
-    fields: list[Row]
+    fields: list[FieldRow]
 
 
 def render_docs(document: dict[str, Any]) -> str:
@@ -111,18 +111,18 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> Operation:
     )
 
 
-def _parameter(entry: dict[str, Any]) -> Row:
+def _parameter(entry: dict[str, Any]) -> FieldRow:
     schema = entry["schema"]
     default = schema.get("default")
     needed = "needed" if entry["required"] else f"default {default}" if default is not None else ""
-    return Row("?" + entry["name"], _kind(schema), needed, entry.get("description", ""))
+    return FieldRow("?" + entry["name"], _kind(schema), needed, entry.get("description", ""))
 
 
 def _model(name: str, schema: dict[str, Any]) -> Model:
     # What is answered is always whole.
     needed = [] if name.endswith("Reply") else schema.get("required", [])
     fields = [
-        Row(field, _kind(inner), _need(field, inner, needed), inner.get("description", ""))
+        FieldRow(field, _kind(inner), _need(field, inner, needed), inner.get("description", ""))
         for field, inner in schema.get("properties", {}).items()
     ]
     words = schema.get("description", "").partition("\n\n")[0]

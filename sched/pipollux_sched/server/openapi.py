@@ -16,7 +16,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.routes.admin import NodeChange
-from pipollux_sched.server.routes.job import Heartbeat, Registration
+from pipollux_sched.server.routes.job import HeartbeatBody, Registration
 from pipollux_sched.spec.job import JobBatch, JobSpec
 
 from . import schemas
@@ -24,7 +24,7 @@ from . import schemas
 BODIES: dict[tuple[str, str], Any] = {
     ("put", "/jobs/{name}/hints"): SchedHints,
     ("post", "/jobs/{name}/reports"): TrainingReport,
-    ("post", "/jobs/{name}/heartbeats"): Heartbeat,
+    ("post", "/jobs/{name}/heartbeats"): HeartbeatBody,
     ("post", "/jobs/{name}/replicas"): Registration,
     ("post", "/jobs"): JobSpec,
     ("post", "/jobs/batch"): JobBatch,

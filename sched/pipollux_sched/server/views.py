@@ -13,7 +13,7 @@ from typing import Any
 
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import GenerationRecord, Holder, JobLine, JobQuery, Store
+from pipollux_sched.store import GenerationRecord, Holder, JobQuery, JobSummary, Store
 
 from .event_stream import told_object
 
@@ -89,7 +89,7 @@ def _nodes(nodes: dict[str, dict[str, Any]], holders: Iterable[Holder]) -> dict[
     return found
 
 
-def _job(job: JobLine) -> dict[str, Any]:
+def _job(job: JobSummary) -> dict[str, Any]:
     shown = {} if job.point is None else asdict(job.point)
     return {
         "number": job.number,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pipollux_sched.simulator.applications.base import Application, JobModel, Running, StepTimes
+from pipollux_sched.simulator.applications.base import (
+    Application,
+    JobModel,
+    RunningJob,
+    TrueStepTimes,
+)
 from pipollux_sched.simulator.applications.devices import A100_40G, DEVICES, V100_16G, Device
 from pipollux_sched.simulator.applications.gpt import GPT_MODELS, GptModel
 from pipollux_sched.simulator.applications.pipeline import PipelineApplication
@@ -34,8 +39,13 @@ from pipollux_sched.simulator.engine.failures import (
 )
 from pipollux_sched.simulator.engine.isolated import IsolatedTimes
 from pipollux_sched.simulator.engine.job import Interval, SimulatedJob
-from pipollux_sched.simulator.engine.metrics import JOB_COLUMNS, Metrics, job_rows, measure
-from pipollux_sched.simulator.engine.outcome import JobOutcome, Outcome, outcome
+from pipollux_sched.simulator.engine.metrics import (
+    JOB_COLUMNS,
+    SimulationMetrics,
+    job_rows,
+    measure,
+)
+from pipollux_sched.simulator.engine.outcome import JobOutcome, SimulationOutcome, outcome
 from pipollux_sched.simulator.workload.arrivals import JobArrival, read_workload, write_workload
 from pipollux_sched.simulator.workload.generate import generate
 
@@ -66,23 +76,23 @@ __all__ = [
     "JobModel",
     "JobOutcome",
     "KnownLength",
-    "Metrics",
     "NodeEvent",
     "Options",
     "Outages",
-    "Outcome",
     "PipelineApplication",
     "PipelineJob",
     "PipelineJobModel",
     "Result",
-    "Running",
+    "RunningJob",
     "SiaPipelineModel",
     "SimulatedJob",
     "SimulationError",
-    "StepTimes",
+    "SimulationMetrics",
+    "SimulationOutcome",
     "TraceApplication",
     "TraceError",
     "TraceJobModel",
+    "TrueStepTimes",
     "Watch",
     "Workload",
     "check_room",

@@ -22,7 +22,7 @@ from pipollux_sched.simulator.engine.failures import (
     outages,
 )
 from pipollux_sched.simulator.engine.isolated import IsolatedTimes
-from pipollux_sched.simulator.engine.outcome import Outcome, outcome
+from pipollux_sched.simulator.engine.outcome import SimulationOutcome, outcome
 from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 
@@ -74,7 +74,7 @@ class Experiment:
         self._applications.update(loaded)
         return {name: self._applications[name] for name in names}
 
-    def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> Outcome:
+    def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> SimulationOutcome:
         """Simulate a workload under a policy.
 
         Args:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from pipollux_sched.simulator.engine.cluster import SimulationError
-from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.simulator.engine.outcome import SimulationOutcome
 
 from .experiment import Experiment, Workload
 
@@ -34,7 +34,7 @@ class _Child(NamedTuple):
 
 def run_pairs(
     experiment: Experiment, pairs: Sequence[Pair], watch: WatchPair, processes: int = 1
-) -> list[Outcome]:
+) -> list[SimulationOutcome]:
     """Simulate every pair; returns outcomes in the order of the pairs.
 
     Outcomes do not depend on the number of processes, but for the policies' wall-clock seconds,
@@ -57,7 +57,7 @@ def run_pairs(
         ]
     waiting = list(enumerate(pairs))
     running: dict[Connection, _Child] = {}
-    found: dict[int, Outcome] = {}
+    found: dict[int, SimulationOutcome] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -91,7 +91,7 @@ def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, 
 
 def _hear(
     receiver: Connection, child: _Child, pairs: Sequence[Pair], watch: WatchPair
-) -> Outcome | None:
+) -> SimulationOutcome | None:
     """Take one message of a child; return its outcome if that is what came."""
     try:
         message = receiver.recv()
@@ -104,7 +104,7 @@ def _hear(
         ) from None
     if isinstance(message, Exception):
         raise message
-    if isinstance(message, Outcome):
+    if isinstance(message, SimulationOutcome):
         return message
     watch(child.pair, *message)
     return None

@@ -17,7 +17,7 @@ from .errors import (
     UnknownNodeError,
 )
 from .hints import ToldHints
-from .job_list import Holder, JobLine, JobOrder, JobPage, JobQuery, ListedPhase
+from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
 from .launches import LaunchCounts
 from .queries import Glance, NoisePoint, Overview
@@ -37,12 +37,12 @@ __all__ = [
     "Holder",
     "JobEndedError",
     "JobExistsError",
-    "JobLine",
     "JobLivesError",
     "JobOrder",
     "JobPage",
     "JobQuery",
     "JobRecord",
+    "JobSummary",
     "LaunchCounts",
     "ListedPhase",
     "NodeCondition",

@@ -78,7 +78,7 @@ class JobQuery:
 
 
 @dataclass(frozen=True)
-class JobLine:
+class JobSummary:
     """A job as lists have it."""
 
     number: int
@@ -109,7 +109,7 @@ class JobLine:
 class JobPage:
     """A part of a list of jobs."""
 
-    jobs: tuple[JobLine, ...]
+    jobs: tuple[JobSummary, ...]
     num_found: int
     """Jobs that the filter lets pass, on all pages."""
 
@@ -229,7 +229,7 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
 
 def _lines(
     session: Session, ids: Collection[int] | None, wanted: ColumnElement[bool]
-) -> dict[int, JobLine]:
+) -> dict[int, JobSummary]:
     """Return the lines of jobs by number; None: of all that are wanted."""
     query = (
         select(JobRow, _PHASE, _STAGES, PointRow)
@@ -242,9 +242,9 @@ def _lines(
     }
 
 
-def _line(row: JobRow, phase: ListedPhase, num_stages: int, point: PointRow | None) -> JobLine:
+def _line(row: JobRow, phase: ListedPhase, num_stages: int, point: PointRow | None) -> JobSummary:
     present = next((one for one in row.conditions if one["type"] == row.phase), None)
-    return JobLine(
+    return JobSummary(
         number=row.id,
         name=row.name,
         phase=phase,

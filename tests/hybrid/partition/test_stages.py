@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
 from pipollux_hybrid.telemetry.stage_timer import StageTimer, align, stage_times
-from pipollux_hybrid.telemetry.step_profile import WARMUP, Configuration, StepProfile
+from pipollux_hybrid.telemetry.step_profile import WARMUP, StepConfiguration, StepProfile
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.clock import Clock, Work
 from tests.hybrid.models import make_model
@@ -85,8 +85,8 @@ def test_every_backward_of_a_first_stage_is_timed_to_its_end() -> None:
     assert [event.end - event.start for event in backward] == pytest.approx([0.004] * 4)
 
 
-def configuration(atomic_bsz: int = 8, num_replicas: int = 1) -> Configuration:
-    return Configuration(2, num_replicas, num_replicas, atomic_bsz, 4)
+def configuration(atomic_bsz: int = 8, num_replicas: int = 1) -> StepConfiguration:
+    return StepConfiguration(2, num_replicas, num_replicas, atomic_bsz, 4)
 
 
 def test_profile_is_the_median_without_the_first_steps() -> None:

@@ -19,7 +19,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
-from pipollux_hybrid.telemetry.step_profile import Configuration
+from pipollux_hybrid.telemetry.step_profile import StepConfiguration
 from pipollux_perfmodel.hints import codec
 from tests.hybrid.replicas import run_replicas
 
@@ -97,7 +97,7 @@ def go_back_to_one_stage() -> None:
     state.load(saved)
     assert metrics.overlap == seen
     context().pipeline.num_stages, metrics.cut = 1, None
-    one = Configuration(1, 1, 1, 4, 1)
+    one = StepConfiguration(1, 1, 1, 4, 1)
     for _ in range(8):
         metrics.profile.add_step(one, 0.01, 0.0, optimizer=True, disturbed=False)
     metrics.fit()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
 from pipollux_sched.backend.local.launch import LaunchRecord
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
@@ -19,12 +19,12 @@ URL = "http://127.0.0.1:9"
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
 from pipollux_sched.store import StateDir
 
 directory = StateDir(Path(sys.argv[1]))
 nodes = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
-work = Workload(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,
+work = ReplicaProgram(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,
                 environment={"PIPOLLUX_SUPERVISOR_URL": sys.argv[3], "PIPOLLUX_TOKEN": "t"})
 LocalBackend(nodes, directory).apply(work, 1, ["node-b", "node-a"])
 os._exit(9)
@@ -146,7 +146,7 @@ def test_folders_of_earlier_launches_are_dropped(
     backend: LocalBackend, state_dir: StateDir
 ) -> None:
     for generation in (1, 2):
-        work = Workload(job="toy", script=TOY, args=("--steps", "1"))
+        work = ReplicaProgram(job="toy", script=TOY, args=("--steps", "1"))
         backend.apply(work, generation, ["node-a"])
         exited = wait_for(backend, Exited)
         assert isinstance(exited, Exited)

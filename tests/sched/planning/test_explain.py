@@ -13,7 +13,13 @@ from pipollux_sched.allocator.allocator import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase
-from pipollux_sched.planning.explain import Bounds, Limit, LimitKind, pinned_because, standing
+from pipollux_sched.planning.explain import (
+    Limit,
+    LimitKind,
+    ReplicaBounds,
+    pinned_because,
+    standing,
+)
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec
 
@@ -47,7 +53,7 @@ def job(
     stages: int = 1,
     preemptible: bool = True,
     hinted: bool = True,
-) -> tuple[Candidate, Bounds]:
+) -> tuple[Candidate, ReplicaBounds]:
     spec = JobSpec(
         name="job",
         script="job.py",
@@ -59,7 +65,7 @@ def job(
     told = {**HINTS, "maxProfiledReplicas": profiled, "numStages": stages}
     hints = SchedHints.from_json_object(told) if hinted else None
     info = job_info(spec, hints, age=100.0)
-    return Candidate("job", info, tuple(nodes)), Bounds(most, profiled if hinted else 0)
+    return Candidate("job", info, tuple(nodes)), ReplicaBounds(most, profiled if hinted else 0)
 
 
 def other(*nodes: str) -> Candidate:
@@ -98,7 +104,7 @@ def kinds(limits: Sequence[Limit]) -> list[str]:
     ],
 )
 def test_what_it_has(
-    made: tuple[Candidate, Bounds],
+    made: tuple[Candidate, ReplicaBounds],
     others: str,
     draining: str,
     pin: Limit | None,
@@ -180,7 +186,7 @@ def test_more_that_would_do_harm() -> None:
         (job(""), "", "there is room for 1 replica"),
     ],
 )
-def test_what_it_waits_for(made: tuple[Candidate, Bounds], others: str, says: str) -> None:
+def test_what_it_waits_for(made: tuple[Candidate, ReplicaBounds], others: str, says: str) -> None:
     candidate, bounds = made
     free = free_of(NODES, [candidate, other(*others)])
     found = standing(candidate, NODES, free, bounds, None)

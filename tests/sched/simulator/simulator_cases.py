@@ -13,8 +13,8 @@ from pipollux_sched.simulator import (
     JobArrival,
     Options,
     Result,
-    Running,
-    StepTimes,
+    RunningJob,
+    TrueStepTimes,
 )
 from pipollux_sched.simulator.applications.trace_model import linear_speedup
 
@@ -28,8 +28,8 @@ class Steady:
     max_epochs = 3
     max_profiled_replicas = 8
 
-    def step_times(self, running: Running) -> StepTimes:
-        return StepTimes(1.0 / running.num_replicas, 1.0 / running.num_replicas)
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
+        return TrueStepTimes(1.0 / running.num_replicas, 1.0 / running.num_replicas)
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's
         return GradParams(1.0, 0.0)
@@ -52,10 +52,12 @@ class Steady:
     def shapes(self) -> tuple[ReplicaShape, ...]:
         return (ReplicaShape(1, {"slots": 1}, linear_speedup),)
 
-    def configure(self, _: ReplicaShape, placement: Sequence[int], gpu_type: str = "") -> Running:
-        return Running(tuple(placement), 1, 1, 10, 0, gpu_type)
+    def configure(
+        self, _: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+    ) -> RunningJob:
+        return RunningJob(tuple(placement), 1, 1, 10, 0, gpu_type)
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         return 10.0 * running.num_replicas
 
     def base_goodput(self) -> float:

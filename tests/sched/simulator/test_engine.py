@@ -14,7 +14,7 @@ from pipollux_sched.simulator import (
     JobArrival,
     NodeEvent,
     Options,
-    Running,
+    RunningJob,
     SimulationError,
     TraceApplication,
     TraceError,
@@ -224,11 +224,11 @@ def traced(tmp_path: Path) -> Path:
 def test_traces_are_interpolated(traced: Path) -> None:
     app = TraceApplication(traced, Constants(max_epochs=2))
     assert (app.init_batch_size, app.max_batch_size) == (4, 16)
-    assert app.step_times(Running((1,), atomic_bsz=6)) == pytest.approx((1.5, 1.5))
+    assert app.step_times(RunningJob((1,), atomic_bsz=6)) == pytest.approx((1.5, 1.5))
     # A placement was measured once for all its rotations.
-    assert app.step_times(Running((2, 1), atomic_bsz=4)) == pytest.approx((1.5, 1.0))
+    assert app.step_times(RunningJob((2, 1), atomic_bsz=4)) == pytest.approx((1.5, 1.0))
     # Half-way between 8 and 16 replicas on four nodes.
-    assert app.step_times(Running((3, 3, 3, 3), atomic_bsz=4)) == pytest.approx((4.0, 1.0))
+    assert app.step_times(RunningJob((3, 3, 3, 3), atomic_bsz=4)) == pytest.approx((4.0, 1.0))
     assert app.gradients(10, 1) == pytest.approx((1.5, 6.0))
     assert [app.progress(epoch) for epoch in range(3)] == [0.0, 10.0, 20.0]
 
@@ -236,7 +236,7 @@ def test_traces_are_interpolated(traced: Path) -> None:
 def test_what_traces_do_not_say_is_an_error(traced: Path) -> None:
     app = TraceApplication(traced, Constants(max_epochs=2))
     with pytest.raises(TraceError, match="tiny: the traces say nothing of placement"):
-        app.step_times(Running((1,), atomic_bsz=9))
+        app.step_times(RunningJob((1,), atomic_bsz=9))
     with pytest.raises(TraceError, match="batch size 17 lies outside"):
         app.gradients(17, 0)
     write(traced / "placements.csv", "placement,local_bsz,step_time,sync_time 1,4,soon,0.0")

@@ -13,8 +13,8 @@ from pipollux_sched.simulator import (
     JOB_COLUMNS,
     IsolatedTimes,
     JobArrival,
-    Metrics,
     PipelineApplication,
+    SimulationMetrics,
     job_rows,
     make_nodes,
     measure,
@@ -28,7 +28,7 @@ from tests.sched.simulator.simulator_cases import Give, Steady, simulate
 APPLICATIONS = {"steady": Steady()}
 
 
-def measured(policy: Give, *jobs: tuple[str, float]) -> Metrics:
+def measured(policy: Give, *jobs: tuple[str, float]) -> SimulationMetrics:
     result = simulate(policy, *jobs)
     isolated = IsolatedTimes(result.nodes, 30.0)
     found = outcome(result, APPLICATIONS, isolated, workload="w", policy="give", seed=5)

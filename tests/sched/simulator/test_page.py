@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.simulator import IsolatedTimes, Outcome, outcome
+from pipollux_sched.simulator import IsolatedTimes, SimulationOutcome, outcome
 from pipollux_sched.simulator.results.charts import completion_curve, jobs_unfinished, slots_held
 from pipollux_sched.simulator.results.gantt import blocks
 from pipollux_sched.simulator.results.page import render_plots
@@ -18,7 +18,7 @@ from tests.sched.report.page import Page, pictures, with_class
 from tests.sched.simulator.simulator_cases import Give, Steady, simulate
 
 
-def simulated(policy: str = "give", **rows: list[str]) -> Outcome:
+def simulated(policy: str = "give", **rows: list[str]) -> SimulationOutcome:
     result = simulate(Give(**rows), *((name, 60.0 * i) for i, name in enumerate(rows)))
     isolated = IsolatedTimes(result.nodes, 30.0)
     applications = {"steady": Steady()}

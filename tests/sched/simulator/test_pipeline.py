@@ -19,7 +19,7 @@ from pipollux_sched.simulator import (
     PipelineApplication,
     PipelineJob,
     PipelineJobModel,
-    Running,
+    RunningJob,
     SiaPipelineModel,
 )
 from pipollux_sched.simulator.applications.gpt import gpt_profile
@@ -42,7 +42,7 @@ def truth_of(layers: list[Layer], balance: tuple[int, ...]) -> PipelineTruth:
 def test_an_iteration_takes_what_the_schedule_takes_by_hand() -> None:
     layer = Layer(0.0, 1.0, 0.0, 2.0, parameter_bytes=1000.0, output_bytes=0.0)
     truth = truth_of([layer, layer], (1, 1))
-    times = truth.step_times(Running((1,), num_stages=2, num_microbatches=3, atomic_bsz=6))
+    times = truth.step_times(RunningJob((1,), num_stages=2, num_microbatches=3, atomic_bsz=6))
     # b = 2. Forwards: (2 stages + 2 more micro-batches) · 2 s. Backwards, the last micro-batch's
     # (first to come back) without recomputation: 4 s in stage 1; then 6 s each for the two others;
     # stage 0 has the last of them 6 s after stage 1. A handover a micro-batch in stage 1.
@@ -56,7 +56,7 @@ def test_an_iteration_takes_what_the_schedule_takes_by_hand() -> None:
 def test_all_reduces_hide_behind_the_backward_of_earlier_stages() -> None:
     layer = Layer(0.0, 1.0, 0.0, 2.0, parameter_bytes=1000.0)
     truth = truth_of([layer, layer], (1, 1))
-    one_node = Running((1,), num_stages=2, num_microbatches=1, atomic_bsz=4)
+    one_node = RunningJob((1,), num_stages=2, num_microbatches=1, atomic_bsz=4)
     two_nodes = dataclasses.replace(one_node, placement=(1, 1))
     # A ring of two: 2 · (1/2) · 1000 bytes at 1000 bytes/s. Stage 1's is done long before stage 0
     # has gone back (8 s), so only stage 0's shows.
@@ -133,7 +133,7 @@ def test_a_job_recomputes_only_what_does_not_fit() -> None:
     job = PipelineJob(GPT_MODELS["gpt-2.7b"], (A100_40G,))
     modes = {
         (stages, count): job.way(
-            Running((1,), num_stages=stages, num_microbatches=count, atomic_bsz=count)
+            RunningJob((1,), num_stages=stages, num_microbatches=count, atomic_bsz=count)
         ).perf_params.checkpoint
         for stages in (2, 4)
         for count in (4, 8)
@@ -161,9 +161,9 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
 def test_batches_that_do_not_fit_are_refused() -> None:
     application = PipelineApplication("gpt-1.3b")
     with pytest.raises(ValueError, match=r"atomic_bsz: 64 samples in 1 micro-batches need"):
-        application.step_times(Running((1,), num_microbatches=1, atomic_bsz=64))
+        application.step_times(RunningJob((1,), num_microbatches=1, atomic_bsz=64))
     with pytest.raises(ValueError, match=r"gpu_type: 't4' is not one of a100-40g"):
-        application.step_times(Running((1,), num_microbatches=1, atomic_bsz=1, gpu_type="t4"))
+        application.step_times(RunningJob((1,), num_microbatches=1, atomic_bsz=1, gpu_type="t4"))
 
 
 @pytest.mark.parametrize("name", list(GPT_MODELS))
@@ -195,7 +195,7 @@ def test_the_most_replicas_of_a_shape_can_run(batch_size: int | None) -> None:
 
 
 def test_truth_is_the_same_again_and_differs_by_seed_and_configuration() -> None:
-    running = Running((2, 1), num_stages=4, num_microbatches=4, atomic_bsz=16)
+    running = RunningJob((2, 1), num_stages=4, num_microbatches=4, atomic_bsz=16)
     times = {
         seed: PipelineApplication("gpt-1.3b", seed=seed).step_times(running) for seed in (0, 1)
     }
@@ -222,7 +222,7 @@ def test_the_noise_scale_grows_and_progress_counts_iterations() -> None:
     assert application.progress(last) == GPT_MODELS["gpt-2.7b"].iterations
 
 
-def _error(application: PipelineApplication, model: PipelineJobModel, running: Running) -> float:
+def _error(application: PipelineApplication, model: PipelineJobModel, running: RunningJob) -> float:
     """Return the relative error of a predicted goodput."""
     times = application.step_times(running)
     seconds = times.optim_step + running.accum_steps * times.accum_step
@@ -304,7 +304,7 @@ def test_fixed_stages_leave_one_shape() -> None:
     application = PipelineApplication("gpt-1.3b", fixed_stages=4)
     assert [shape.num_stages for shape in application.new_model().shapes()] == [4]
     with pytest.raises(ValueError, match=r"cannot run in 2 stages on a100-40g; give one of \[4\]"):
-        application.step_times(Running((1,), num_stages=2, num_microbatches=4, atomic_bsz=8))
+        application.step_times(RunningJob((1,), num_stages=2, num_microbatches=4, atomic_bsz=8))
 
 
 def test_a_fixed_batch_size_is_kept() -> None:

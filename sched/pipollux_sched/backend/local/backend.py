@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from pipollux_sched.backend.base import Backend, BackendError, Node, Report, Running, Workload
+from pipollux_sched.backend.base import Backend, BackendError, Node, ReplicaProgram, Report, Running
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
@@ -43,7 +43,7 @@ STOP_GRACE = 30.0
 class _Pending(NamedTuple):
     """A generation that waits for the one before it to end, or for its slots."""
 
-    workload: Workload
+    workload: ReplicaProgram
     generation: int
     nodes: tuple[str, ...]
 
@@ -106,7 +106,7 @@ class LocalBackend(Backend):
         with self._lock:
             return self._ledger.free()
 
-    def apply(self, workload: Workload, generation: int, nodes: Sequence[str]) -> None:
+    def apply(self, workload: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
         """Make a job run as `generation`, one replica for each entry of `nodes`: see `Backend`."""
         if workload.image is not None or workload.script is None:
             raise BackendError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from pipollux_sched.backend.base import Node, Workload
+from pipollux_sched.backend.base import Node, ReplicaProgram
 
 from .inherited import inherited
 from .launch import LaunchRecord
@@ -55,7 +55,7 @@ def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
 
 
 def replica_environment(
-    workload: Workload,
+    workload: ReplicaProgram,
     launch: LaunchRecord,
     replica: int,
     *,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipollux_sched.backend.base import Workload
+from pipollux_sched.backend.base import ReplicaProgram
 
 from . import script_main
 from .launch import LaunchRecord, status_files
@@ -23,7 +23,7 @@ _AGENT = Path(__file__).with_name("agent.py")
 
 
 def start(
-    workload: Workload,
+    workload: ReplicaProgram,
     launch: LaunchRecord,
     *,
     folder: Path,
@@ -61,7 +61,7 @@ def start(
     return replicas
 
 
-def _command(workload: Workload, launch: LaunchRecord, replica: int) -> list[str]:
+def _command(workload: ReplicaProgram, launch: LaunchRecord, replica: int) -> list[str]:
     return [
         *(sys.executable, "-P", str(_AGENT)),
         f"--nnodes={len(launch.nodes)}",

@@ -22,7 +22,7 @@ from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase, StateDir, Store
 
 from .details import JobScreen, NodeScreen
-from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, Row, job_row, node_row
+from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, TableRow, job_row, node_row
 from .text import headline, spell_slots
 from .view import FIRST_JOBS, ClusterView, look
 
@@ -154,10 +154,10 @@ class TopApp(App[None]):
         self._tell_head(view)
         self._show_phases(view)
         jobs = self._main.query_one("#jobs", LiveTable)
-        jobs.show(Row(job.name, job_row(job, view.time)) for job in view.jobs.jobs)
+        jobs.show(TableRow(job.name, job_row(job, view.time)) for job in view.jobs.jobs)
         jobs.mark(self._wanted.order, descending=self._wanted.descending)
         nodes = self._main.query_one("#nodes", LiveTable)
-        nodes.show(Row(node.record.name, node_row(node)) for node in view.nodes)
+        nodes.show(TableRow(node.record.name, node_row(node)) for node in view.nodes)
         self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(view)}")
         lines = (one_line(event_line(event) or "") for event in reversed(view.events))
         self._main.query_one("#events", Static).update(Text("\n".join(lines)))

@@ -11,7 +11,7 @@ from textual.widgets import DataTable
 
 from pipollux_sched.cli.quantities import seconds
 from pipollux_sched.cli.wording import DASH, first_line, number, one_line, spell_age, spell_nodes
-from pipollux_sched.store import JobLine, JobOrder, ListedPhase
+from pipollux_sched.store import JobOrder, JobSummary, ListedPhase
 
 from .sparkline import bars
 from .view import USAGE_PARTS, NodeView
@@ -39,7 +39,7 @@ SOON = 30
 Cell: TypeAlias = Text | str
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column."""
 
     title: str
@@ -51,31 +51,31 @@ class Column(NamedTuple):
 
 
 JOB_COLUMNS = (
-    Column("Job", order=JobOrder.NAME),
-    Column("Phase", order=JobOrder.PHASE),
-    Column("R×K", True, JobOrder.SLOTS, True),
-    Column("Nodes", order=JobOrder.NODES),
-    Column("Epoch", True, JobOrder.EPOCH, True),
-    Column("Step", True, JobOrder.STEP, True),
-    Column("Loss", True, JobOrder.LOSS),
-    Column("Goodput", True, JobOrder.GOODPUT, True),
-    Column("Eff.", True),
-    Column("Step time", True),
-    Column("Restarts", True, JobOrder.RESTARTS, True),
-    Column("Age", True, JobOrder.AGE),
-    Column("Message"),
+    TableColumn("Job", order=JobOrder.NAME),
+    TableColumn("Phase", order=JobOrder.PHASE),
+    TableColumn("R×K", True, JobOrder.SLOTS, True),
+    TableColumn("Nodes", order=JobOrder.NODES),
+    TableColumn("Epoch", True, JobOrder.EPOCH, True),
+    TableColumn("Step", True, JobOrder.STEP, True),
+    TableColumn("Loss", True, JobOrder.LOSS),
+    TableColumn("Goodput", True, JobOrder.GOODPUT, True),
+    TableColumn("Eff.", True),
+    TableColumn("Step time", True),
+    TableColumn("Restarts", True, JobOrder.RESTARTS, True),
+    TableColumn("Age", True, JobOrder.AGE),
+    TableColumn("Message"),
 )
 NODE_COLUMNS = (
-    Column("Node"),
-    Column("Used, last hour"),
-    Column("Now", True),
-    Column("Jobs", True),
-    Column("Condition"),
-    Column("Reason"),
+    TableColumn("Node"),
+    TableColumn("Used, last hour"),
+    TableColumn("Now", True),
+    TableColumn("Jobs", True),
+    TableColumn("Condition"),
+    TableColumn("Reason"),
 )
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row: its cells, and the name by which it is known from one look to the next."""
 
     key: str
@@ -98,17 +98,17 @@ class LiveTable(DataTable[Cell]):
         Binding("end", "scroll_bottom", show=False),
     ]
 
-    def __init__(self, columns: Sequence[Column], id: str) -> None:  # noqa: A002  # Textual's word
+    def __init__(self, columns: Sequence[TableColumn], id: str) -> None:  # noqa: A002  # Textual's word
         super().__init__(id=id, cursor_type="row", fixed_columns=1, zebra_stripes=True)
         self._titles = columns
-        self._told: list[Row] = []
+        self._told: list[TableRow] = []
 
     def on_mount(self) -> None:
         """Make the columns."""
         for column in self._titles:
             self.add_column(_head(column, ""), key=column.title)
 
-    def show(self, rows: Iterable[Row]) -> None:
+    def show(self, rows: Iterable[TableRow]) -> None:
         """Show these rows, in this order, and draw only what is other than before.
 
         Lines stay where they are and change what they tell: to add one takes the library much
@@ -158,7 +158,7 @@ class LiveTable(DataTable[Cell]):
                 self.update_cell(str(line), column.title, new, update_width=True)
 
 
-def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
+def job_row(job: JobSummary, now: float) -> tuple[Cell, ...]:
     """Return the cells of a job."""
     point, holds = job.point, bool(job.nodes)
     done = DASH
@@ -205,12 +205,12 @@ def node_row(node: NodeView) -> tuple[Cell, ...]:
     )
 
 
-def _aligned(columns: Sequence[Column], cells: Sequence[str]) -> list[Cell]:
+def _aligned(columns: Sequence[TableColumn], cells: Sequence[str]) -> list[Cell]:
     return [
         Text(cell, justify="right" if column.right else "left")
         for column, cell in zip(columns, cells, strict=True)
     ]
 
 
-def _head(column: Column, sign: str) -> Text:
+def _head(column: TableColumn, sign: str) -> Text:
     return Text(column.title + sign, justify="right" if column.right else "left")

@@ -49,12 +49,12 @@ def chosen_on(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplicaRequest:
     """So many replicas of one job, and where they may lie.
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
-        >>> Request((shape,), 4, max_nodes=2).num_replicas
+        >>> ReplicaRequest((shape,), 4, max_nodes=2).num_replicas
         4
     """
 
@@ -83,7 +83,7 @@ class FreeSpace:
         >>> from pipollux_sched.policy import NodeInfo
         >>> job = JobInfo({"slots": 2}, lambda nodes, replicas: replicas, 0.0, 1, 4)
         >>> space = FreeSpace({"job": job}, {"node": NodeInfo({"slots": 4})}, {})
-        >>> space.find("job", Request(job.all_shapes, 2))
+        >>> space.find("job", ReplicaRequest(job.all_shapes, 2))
         ['node', 'node']
     """
 
@@ -206,7 +206,7 @@ class FreeSpace:
             self._num_distributed[numbers] += sign
             self._num_movable[numbers] += sign * (name not in self.pinned)
 
-    def find(self, name: Any, request: Request) -> Allocation | None:
+    def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing, consolidated; None if there are none.
 
         One node if one has room, the tightest such, nodes that may be taken away last; else as few
@@ -231,7 +231,7 @@ class FreeSpace:
         best = np.lexsort((enough, rooms[enough], self._spot[enough]))[0]
         return [int(enough[best])] * num_replicas
 
-    def _several_nodes(self, rooms: Ints, request: Request) -> list[int] | None:
+    def _several_nodes(self, rooms: Ints, request: ReplicaRequest) -> list[int] | None:
         rooms = np.where(self._num_distributed > 0, 0, rooms)
         order = np.lexsort((np.arange(len(rooms)), self._spot, -rooms))
         reach = np.cumsum(rooms[order])

@@ -18,7 +18,7 @@ from pipollux_sched.policy.job_info import JobInfo, ReplicaShape
 from pipollux_sched.policy.pollux.arrays import Floats, Ints
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes
 
-from .free_space import FreeSpace, Request
+from .free_space import FreeSpace, ReplicaRequest
 
 S = TypeVar("S")
 
@@ -41,13 +41,15 @@ def user_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     return tuple(chosen.values())
 
 
-def request_of(job: JobInfo, num_replicas: int) -> Request:
+def request_of(job: JobInfo, num_replicas: int) -> ReplicaRequest:
     """Return the request for so many replicas in the job's own shapes, as far as they may be."""
     shapes = user_shapes(job)
-    return Request(tuple(s for s in shapes if job.most_replicas(s) >= num_replicas), num_replicas)
+    return ReplicaRequest(
+        tuple(s for s in shapes if job.most_replicas(s) >= num_replicas), num_replicas
+    )
 
 
-def fixed_request(job: JobInfo) -> Request:
+def fixed_request(job: JobInfo) -> ReplicaRequest:
     """Return what a policy of fixed sizes gives a job: `requested_replicas` within its bounds."""
     least = least_replicas(job)
     most = max(job.most_replicas(shape) for shape in user_shapes(job))
@@ -62,7 +64,7 @@ def speedups(shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints) -> Floats
 
 
 def pack(
-    space: FreeSpace, order: Sequence[Any], wants: Mapping[Any, Sequence[Request]]
+    space: FreeSpace, order: Sequence[Any], wants: Mapping[Any, Sequence[ReplicaRequest]]
 ) -> dict[Any, int]:
     """Place all jobs that hold nothing, the most important first.
 
@@ -88,7 +90,7 @@ def pack(
 
 
 def _make_way(
-    space: FreeSpace, name: Any, request: Request, lower: Sequence[Any]
+    space: FreeSpace, name: Any, request: ReplicaRequest, lower: Sequence[Any]
 ) -> Allocation | None:
     movable = [other for other in lower if other in space.allocations and other not in space.pinned]
     taken = [(other, space.take(other)) for other in movable]

@@ -26,7 +26,7 @@ Allocations: TypeAlias = Mapping[Any, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterArrays:
     """J jobs in I rows, N nodes (real ones first, then templates), T kinds of resources."""
 
     job_names: Sequence[Any]
@@ -101,7 +101,7 @@ def build_cluster(
     base_allocations: Allocations,
     template: NodeInfo,
     num_templates: int,
-) -> Cluster:
+) -> ClusterArrays:
     """Bring jobs and nodes into a fixed order, whatever the order of the mappings.
 
     Nodes that may be taken away come last. Pinned jobs come first, then those with the lowest
@@ -119,7 +119,7 @@ def build_cluster(
     shapes = [shape for _, shape in rows]
     kinds = sorted({kind for shape in shapes for kind in shape.resources})
     extents = [(len(set(base_of[name])), len(base_of[name])) for name in job_names]
-    cluster = Cluster(
+    cluster = ClusterArrays(
         job_names=job_names,
         jobs=[jobs[name] for name in job_names],
         node_names=node_names,
@@ -168,7 +168,7 @@ def _allowed(job: JobInfo, nodes: Sequence[NodeInfo]) -> Bools:
 
 
 def _set_base(
-    cluster: Cluster, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
+    cluster: ClusterArrays, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> None:
     """Enter what a job holds, and whether it can stay so."""
     info, span = cluster.jobs[job], cluster.spans[job]

@@ -18,7 +18,7 @@ from pipollux_sched.policy.job_info import JobInfo, NodeInfo
 from pipollux_sched.policy.placement.first_fit import place_arrival
 from pipollux_sched.policy.rules import is_pinned, usable_nodes
 
-from .arrays import Allocations, Cluster, Floats, Ints, build_cluster
+from .arrays import Allocations, ClusterArrays, Floats, Ints, build_cluster
 from .nsga2 import Evolution, evolve
 from .problem import AllocationProblem
 from .repair import repair
@@ -30,7 +30,7 @@ class _Population:
     """The last population, and what its axes stood for."""
 
     states: Ints
-    cluster: Cluster
+    cluster: ClusterArrays
 
 
 class PolluxPolicy:
@@ -146,7 +146,7 @@ class PolluxPolicy:
         )
 
 
-def carry_over(states: Ints, old: Cluster, new: Cluster) -> Ints:
+def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
     """Bring states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
 
     Jobs that have come hold nothing, jobs that have gone are dropped, and so are shapes; a node
@@ -169,7 +169,7 @@ def carry_over(states: Ints, old: Cluster, new: Cluster) -> Ints:
     return result
 
 
-def _row_keys(cluster: Cluster) -> list[tuple[Any, ...]]:
+def _row_keys(cluster: ClusterArrays) -> list[tuple[Any, ...]]:
     pairs = zip(cluster.job_of, cluster.shapes, strict=True)
     return [(cluster.job_names[j], shape.num_stages, shape.gpu_type) for j, shape in pairs]
 
@@ -186,7 +186,7 @@ def _what_stays(
     return result
 
 
-def _allocations(cluster: Cluster, state: Ints, base: Allocations) -> dict[Any, Allocation]:
+def _allocations(cluster: ClusterArrays, state: Ints, base: Allocations) -> dict[Any, Allocation]:
     result: dict[Any, Allocation] = {}
     for j, name in enumerate(cluster.job_names):
         span = cluster.spans[j]
@@ -200,14 +200,14 @@ def _allocations(cluster: Cluster, state: Ints, base: Allocations) -> dict[Any, 
     return result
 
 
-def _as_names(cluster: Cluster, row: int, cells: Ints, names: Sequence[Any]) -> Allocation:
+def _as_names(cluster: ClusterArrays, row: int, cells: Ints, names: Sequence[Any]) -> Allocation:
     counts = zip(names, cells.tolist(), strict=False)
     placed = [node for node, count in counts for _ in range(count)]
     return Allocation(placed, cluster.shapes[row] if placed else None)
 
 
 def _desired_nodes(
-    cluster: Cluster,
+    cluster: ClusterArrays,
     allocations: Mapping[Any, Allocation],
     evolution: Evolution,
     nodes: Mapping[Any, NodeInfo],
@@ -234,7 +234,7 @@ def _desired_nodes(
 
 
 def _state_utility(
-    cluster: Cluster,
+    cluster: ClusterArrays,
     state: Ints,
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],

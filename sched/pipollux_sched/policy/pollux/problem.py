@@ -30,7 +30,7 @@ import numpy as np
 
 from pipollux_sched.policy.job_info import JobInfo, SpeedupCallable
 
-from .arrays import Bools, Cluster, Floats, Ints, room
+from .arrays import Bools, ClusterArrays, Floats, Ints, room
 
 FLOOR = 0.01
 """The least value of a job in the power mean."""
@@ -50,14 +50,14 @@ def restart_factor(job: JobInfo) -> float:
 
 
 class AllocationProblem:
-    """Judges states of one `Cluster`; see the module's text for every symbol.
+    """Judges states of one `ClusterArrays`; see the module's text for every symbol.
 
     Args:
         cluster: jobs and nodes.
         power: p of the power mean; −1 is the paper's.
     """
 
-    def __init__(self, cluster: Cluster, power: float = -1.0) -> None:
+    def __init__(self, cluster: ClusterArrays, power: float = -1.0) -> None:
         self.cluster = cluster
         self.power = power
         self.shape = cluster.base.shape

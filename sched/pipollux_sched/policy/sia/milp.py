@@ -25,14 +25,14 @@ from scipy.sparse import csr_array
 
 from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, ReplicaShape
-from pipollux_sched.policy.placement.free_space import Request, chosen_on, slots_of
+from pipollux_sched.policy.placement.free_space import ReplicaRequest, chosen_on, slots_of
 from pipollux_sched.policy.placement.packing import least_replicas, speedups
 from pipollux_sched.policy.pollux.arrays import Floats, Ints
 from pipollux_sched.policy.pollux.problem import restart_factor
 
 
 @dataclass(frozen=True)
-class Limit:
+class Constraint:
     """One constraint of the cluster: what nodes of a kind have of a resource, all together."""
 
     kind: int
@@ -40,7 +40,7 @@ class Limit:
     """None: nodes that carry a distributed job."""
 
 
-Use: TypeAlias = Mapping[Limit, int]
+Use: TypeAlias = Mapping[Constraint, int]
 """Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
@@ -69,7 +69,7 @@ class NodeKind:
 class Column:
     """One configuration of one job, and what it is worth."""
 
-    request: Request
+    request: ReplicaRequest
     num_nodes: int
     slots: int
     goodput: float
@@ -115,10 +115,10 @@ def _columns(
     for count, nodes, goodput in zip(
         counts.tolist(), num_nodes.tolist(), goodputs.tolist(), strict=True
     ):
-        request = Request((shape,), count, kind.names, nodes)
-        use = {Limit(number, name): amount * count for name, amount in shape.resources.items()}
+        request = ReplicaRequest((shape,), count, kind.names, nodes)
+        use = {Constraint(number, name): amount * count for name, amount in shape.resources.items()}
         if nodes > 1:
-            use[Limit(number, None)] = nodes
+            use[Constraint(number, None)] = nodes
         if goodput > 0:
             columns.append(Column(request, nodes, slots_of(shape) * count, goodput, use, number))
     return columns
@@ -149,14 +149,14 @@ def current_column(
         same = column.request.shapes[0] is shape and column.request.num_replicas == len(held)
         if same and kinds == {column.kind} and column.num_nodes == num_nodes:
             return number, column
-    use: Counter[Limit] = Counter()
+    use: Counter[Constraint] = Counter()
     for node in held:
-        use.update({Limit(kind_of[node], name): n for name, n in shape.resources.items()})
+        use.update({Constraint(kind_of[node], name): n for name, n in shape.resources.items()})
     if num_nodes > 1:
-        use.update(Limit(kind_of[node], None) for node in set(held))
+        use.update(Constraint(kind_of[node], None) for node in set(held))
     speedup = float(speedups(shape, np.array([num_nodes]), np.array([len(held)]))[0])
     goodput = speedup * (columns[0].scale if columns else 1.0)
-    request = Request((shape,), len(held), stay=held)
+    request = ReplicaRequest((shape,), len(held), stay=held)
     slots = slots_of(shape) * len(held)
     return None, Column(request, num_nodes, slots, goodput, use, None)
 
@@ -225,9 +225,9 @@ def _constraints(chosen: Sequence[tuple[int, int, float, Column]], free: Use) ->
             if amount:
                 entries.append((row_of.setdefault(key, len(row_of)), place, amount))
     rows, places, amounts = (np.array(part) for part in zip(*entries, strict=True))
-    limits = np.array([free.get(key, 0) if isinstance(key, Limit) else 1 for key in row_of])
+    limits = np.array([free.get(key, 0) if isinstance(key, Constraint) else 1 for key in row_of])
     # Bytes of memory and slots side by side: whole numbers as small as they can be.
-    for row in (row for key, row in row_of.items() if isinstance(key, Limit)):
+    for row in (row for key, row in row_of.items() if isinstance(key, Constraint)):
         here = rows == row
         divisor = np.gcd.reduce(amounts[here])
         amounts[here] //= divisor

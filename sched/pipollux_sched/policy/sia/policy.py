@@ -23,7 +23,7 @@ from pipollux_sched.policy.placement.packing import answer, num_nodes_as_is, pac
 from pipollux_sched.policy.pollux.arrays import Floats
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, usable_nodes
 
-from .milp import Column, Limit, NodeKind, configurations, cost, current_column, solve
+from .milp import Column, Constraint, NodeKind, configurations, cost, current_column, solve
 
 _AGE_WEIGHT = 1e-4
 """How much dearer, relatively, waiting is for the oldest job: of equals, the older one runs."""
@@ -172,13 +172,13 @@ class _Cluster:
         return cls(jobs, nodes, kinds, {n: configurations(job, kinds) for n, job in jobs.items()})
 
 
-def _limits(space: FreeSpace, kinds: Sequence[NodeKind]) -> dict[Limit, int]:
+def _limits(space: FreeSpace, kinds: Sequence[NodeKind]) -> dict[Constraint, int]:
     """Return what pinned jobs leave, by constraint."""
-    limits: dict[Limit, int] = {}
+    limits: dict[Constraint, int] = {}
     for number, kind in enumerate(kinds):
         for resource, amount in space.free_on(kind.names).items():
-            limits[Limit(number, resource)] = amount
-        limits[Limit(number, None)] = space.num_without_distributed(kind.names)
+            limits[Constraint(number, resource)] = amount
+        limits[Constraint(number, None)] = space.num_without_distributed(kind.names)
     return limits
 
 
@@ -208,7 +208,7 @@ class _Round:
 
     def _let_neighbours_stay(self) -> None:
         """Make room in the limits for distributed jobs that run beside pinned ones."""
-        held: Counter[Limit] = Counter()
+        held: Counter[Constraint] = Counter()
         for job, number in self.current.items():
             held.update(self._columns[job][number].use)
         for limit in (limit for limit in held if limit.resource is None):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule
-from pipollux_sched.report.run.records import JobRecord, Run, StepTimeline
+from pipollux_sched.report.run.records import JobRun, Run, StepTimeline
 from pipollux_sched.utils.text import duration, percent, plain
 
 from .axes import Panel, Scale, ticks
@@ -38,7 +38,7 @@ class Bubble(NamedTuple):
         return max(e.end for e in self.ideal)
 
 
-def bubble(job: JobRecord) -> Bubble | None:
+def bubble(job: JobRun) -> Bubble | None:
     """Compare a job's step of median length with the ideal one.
 
     None when no time line with more than one stage was recorded, or a stage lacks a direction.
@@ -83,7 +83,7 @@ def _overlap(events: Sequence[StageEvent]) -> float:
     return shared / work if work > 0 else 0.0
 
 
-def verdict(job: JobRecord, found: Bubble, run: Run) -> str:
+def verdict(job: JobRun, found: Bubble, run: Run) -> str:
     """Say in words what the two time lines show, and why they differ."""
     timeline = found.timeline
     head = (
@@ -183,7 +183,7 @@ def _phases_with_room(x: Scale, events: Sequence[StageEvent]) -> set[str]:
     return found
 
 
-def missing(job: JobRecord) -> str:
+def missing(job: JobRun) -> str:
     """Say why there is no picture of a job's pipeline."""
     if job.timelines:
         return "The recorded time lines lack the forward or the backward of a stage."

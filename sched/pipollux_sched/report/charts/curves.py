@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipollux_sched.report.run.records import Generation, JobRecord, Point
+from pipollux_sched.report.run.records import Generation, JobRun, RunPoint
 from pipollux_sched.utils.text import amount, clock, percent, plain
 
 from .axes import Panel, Scale, clock_ticks, padded, ticks, whole_ticks
@@ -46,7 +46,7 @@ def smoothing_span(num_points: int) -> int:
     return max(3, min(61, num_points // 20)) | 1
 
 
-def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def thinned(points: Sequence[RunPoint], most: int = MAX_POINTS) -> list[RunPoint]:
     """Return at most about `most` of the points, evenly taken, the last one always."""
     stride = math.ceil(len(points) / most) if points else 1
     kept = list(points[::stride])
@@ -59,10 +59,10 @@ class Segment(NamedTuple):
     """The reports of one generation, in order."""
 
     generation: int
-    points: list[Point]
+    points: list[RunPoint]
 
 
-def segments(points: Iterable[Point]) -> list[Segment]:
+def segments(points: Iterable[RunPoint]) -> list[Segment]:
     """Cut a job's reports where its generation changes."""
     out: list[Segment] = []
     for point in points:
@@ -72,7 +72,7 @@ def segments(points: Iterable[Point]) -> list[Segment]:
     return out
 
 
-def _restarts(job: JobRecord) -> list[tuple[Generation, float, int]]:
+def _restarts(job: JobRun) -> list[tuple[Generation, float, int]]:
     """Return the generations after the first that trained: from what time and step on."""
     trained = [
         (g, g.first_step, g.first_step_number)
@@ -82,7 +82,7 @@ def _restarts(job: JobRecord) -> list[tuple[Generation, float, int]]:
     return [(g, time, step) for g, time, step in trained[1:] if time is not None]
 
 
-def draw_loss(job: JobRecord, index: int, start: float) -> Markup | None:
+def draw_loss(job: JobRun, index: int, start: float) -> Markup | None:
     """Draw a job's loss by step and by time; None when it reported fewer than two losses.
 
     Args:
@@ -113,7 +113,7 @@ def draw_loss(job: JobRecord, index: int, start: float) -> Markup | None:
     restarts = _restarts(job)
     _poles(drawing, by_step, [(step, g) for g, _, step in restarts], index, "from step")
     _poles(drawing, by_time, [(time, g) for g, time, _ in restarts], index, "")
-    ways: tuple[tuple[Panel, Callable[[Point], float]], ...] = (
+    ways: tuple[tuple[Panel, Callable[[RunPoint], float]], ...] = (
         (by_step, lambda p: p.step),
         (by_time, lambda p: p.time),
     )
@@ -128,7 +128,7 @@ def _limits(values: Iterable[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _pauses(drawing: Drawing, panel: Panel, job: JobRecord, colour: int) -> None:
+def _pauses(drawing: Drawing, panel: Panel, job: JobRun, colour: int) -> None:
     """Hatch the times in which the job held its slots or waited for them, but did not train."""
     trained = [g for g in job.launched if g.first_step is not None]
     for before, after in pairwise(trained):
@@ -168,9 +168,9 @@ def _poles(
 def _curve(
     drawing: Drawing,
     panel: Panel,
-    points: Sequence[Point],
-    at: Callable[[Point], float],
-    value: Callable[[Point], float | None],
+    points: Sequence[RunPoint],
+    at: Callable[[RunPoint], float],
+    value: Callable[[RunPoint], float | None],
     colour: int,
 ) -> None:
     """Draw values thin and their smoothed course thick; the curve is cut at restarts."""
@@ -190,7 +190,7 @@ class _Measure(NamedTuple):
 
     name: str
     unit: str
-    value: Callable[[Point], float | None]
+    value: Callable[[RunPoint], float | None]
     write: Callable[[float], str]
     height: float
     stairs: bool
@@ -203,7 +203,7 @@ _MEASURES = (
 )
 
 
-def draw_goodput(job: JobRecord, index: int, start: float) -> Markup | None:
+def draw_goodput(job: JobRun, index: int, start: float) -> Markup | None:
     """Draw goodput, batch size and efficiency over time, with the job's replicas as steps below.
 
     None when the job reported none of them at two times or more.
@@ -232,7 +232,7 @@ def draw_goodput(job: JobRecord, index: int, start: float) -> Markup | None:
 
 
 def _measure_panel(
-    drawing: Drawing, x: Scale, top: float, measure: _Measure, points: list[Point]
+    drawing: Drawing, x: Scale, top: float, measure: _Measure, points: list[RunPoint]
 ) -> Panel:
     values = [v for v in map(measure.value, points) if v is not None]
     low, high = padded(values, zero=True)
@@ -249,7 +249,7 @@ def _measure_panel(
 
 
 def _draw_measure(
-    drawing: Drawing, panel: Panel, measure: _Measure, points: list[Point], colour: int
+    drawing: Drawing, panel: Panel, measure: _Measure, points: list[RunPoint], colour: int
 ) -> None:
     if not measure.stairs:
         _curve(drawing, panel, points, lambda p: p.time, measure.value, colour)
@@ -259,7 +259,7 @@ def _draw_measure(
         drawing.path(panel.staircase(pairs), f"mean {colour_class(colour)}")
 
 
-def _draw_replicas(drawing: Drawing, x: Scale, top: float, job: JobRecord, colour: int) -> Panel:
+def _draw_replicas(drawing: Drawing, x: Scale, top: float, job: JobRun, colour: int) -> Panel:
     """Fill the number of replicas in training over time."""
     most = max((g.num_replicas for g in job.launched), default=1)
     panel = Panel(x, Scale(0, max(1, most), top + 40, top))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipollux_sched.report.run.records import Generation, JobRecord, Run
+from pipollux_sched.report.run.records import Generation, JobRun, Run
 from pipollux_sched.utils.text import clean, clock, count, duration
 
 from .axes import Panel, Scale, clock_ticks
@@ -31,7 +31,7 @@ TOLERANCE = 0.5
 class Hold(NamedTuple):
     """One replica's slots on one node, from `start` to `end` (unix times)."""
 
-    job: JobRecord
+    job: JobRun
     generation: Generation
     node: str
     first_slot: int
@@ -121,7 +121,7 @@ def _training(hold: Hold) -> tuple[float, float]:
 class _Mark(NamedTuple):
     time: float
     words: str
-    job: JobRecord
+    job: JobRun
 
 
 def _marks(run: Run) -> list[_Mark]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipollux_sched.report.run.records import JobRecord, Point, Run
+from pipollux_sched.report.run.records import JobRun, Run, RunPoint
 from pipollux_sched.utils.text import THIN_SPACE, clean, duration, percent, plain
 
 from .axes import Panel, Scale, log_ticks
@@ -23,7 +23,7 @@ from .svg import Drawing, colour_class, text_width
 class Accuracy(NamedTuple):
     """A configuration a job ran with, and how well its step time was foretold. Times in seconds."""
 
-    job: JobRecord
+    job: JobRun
     num_replicas: int
     atomic_bsz: int
     accum_steps: int
@@ -48,8 +48,8 @@ def accuracies(run: Run) -> list[Accuracy]:
     return [entry for job in run.jobs.values() for entry in _of_job(job)]
 
 
-def _of_job(job: JobRecord) -> list[Accuracy]:
-    groups: dict[tuple[int, int, int], list[Point]] = {}
+def _of_job(job: JobRun) -> list[Accuracy]:
+    groups: dict[tuple[int, int, int], list[RunPoint]] = {}
     for point in job.points:
         key = (point.num_replicas or 0, point.atomic_bsz or 0, point.accum_steps or 0)
         if point.step_time and point.step_time > 0 and key[0] and key[1]:

@@ -18,7 +18,7 @@ from pipollux_perfmodel import StageEvent
 FINISHED = ("Complete", "Failed", "Cancelled")
 
 
-class NodeRecord(NamedTuple):
+class NodeRun(NamedTuple):
     """A node of the cluster: its name, how many slots it has and of which kind (cpu, gpu)."""
 
     name: str
@@ -26,7 +26,7 @@ class NodeRecord(NamedTuple):
     kind: str = ""
 
 
-class Point(NamedTuple):
+class RunPoint(NamedTuple):
     """What a job said of itself at one optimizer step. Times in seconds, goodput in samples/s."""
 
     time: float
@@ -103,7 +103,7 @@ class Generation:
 
 
 @dataclass
-class JobRecord:
+class JobRun:
     """A job as the events tell it, from submission to its end."""
 
     name: str
@@ -119,7 +119,7 @@ class JobRecord:
     num_failures: int = 0
     generations: list[Generation] = field(default_factory=list)
     allocations: list[AllocationRecord] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
+    points: list[RunPoint] = field(default_factory=list)
     timelines: list[StepTimeline] = field(default_factory=list)
 
     @property
@@ -138,7 +138,7 @@ class JobRecord:
         return next((g for g in reversed(self.generations) if g.active), None)
 
     @property
-    def last_point(self) -> Point | None:
+    def last_point(self) -> RunPoint | None:
         """The latest report, if any."""
         return self.points[-1] if self.points else None
 
@@ -147,11 +147,11 @@ class JobRecord:
 class Run:
     """Everything the events told. `start` and `end` are the first and last event's unix times."""
 
-    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    nodes: dict[str, NodeRun] = field(default_factory=dict)
     policy: str = ""
     start: float | None = None
     end: float | None = None
-    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    jobs: dict[str, JobRun] = field(default_factory=dict)
     nodes_declared: bool = False
 
     @property

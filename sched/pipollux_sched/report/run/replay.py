@@ -17,10 +17,10 @@ from .records import (
     FINISHED,
     AllocationRecord,
     Generation,
-    JobRecord,
-    NodeRecord,
-    Point,
+    JobRun,
+    NodeRun,
     Run,
+    RunPoint,
     StepTimeline,
 )
 
@@ -44,7 +44,7 @@ class Recorder:
     def __init__(self, max_points: int | None = None) -> None:
         self.run = Run()
         self._max_points = max_points
-        self._on_job: dict[str, Callable[[JobRecord, Event, float], None]] = {
+        self._on_job: dict[str, Callable[[JobRun, Event, float], None]] = {
             "submitted": _submitted,
             "allocated": self._allocated,
             "started": _started,
@@ -77,7 +77,7 @@ class Recorder:
         elif kind == "deleted":
             run.jobs.pop(name, None)  # one of the same name that comes later is another job
         elif name and (handler := self._on_job.get(kind)) is not None:
-            handler(run.jobs.setdefault(name, JobRecord(name)), event, time)
+            handler(run.jobs.setdefault(name, JobRun(name)), event, time)
 
     def _cluster(self, event: Event) -> None:
         nodes = event.get("nodes")
@@ -87,10 +87,10 @@ class Recorder:
         for name, node in nodes.items():
             if isinstance(name, str) and isinstance(node, Mapping):
                 slots = min(max(0, whole(node, "slots") or 0), MAX_SLOTS)
-                self.run.nodes[name] = NodeRecord(name, slots, text(node, "kind"))
+                self.run.nodes[name] = NodeRun(name, slots, text(node, "kind"))
                 self.run.nodes_declared = True
 
-    def _allocated(self, job: JobRecord, event: Event, time: float) -> None:
+    def _allocated(self, job: JobRun, event: Event, time: float) -> None:
         nodes = tuple(names(event, "nodes"))
         num_stages = _num_stages(event, job.num_stages)
         job.num_stages = num_stages
@@ -121,11 +121,11 @@ class Recorder:
         if self.run.nodes_declared:
             return
         for node in nodes:
-            known = self.run.nodes.get(node, NodeRecord(node, 0))
+            known = self.run.nodes.get(node, NodeRun(node, 0))
             slots = max(known.slots, nodes.count(node) * num_stages)
             self.run.nodes[node] = known._replace(slots=slots)
 
-    def _progress(self, job: JobRecord, event: Event, time: float) -> None:
+    def _progress(self, job: JobRun, event: Event, time: float) -> None:
         step = whole(event, "step")
         generation = _of_event(job, event)
         if step is None:
@@ -140,7 +140,7 @@ class Recorder:
         if self._max_points is not None:
             del job.points[1 : -self._max_points]
 
-    def _timeline(self, job: JobRecord, event: Event, _time: float) -> None:
+    def _timeline(self, job: JobRun, event: Event, _time: float) -> None:
         timeline = _parse_timeline(event, _of_event(job, event))
         if timeline is not None:
             job.timelines.append(timeline)
@@ -153,11 +153,11 @@ def _num_stages(event: Mapping[str, Any], otherwise: int) -> int:
     return min(max(1, whole(event, "num_stages") or otherwise), MAX_STAGES)
 
 
-def _next_number(job: JobRecord) -> int:
+def _next_number(job: JobRun) -> int:
     return job.generations[-1].number + 1 if job.generations else 1
 
 
-def _generation(job: JobRecord, number: int) -> Generation:
+def _generation(job: JobRun, number: int) -> Generation:
     """Return the job's generation of that number; a new one stands where the last one stood."""
     for generation in job.generations:
         if generation.number == number:
@@ -168,7 +168,7 @@ def _generation(job: JobRecord, number: int) -> Generation:
     return next(g for g in job.generations if g.number == number)
 
 
-def _of_event(job: JobRecord, event: Event) -> Generation | None:
+def _of_event(job: JobRun, event: Event) -> Generation | None:
     """Return the generation an event speaks of: by its number, else the one that runs."""
     number = whole(event, "generation")
     for generation in job.generations:
@@ -177,7 +177,7 @@ def _of_event(job: JobRecord, event: Event) -> Generation | None:
     return job.current
 
 
-def _submitted(job: JobRecord, event: Event, time: float) -> None:
+def _submitted(job: JobRun, event: Event, time: float) -> None:
     job.submitted, job.phase = time, "Queued"
     spec = event.get("spec")
     if isinstance(spec, Mapping):
@@ -185,7 +185,7 @@ def _submitted(job: JobRecord, event: Event, time: float) -> None:
         job.num_microbatches = whole(spec, "num_microbatches")
 
 
-def _started(job: JobRecord, event: Event, time: float) -> None:
+def _started(job: JobRun, event: Event, time: float) -> None:
     number = whole(event, "generation")
     if number is None:
         waiting = [g.number for g in job.generations if g.started is None]
@@ -197,7 +197,7 @@ def _started(job: JobRecord, event: Event, time: float) -> None:
     job.phase = "Starting"
 
 
-def _first_step(job: JobRecord, event: Event, time: float) -> None:
+def _first_step(job: JobRun, event: Event, time: float) -> None:
     generation = _of_event(job, event)
     if generation is None:
         return
@@ -208,67 +208,67 @@ def _first_step(job: JobRecord, event: Event, time: float) -> None:
     job.phase = "Running"
 
 
-def _stopping(job: JobRecord, event: Event, time: float) -> None:
+def _stopping(job: JobRun, event: Event, time: float) -> None:
     generation = _running(job, event)
     if generation is not None:
         generation.stopping = time
         job.phase = "Stopping"
 
 
-def _running(job: JobRecord, event: Event) -> Generation | None:
+def _running(job: JobRun, event: Event) -> Generation | None:
     """Return the generation that is to stop: the one named if it runs, else the one that does."""
     named = _of_event(job, event)
     return named if named is not None and named.active else job.current
 
 
-def _end(job: JobRecord, event: Event, time: float, outcome: str) -> None:
+def _end(job: JobRun, event: Event, time: float, outcome: str) -> None:
     generation = _running(job, event)
     if generation is not None:
         generation.ended, generation.outcome = time, outcome
         generation.stopped_step = whole(event, "step")
 
 
-def _stopped(job: JobRecord, event: Event, time: float) -> None:
+def _stopped(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "stopped")
     if job.phase not in FINISHED:
         to_be_launched = any(g.started is None for g in job.generations)
         job.phase = "Restarting" if to_be_launched else "Suspended"
 
 
-def _restarting(job: JobRecord, event: Event, time: float) -> None:
+def _restarting(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "failed")
     job.num_failures += 1
     job.phase, job.message = "Restarting", text(event, "why")
 
 
-def _complete(job: JobRecord, event: Event, time: float) -> None:
+def _complete(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "complete")
     job.phase, job.ended, job.message = "Complete", time, ""
     job.final_step, job.final_epoch = whole(event, "step"), whole(event, "epoch")
 
 
-def _failed(job: JobRecord, event: Event, time: float) -> None:
+def _failed(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "failed")
     job.phase, job.ended, job.message = "Failed", time, text(event, "why")
 
 
-def _cancelled(job: JobRecord, event: Event, time: float) -> None:
+def _cancelled(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "cancelled")
     job.phase, job.ended, job.message = "Cancelled", time, text(event, "why")
 
 
-def _rerun(job: JobRecord, _event: Event, _time: float) -> None:
+def _rerun(job: JobRun, _event: Event, _time: float) -> None:
     job.phase, job.ended, job.message = "Queued", None, ""
 
 
-def _hints(job: JobRecord, event: Event, _time: float) -> None:
+def _hints(job: JobRun, event: Event, _time: float) -> None:
     hints = event.get("hints")
     if isinstance(hints, Mapping):
         job.num_microbatches = whole(hints, "numMicrobatches") or job.num_microbatches
 
 
-def _point(event: Event, time: float, generation: int, step: int) -> Point:
-    return Point(
+def _point(event: Event, time: float, generation: int, step: int) -> RunPoint:
+    return RunPoint(
         time=time,
         generation=generation,
         step=step,

@@ -42,7 +42,7 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, strict=True)
 
 
-class Heartbeat(_Wire):
+class HeartbeatBody(_Wire):
     """A sign of life of one replica."""
 
     generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
@@ -67,7 +67,7 @@ class Registration(_Wire):
     ]
 
 
-_Beat = Annotated[Heartbeat, Depends(reader(Heartbeat, "heartbeat"))]
+_Beat = Annotated[HeartbeatBody, Depends(reader(HeartbeatBody, "heartbeat"))]
 _Entry = Annotated[Registration, Depends(reader(Registration, "replica"))]
 _Report = Annotated[TrainingReport, Depends(reader(TrainingReport, "report"))]
 

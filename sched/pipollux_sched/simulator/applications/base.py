@@ -20,7 +20,7 @@ _TOLERANCE = 0.04
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningJob:
     """How a job runs: where its replicas lie, and the sizes it chose."""
 
     placement: tuple[int, ...]
@@ -52,7 +52,7 @@ class Running:
         return self.num_replicas * self.atomic_bsz * (self.accum_steps + 1)
 
 
-class StepTimes(NamedTuple):
+class TrueStepTimes(NamedTuple):
     """True times of one forward and backward, in seconds."""
 
     optim_step: float
@@ -72,7 +72,7 @@ class JobModel(Protocol):
     max_profiled_replicas: int
     """Largest number of replicas that step times were seen on."""
 
-    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Note what an iteration took, and the gradients' size and noise."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
@@ -80,10 +80,10 @@ class JobModel(Protocol):
 
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
-    ) -> Running:
+    ) -> RunningJob:
         """Choose micro-batches, atomic batch size and accumulation steps for an allocation."""
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         """Predict samples (of the initial batch size's worth) per second as the job runs."""
 
     def base_goodput(self) -> float:
@@ -99,7 +99,7 @@ class Application(Protocol):
     max_epochs: int
     """An upper bound on the epochs; jobs end when `completion_epoch` is passed."""
 
-    def step_times(self, running: Running) -> StepTimes:
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:

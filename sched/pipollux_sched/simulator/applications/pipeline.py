@@ -15,7 +15,7 @@ import numpy as np
 
 from pipollux_perfmodel import GradParams
 
-from .base import JobModel, Running, StepTimes
+from .base import JobModel, RunningJob, TrueStepTimes
 from .devices import A100_40G, Device
 from .gpt import GPT_MODELS, GptModel
 from .pipeline_job import MIN_SAMPLES, PipelineJob
@@ -67,10 +67,10 @@ class PipelineApplication:
         self.max_epochs = NUM_EPOCHS
         self._seed = seed
         self._make_model = new_model
-        self._times: dict[Running, StepTimes] = {}
+        self._times: dict[RunningJob, TrueStepTimes] = {}
         self._configurations: tuple[tuple[int, int], ...] | None = None
 
-    def step_times(self, running: Running) -> StepTimes:
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times.
 
         Raises:

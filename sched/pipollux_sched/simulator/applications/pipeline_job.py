@@ -16,7 +16,7 @@ from pipollux_perfmodel import LayerProfile, PerfParams, StagePlan, partition, p
 from pipollux_perfmodel.timing.params import Checkpoint
 from pipollux_perfmodel.timing.step_time import EPSILON
 
-from .base import Running
+from .base import RunningJob
 from .devices import Device
 from .gpt import GptModel, gpt_profile
 
@@ -106,7 +106,7 @@ class PipelineJob:
         plan = self.plan(num_stages, device)
         return (_keeping(plan, device), plan) if num_stages > 1 else (plan,)
 
-    def way(self, running: Running) -> StagePlan:
+    def way(self, running: RunningJob) -> StagePlan:
         """Return the cut as a job runs it: with recomputation if it does not fit without.
 
         Raises:

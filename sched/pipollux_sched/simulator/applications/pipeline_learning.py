@@ -20,7 +20,7 @@ from pipollux_perfmodel import PerfParams, StagePlan, StepTime, fit_perf_params
 from pipollux_perfmodel.timing.params import Checkpoint
 from pipollux_perfmodel.timing.step_time import step_time
 
-from .base import Running, StepTimes
+from .base import RunningJob, TrueStepTimes
 from .pipeline_job import UNKNOWN, PipelineJob, price
 
 _UNIT = 1e6  # of the sizes that stand for seconds in the network's fit: well above the least, 1
@@ -31,7 +31,7 @@ _MAX_POINTS = 48  # the latest; a fit of more takes longer and finds the same
 class _Seen:
     """Step times on one type of GPU, by configuration, in the order they were first seen."""
 
-    points: dict[Running, StepTimes] = field(default_factory=dict)
+    points: dict[RunningJob, TrueStepTimes] = field(default_factory=dict)
     network: PerfParams | None = None
     """Of the last fit; None: to be fitted again."""
 
@@ -48,7 +48,7 @@ class StepTimeLearner:
         self._seen: dict[str, _Seen] = {}
         self._known: dict[tuple[int, str, Checkpoint], PerfParams] = {}
 
-    def observe(self, running: Running, times: StepTimes) -> bool:
+    def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
         """Note step times; tell whether parameters given out so far would have missed them.
 
         Raises:
@@ -109,7 +109,7 @@ class StepTimeLearner:
         return seen.network
 
 
-def fit_network(points: dict[Running, StepTimes]) -> PerfParams:
+def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
     """Return network and γ that explain optimizer steps, given the accumulation steps.
 
     Compute, overlap and contention of the parameters are neutral.
@@ -142,7 +142,7 @@ def _several(seen: _Seen) -> bool:
     return any(running.num_replicas > 1 for running in seen.points)
 
 
-def _step_time(params: PerfParams, running: Running) -> StepTime:
+def _step_time(params: PerfParams, running: RunningJob) -> StepTime:
     return step_time(
         params,
         np.float64(running.num_nodes),

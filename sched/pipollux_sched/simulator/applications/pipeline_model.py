@@ -15,7 +15,7 @@ from typing import Any
 from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, SpeedupFunction, StagePlan
 from pipollux_sched.policy import ReplicaShape
 
-from .base import Running, StepTimes
+from .base import RunningJob, TrueStepTimes
 from .devices import Device
 from .pipeline_job import MIN_SAMPLES, UNKNOWN, PipelineJob
 from .pipeline_learning import StepTimeLearner
@@ -55,7 +55,7 @@ class PipelineJobModel:
         self._chosen: dict[tuple[int, str, int, int], Optimum] = {}
         self._base_goodput = 0.0
 
-    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Note what an iteration took, and the gradients' size and noise.
 
         Raises:
@@ -82,7 +82,7 @@ class PipelineJobModel:
 
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
-    ) -> Running:
+    ) -> RunningJob:
         """Choose M, atomic batch size and accumulation steps for an allocation.
 
         Raises:
@@ -97,7 +97,7 @@ class PipelineJobModel:
                 f"from {self._init_batch_size} to {self._job.model.max_batch_size}; "
                 f"give at most {self._max_replicas} replicas"
             )
-        return Running(
+        return RunningJob(
             placement=tuple(placement),
             num_stages=shape.num_stages,
             num_microbatches=best.num_microbatches,
@@ -106,7 +106,7 @@ class PipelineJobModel:
             gpu_type=gpu_type,
         )
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         """Predict samples (of the initial batch size's worth) per second as the job runs.
 
         Raises:

@@ -32,7 +32,7 @@ from pipollux_perfmodel import Schedule, StagePlan
 from pipollux_perfmodel.partitioning.memory import state_bytes
 from pipollux_perfmodel.timing.gpipe import network_end
 
-from .base import Running, StepTimes
+from .base import RunningJob, TrueStepTimes
 from .devices import Device
 
 HANDOVER = 1e-3
@@ -79,7 +79,7 @@ class PipelineTruth:
             transfer=tuple(link.seconds(num_bytes) for num_bytes in crossing.tolist()),
         )
 
-    def step_times(self, running: Running) -> StepTimes:
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true times of an accumulation and an optimizer step.
 
         Raises:
@@ -93,7 +93,7 @@ class PipelineTruth:
             "run", running.num_microbatches, running.atomic_bsz, *sorted(running.placement)
         )
         accum = max(final) * factor
-        return StepTimes((reduced + self._update_seconds()) * factor, accum)
+        return TrueStepTimes((reduced + self._update_seconds()) * factor, accum)
 
     def all_reduces(self, placement: tuple[int, ...]) -> tuple[float, ...]:
         """Return AR_k, seconds to reduce the gradients of each stage, first stage first."""
@@ -106,7 +106,7 @@ class PipelineTruth:
             for num_bytes in grads
         )
 
-    def _all_reduced(self, final: tuple[float, ...], running: Running) -> float:
+    def _all_reduced(self, final: tuple[float, ...], running: RunningJob) -> float:
         """Return when the last gradient is reduced."""
         times = self.all_reduces(running.placement)
         return float(network_end(final, times, running.num_nodes > 1, np))
@@ -132,7 +132,7 @@ class PipelineTruth:
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**63 - 1
 
-    def _check(self, running: Running) -> None:
+    def _check(self, running: RunningJob) -> None:
         for field in ("num_microbatches", "atomic_bsz"):
             if getattr(running, field) < 1:
                 raise ValueError(f"{field}: {getattr(running, field)} must be at least 1")

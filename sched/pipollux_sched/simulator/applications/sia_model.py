@@ -24,7 +24,7 @@ from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams
 from pipollux_perfmodel.timing.step_time import network_time
 from pipollux_sched.policy import ReplicaShape
 
-from .base import Running, StepTimes
+from .base import RunningJob, TrueStepTimes
 from .devices import Device
 from .pipeline_job import UNKNOWN, PipelineJob
 from .pipeline_learning import fit_network
@@ -60,7 +60,7 @@ class SiaPipelineModel:
         self.max_profiled_replicas = 0
         self._job = job
         self._gradients = UNSEEN_GRADIENTS
-        self._points: dict[str, dict[Running, StepTimes]] = {}
+        self._points: dict[str, dict[RunningJob, TrueStepTimes]] = {}
         self._networks: dict[str, PerfParams] = {}
         self._stages = {device.name: _plan(job, device) for device in job.devices}
         if not any(self._stages.values()):
@@ -69,7 +69,7 @@ class SiaPipelineModel:
                 "micro-batches of one sample; give one with more memory"
             )
 
-    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Note what an iteration took, and the gradients' size and noise."""
         device = self._job.device(running.gpu_type)
         points = self._points.setdefault(device.name, {})
@@ -96,9 +96,9 @@ class SiaPipelineModel:
 
     def configure(
         self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
-    ) -> Running:
+    ) -> RunningJob:
         """Return how the job runs on an allocation; there is nothing to choose."""
-        return Running(
+        return RunningJob(
             placement=tuple(placement),
             num_stages=shape.num_stages,
             num_microbatches=NUM_MICROBATCHES,
@@ -106,7 +106,7 @@ class SiaPipelineModel:
             gpu_type=gpu_type,
         )
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         """Predict samples (of the initial batch size's worth) per second as the job runs."""
         device = self._job.device(running.gpu_type)
         return float(self._goodput(device, running.num_nodes, running.num_replicas))

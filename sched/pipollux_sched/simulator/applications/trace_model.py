@@ -23,7 +23,7 @@ from pipollux_perfmodel import (
 )
 from pipollux_sched.policy import ReplicaShape
 
-from .base import Running, StepTimes
+from .base import RunningJob, TrueStepTimes
 
 _SLOT = {"slots": 1}
 
@@ -33,7 +33,7 @@ Fit: TypeAlias = Callable[..., PerfParams]
 arguments, as `fit_like_adaptdl`."""
 
 
-class Bounds(Protocol):
+class BatchSizes(Protocol):
     """What both models ask of their application."""
 
     init_batch_size: int
@@ -45,7 +45,7 @@ class Bounds(Protocol):
     fit: Fit
     """How they are made."""
 
-    def step_times(self, running: Running) -> StepTimes:
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the true step times."""
 
 
@@ -54,7 +54,7 @@ def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  #
     return np.asarray(num_replicas, dtype=float)
 
 
-def split_batch(app: Bounds, batch_size: int, num_replicas: int) -> tuple[int, int]:
+def split_batch(app: BatchSizes, batch_size: int, num_replicas: int) -> tuple[int, int]:
     """Share a batch among replicas; returns the atomic batch size and the accumulation steps."""
     local_bsz = math.ceil(batch_size / num_replicas)
     accum_steps = math.ceil(local_bsz / app.max_local_bsz) - 1
@@ -68,9 +68,9 @@ def split_batch(app: Bounds, batch_size: int, num_replicas: int) -> tuple[int, i
 class TraceJobModel:
     """Learns step times online, and chooses batch sizes by goodput."""
 
-    def __init__(self, app: Bounds) -> None:
+    def __init__(self, app: BatchSizes) -> None:
         self._app = app
-        self._profile: dict[tuple[int, int, int], StepTimes] = {}
+        self._profile: dict[tuple[int, int, int], TrueStepTimes] = {}
         self._gradients: GradParams | None = None
         self._goodput: GoodputFunction | None = None
         self._speedup: SpeedupFunction | None = None
@@ -78,7 +78,7 @@ class TraceJobModel:
         self._chosen: dict[tuple[int, int], Configuration] = {}
         self.max_profiled_replicas = 0
 
-    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Note what an iteration took; a configuration that was seen before adds nothing."""
         key = running.num_nodes, running.num_replicas, running.atomic_bsz
         self._profile.setdefault(key, times)
@@ -97,7 +97,7 @@ class TraceJobModel:
         shape: ReplicaShape,  # noqa: ARG002  # the protocol's; there is one only
         placement: Sequence[int],
         gpu_type: str = "",
-    ) -> Running:
+    ) -> RunningJob:
         """Choose the batch size of the greatest goodput; the initial one while nothing is known."""
         speedup = self._speedup_function()
         placement = tuple(placement)
@@ -108,9 +108,9 @@ class TraceJobModel:
         else:
             best = self._choose(speedup, len(placement), replicas)
             atomic_bsz, accum_steps = best.atomic_bsz, best.accum_steps
-        return Running(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
+        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         """Predict the goodput of a configuration, in samples per second."""
         if self._speedup_function() is None or self._goodput is None:
             return 0.0
@@ -186,13 +186,13 @@ class FixedBatchModel:
         batch_size: of the whole job, on however many replicas.
     """
 
-    def __init__(self, app: Bounds, batch_size: int) -> None:
+    def __init__(self, app: BatchSizes, batch_size: int) -> None:
         self._app = app
         self._batch_size = batch_size
         self._gradients: GradParams | None = None
         self.max_profiled_replicas = 0
 
-    def observe(self, running: Running, times: StepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # it knows the times
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # it knows the times
         """Note the gradients; times are known."""
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._gradients = gradients
@@ -206,13 +206,13 @@ class FixedBatchModel:
         shape: ReplicaShape,  # noqa: ARG002  # the protocol's; there is one only
         placement: Sequence[int],
         gpu_type: str = "",
-    ) -> Running:
+    ) -> RunningJob:
         """Share the batch among the replicas."""
         placement = tuple(placement)
         atomic_bsz, accum_steps = split_batch(self._app, self._batch_size, sum(placement))
-        return Running(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
+        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
 
-    def goodput(self, running: Running) -> float:
+    def goodput(self, running: RunningJob) -> float:
         """Return the true goodput, in samples per second."""
         if self._gradients is None:
             return 0.0
@@ -246,7 +246,7 @@ class FixedBatchModel:
         optim, accum = self._app.step_times(running)
         return optim + running.accum_steps * accum
 
-    def _running(self, num_nodes: int, num_replicas: int) -> Running:
+    def _running(self, num_nodes: int, num_replicas: int) -> RunningJob:
         """Choose sizes for replicas that are spread evenly over their nodes."""
         per_node, more = divmod(num_replicas, num_nodes)
         placement = tuple(per_node + (i < more) for i in range(num_nodes))

@@ -23,7 +23,7 @@ from scipy.interpolate import LinearNDInterpolator
 
 from pipollux_perfmodel import GradParams, PerfParams, fit_perf_params
 
-from .base import JobModel, Running, StepTimes
+from .base import JobModel, RunningJob, TrueStepTimes
 from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
 
 _MOST_NODES = 16  # of scalability.csv
@@ -109,7 +109,7 @@ class TraceApplication:
         self._validations = [validations[size] for size in sorted(validations)]
         self._placements = _read_placements(folder / "placements.csv")
         self._scalability = folder / "scalability.csv"
-        self._times: dict[tuple[tuple[int, ...], int], StepTimes] = {}
+        self._times: dict[tuple[tuple[int, ...], int], TrueStepTimes] = {}
         sizes = np.concatenate([rows[:, 0] for rows in self._placements.values()])
         self.init_batch_size = int(self._batch_sizes[0])
         self.max_batch_size = int(self._batch_sizes[-1])
@@ -118,7 +118,7 @@ class TraceApplication:
         self.fit = fit
         self.fits: dict[frozenset[tuple[int, int, int]], PerfParams] = {}
 
-    def step_times(self, running: Running) -> StepTimes:
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the measured, or between measurements interpolated, step times.
 
         Raises:
@@ -207,7 +207,7 @@ class TraceApplication:
         for batch_size in map(int, self._batch_sizes):
             if batch_size >= num_replicas * self.min_local_bsz:
                 atomic_bsz, accum_steps = split_batch(self, batch_size, num_replicas)
-                optim, accum = self.step_times(Running(placement, 1, 1, atomic_bsz, accum_steps))
+                optim, accum = self.step_times(RunningJob(placement, 1, 1, atomic_bsz, accum_steps))
                 seconds = self._iterations[batch_size] * (optim + accum_steps * accum)
                 found.append((seconds, batch_size))
         return min(found)
@@ -222,7 +222,7 @@ class TraceApplication:
             for v in self._validations
         }
 
-    def _interpolate(self, placement: tuple[int, ...], local_bsz: int) -> StepTimes:
+    def _interpolate(self, placement: tuple[int, ...], local_bsz: int) -> TrueStepTimes:
         rows = self._placements.get(placement)
         if rows is not None:
             step, sync = (np.interp(local_bsz, rows[:, 0], rows[:, i]) for i in (1, 2))
@@ -236,7 +236,7 @@ class TraceApplication:
                 f"{self.name}: the traces say nothing of placement {placement} with local batch "
                 f"size {local_bsz}; keep to {self.min_local_bsz} to {self.max_local_bsz}"
             )
-        return StepTimes(float(step), float(step - sync))
+        return TrueStepTimes(float(step), float(step - sync))
 
     @cached_property
     def _surface(self) -> LinearNDInterpolator:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipollux_sched.policy import NodeInfo, ReplicaShape
-from pipollux_sched.simulator.applications.base import Application, Running
+from pipollux_sched.simulator.applications.base import Application, RunningJob
 
 _BATCH_STEP = 2.0**0.25
 """Ratio of neighbouring batch sizes that are tried."""
@@ -85,7 +85,7 @@ class IsolatedTimes:
 
 def _ways(
     app: Application, shape: ReplicaShape, placement: Sequence[int], gpu_type: str
-) -> list[Running]:
+) -> list[RunningJob]:
     """Return how a job may run on a placement, by batch size."""
     sizes = {app.init_batch_size, app.max_batch_size}
     steps = math.log(app.max_batch_size / app.init_batch_size, _BATCH_STEP)
@@ -97,7 +97,7 @@ def _ways(
     ]
 
 
-def _rate(app: Application, way: Running, epoch: int) -> float:
+def _rate(app: Application, way: RunningJob, epoch: int) -> float:
     """Return the progress per second, as simulated jobs make it."""
     optim, accum = app.step_times(way)
     sqr, var = app.gradients(way.batch_size, epoch)

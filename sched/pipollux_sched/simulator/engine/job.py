@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipollux_sched.policy import JobInfo, ReplicaShape
-from pipollux_sched.simulator.applications.base import Application, JobModel, Running
+from pipollux_sched.simulator.applications.base import Application, JobModel, RunningJob
 from pipollux_sched.simulator.known_length import KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
 
@@ -56,7 +56,7 @@ class SimulatedJob:
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
     shape: ReplicaShape | None = None
-    running: Running | None = None
+    running: RunningJob | None = None
     started: float | None = None
     completed: float | None = None
     num_starts: int = 0
@@ -148,13 +148,13 @@ class SimulatedJob:
         if self._unsaved_seconds >= self.checkpoint_seconds * (1 - _SLACK):
             self._save()
 
-    def _look(self, running: Running) -> None:
+    def _look(self, running: RunningJob) -> None:
         """Let the model see what an iteration takes now."""
         gradients = self.app.gradients(running.batch_size, self.epoch)
         self.model.observe(running, self.app.step_times(running), gradients)
         self.running = running
 
-    def _rate(self, running: Running) -> float:
+    def _rate(self, running: RunningJob) -> float:
         """Return the true progress per second."""
         optim, accum = self.app.step_times(running)
         sqr, var = self.app.gradients(running.batch_size, self.epoch)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .outcome import Outcome
+from .outcome import SimulationOutcome
 
 
 @dataclass(frozen=True)
-class Metrics:
+class SimulationMetrics:
     """One line of the table; the first nine are what every comparison needs."""
 
     workload: str
@@ -55,7 +55,7 @@ class Metrics:
         return asdict(self)
 
 
-def measure(outcome: Outcome) -> Metrics:
+def measure(outcome: SimulationOutcome) -> SimulationMetrics:
     """Work out the metrics of a simulation."""
     jcts = np.array([job.jct for job in outcome.jobs])
     fairness = np.array([job.finish_time_fairness for job in outcome.jobs])
@@ -63,7 +63,7 @@ def measure(outcome: Outcome) -> Metrics:
     makespan = outcome.end - outcome.begin
     gpus = sum(outcome.slots.values())
     held = sum(job.slot_seconds for job in outcome.jobs)
-    return Metrics(
+    return SimulationMetrics(
         workload=outcome.workload,
         policy=outcome.policy,
         avg_jct_s=float(jcts.mean()),
@@ -96,7 +96,7 @@ JOB_COLUMNS = (
 """Of `job_rows`."""
 
 
-def job_rows(outcome: Outcome) -> list[tuple[str | float, ...]]:
+def job_rows(outcome: SimulationOutcome) -> list[tuple[str | float, ...]]:
     """Return a row for every job, in order of arrival: `JOB_COLUMNS`."""
     return [
         (

@@ -46,7 +46,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """What came of one workload under one policy."""
 
     workload: str
@@ -81,7 +81,7 @@ def outcome(
     policy: str,
     seed: int,
     known_length: KnownLength = TOLD_EXACTLY,
-) -> Outcome:
+) -> SimulationOutcome:
     """Return what a result comes to, with how long each job would have taken alone.
 
     Args:
@@ -99,7 +99,7 @@ def outcome(
         number = contention.mean(job.arrival.time, _completed(job))
         return isolated.seconds(applications[job.arrival.application], isolated.num_slots / number)
 
-    return Outcome(
+    return SimulationOutcome(
         workload=workload,
         policy=policy,
         seed=seed,

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from pipollux_sched.report.charts.axes import Panel, Scale, clock_ticks, whole_ticks
 from pipollux_sched.report.charts.svg import WIDTH, Drawing, colour_class
-from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.simulator.engine.outcome import SimulationOutcome
 from pipollux_sched.utils.text import clock, count, duration, percent
 
 _LEFT, _RIGHT = 64.0, 16.0
@@ -27,13 +27,13 @@ Step = tuple[float, float]
 """From when on a value holds."""
 
 
-def completion_curve(outcome: Outcome) -> list[Step]:
+def completion_curve(outcome: SimulationOutcome) -> list[Step]:
     """Return (JCT, share of jobs done in no more), rising to 1."""
     jcts = sorted(job.jct for job in outcome.jobs)
     return [(jct, (index + 1) / len(jcts)) for index, jct in enumerate(jcts)]
 
 
-def slots_held(outcome: Outcome) -> list[Step]:
+def slots_held(outcome: SimulationOutcome) -> list[Step]:
     """Return (seconds, slots that jobs hold from then on)."""
     return _totals(
         (moment, sign * len(hold.nodes) * hold.num_stages)
@@ -43,7 +43,7 @@ def slots_held(outcome: Outcome) -> list[Step]:
     )
 
 
-def jobs_unfinished(outcome: Outcome) -> list[Step]:
+def jobs_unfinished(outcome: SimulationOutcome) -> list[Step]:
     """Return (seconds, jobs that have arrived and are not done from then on)."""
     return _totals(
         (moment, sign)
@@ -52,7 +52,7 @@ def jobs_unfinished(outcome: Outcome) -> list[Step]:
     )
 
 
-def draw_completion_times(outcomes: Sequence[Outcome], name: str) -> Markup:
+def draw_completion_times(outcomes: Sequence[SimulationOutcome], name: str) -> Markup:
     """Draw the share of jobs done within a time, a curve for every policy.
 
     Args:
@@ -76,7 +76,7 @@ def draw_completion_times(outcomes: Sequence[Outcome], name: str) -> Markup:
     return drawing.markup()
 
 
-def draw_use(outcomes: Sequence[Outcome], name: str) -> Markup:
+def draw_use(outcomes: Sequence[SimulationOutcome], name: str) -> Markup:
     """Draw slots held, and below unfinished jobs, over time, a curve for every policy.
 
     Args:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from pipollux_sched.report.charts.axes import Panel, Scale, clock_ticks
 from pipollux_sched.report.charts.svg import WIDTH, Drawing, colour_class
 from pipollux_sched.simulator.engine.job import Interval
-from pipollux_sched.simulator.engine.outcome import JobOutcome, Outcome
+from pipollux_sched.simulator.engine.outcome import JobOutcome, SimulationOutcome
 from pipollux_sched.utils.text import clean, clock, count
 
 _LEFT, _RIGHT = 108.0, 16.0
@@ -36,7 +36,7 @@ class Block(NamedTuple):
     num_slots: int
 
 
-def blocks(outcome: Outcome) -> list[Block]:
+def blocks(outcome: SimulationOutcome) -> list[Block]:
     """Return all that was held, in order of its beginning."""
     nodes = {name: _Slots(number) for name, number in outcome.slots.items()}
     holds = [(hold, job) for job in outcome.jobs for hold in job.history]
@@ -74,7 +74,9 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = index
 
 
-def draw_gantt(outcome: Outcome, colours: Mapping[str, int], until: float, name: str) -> Markup:
+def draw_gantt(
+    outcome: SimulationOutcome, colours: Mapping[str, int], until: float, name: str
+) -> Markup:
     """Draw who held what.
 
     Args:

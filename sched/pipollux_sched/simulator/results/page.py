@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from pipollux_sched import report
 from pipollux_sched.simulator.engine.metrics import measure
-from pipollux_sched.simulator.engine.outcome import Outcome
+from pipollux_sched.simulator.engine.outcome import SimulationOutcome
 from pipollux_sched.utils.text import clean, count
 
 from .charts import draw_completion_times, draw_use
@@ -38,7 +38,7 @@ class Section(NamedTuple):
     gantts: list[Chart]
 
 
-def render_plots(outcomes: Sequence[Outcome]) -> str:
+def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
     """Return the page of simulations, a section for every workload in it.
 
     Example:
@@ -66,7 +66,7 @@ def render_plots(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _section(index: int, outcomes: Sequence[Outcome]) -> Section:
+def _section(index: int, outcomes: Sequence[SimulationOutcome]) -> Section:
     jobs, slots = outcomes[0].jobs, outcomes[0].slots
     applications = sorted({job.application for job in jobs})
     colours = {name: number for number, name in enumerate(applications)}

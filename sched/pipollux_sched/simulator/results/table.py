@@ -8,12 +8,12 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.simulator.engine.metrics import Metrics
+from pipollux_sched.simulator.engine.metrics import SimulationMetrics
 
 
 class _Column(NamedTuple):
     header: str
-    write: Callable[[Metrics], str]
+    write: Callable[[SimulationMetrics], str]
 
 
 _COLUMNS = (
@@ -36,12 +36,12 @@ HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
 """Of `cells`."""
 
 
-def cells(row: Metrics) -> tuple[str, ...]:
+def cells(row: SimulationMetrics) -> tuple[str, ...]:
     """Return what stands in a row of the table."""
     return row.workload, row.policy, *(column.write(row) for column in _COLUMNS)
 
 
-def metrics_table(rows: Sequence[Metrics]) -> Table:
+def metrics_table(rows: Sequence[SimulationMetrics]) -> Table:
     """Return a table with a row for every simulation.
 
     Example:

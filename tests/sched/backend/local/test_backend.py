@@ -12,7 +12,7 @@ from unittest.mock import ANY
 import psutil
 import pytest
 
-from pipollux_sched.backend import BackendError, LocalBackend, Node, Report, Workload
+from pipollux_sched.backend import BackendError, LocalBackend, Node, ReplicaProgram, Report
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.local.replica_log import last_words
 from pipollux_sched.backend.local.slots import SlotLedger
@@ -31,8 +31,8 @@ def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
     backend.shutdown()
 
 
-def workload(*args: str, job: str = "toy", num_stages: int = 1) -> Workload:
-    return Workload(job=job, script=TOY, args=args, num_stages=num_stages)
+def workload(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram:
+    return ReplicaProgram(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
 def wait_for(backend: LocalBackend, kind: type[Started | Exited], seconds: float = 240.0) -> object:
@@ -194,7 +194,7 @@ def test_impossible_allocations_are_refused(backend: LocalBackend) -> None:
         backend.apply(workload(num_stages=3), 1, ["node-a"])
     with pytest.raises(BackendError, match="cannot run on node-c"):
         backend.apply(workload(), 1, ["node-c"])
-    boxed = Workload(job="toy", script=None, image="train:2")
+    boxed = ReplicaProgram(job="toy", script=None, image="train:2")
     with pytest.raises(BackendError, match="cannot run in train:2: the local backend starts"):
         backend.apply(boxed, 1, ["node-a"])
     assert backend.running() == {}

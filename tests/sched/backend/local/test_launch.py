@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from pipollux_sched.backend import LocalBackend, Node, Workload
+from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
 from pipollux_sched.backend.local import agent, script_main
 from pipollux_sched.backend.local.environment import loopback_interface
 from pipollux_sched.backend.local.inherited import inherited
@@ -44,7 +44,7 @@ def test_what_two_replicas_are_given(
         state_dir,
         pass_environment=["OPERATORS_CHOICE"],
     )
-    work = Workload(job="meeting", script=MEETING, args=ARGS, environment=given)
+    work = ReplicaProgram(job="meeting", script=MEETING, args=ARGS, environment=given)
     try:
         backend.apply(work, 1, ["node-a", "node-b"])
         for replica in range(2):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, PolluxPolicy, ReplicaShape
-from pipollux_sched.policy.pollux.arrays import Cluster, Ints, build_cluster
+from pipollux_sched.policy.pollux.arrays import ClusterArrays, Ints, build_cluster
 from pipollux_sched.policy.pollux.problem import AllocationProblem
 from pipollux_sched.policy.pollux.repair import repair
 from tests.extent import examples
@@ -55,7 +55,7 @@ def test_repair_makes_anything_feasible_and_leaves_alone_what_is(case: Case, see
     assert (repair(problem, states, rng) == states).all()
 
 
-def as_allocations(cluster: Cluster, state: Ints, templates: list[str]) -> Allocations:
+def as_allocations(cluster: ClusterArrays, state: Ints, templates: list[str]) -> Allocations:
     """Read a state; a job must hold something in one row at most."""
     names = [*cluster.node_names, *templates]
     found: dict[str, Allocation] = {}

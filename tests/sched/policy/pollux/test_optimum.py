@@ -10,7 +10,7 @@ import pytest
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
 from pipollux_sched.policy.pollux import nsga2
-from pipollux_sched.policy.pollux.arrays import Cluster, build_cluster
+from pipollux_sched.policy.pollux.arrays import ClusterArrays, build_cluster
 from pipollux_sched.policy.pollux.problem import FLOOR, AllocationProblem, restart_factor
 from tests.extent import first
 from tests.sched.policy.policy_cases import (
@@ -60,7 +60,7 @@ def test_the_objective_is_the_stated_one(seed: int, mixed: bool) -> None:
         assert problem.fitness(state[None])[0] == pytest.approx(fitness(case, allocations))
 
 
-def row_key(cluster: Cluster, row: int) -> tuple[object, ...]:
+def row_key(cluster: ClusterArrays, row: int) -> tuple[object, ...]:
     return cluster.job_names[cluster.job_of[row]], id(cluster.shapes[row])
 
 
