@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipollux_sched.report.live_view import AllocationRow, LiveView, allocation_table
+from pipollux_sched.report.live_view import AllocationLine, LiveView, allocation_table
 
 from . import synthetic_log as synthetic
 
@@ -234,8 +234,8 @@ def test_a_stream_that_knows_few_characters_gets_question_marks(events: list[Eve
 
 def test_allocation_table_for_other_commands() -> None:
     rows = [
-        AllocationRow("a", 2, ["x", "x", "y"], None, None, "two nodes are free", 1),
-        AllocationRow("b", 1, [], 32, 1.234, "no room", 1),
+        AllocationLine("a", 2, ["x", "x", "y"], None, None, "two nodes are free", 1),
+        AllocationLine("b", 1, [], 32, 1.234, "no room", 1),
     ]
     console = Console(file=io.StringIO(), width=120, _environ={})
     console.print(allocation_table(rows, title="a plan"))
