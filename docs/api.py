@@ -22,6 +22,8 @@ import pdoc
 PACKAGES = ("pipollux", "pipollux_perfmodel", "pipollux_sched")
 WHOLE = ("pipollux_sched",)
 """Packages whose modules have pages of their own; of the others, the package hands on all names."""
+RUN_BY_OTHERS = ("pipollux_sched.store.migrations", "pipollux_sched.backend.local.agent")
+"""Modules that alembic or a job's process runs, and nothing imports."""
 
 
 def main() -> None:
@@ -42,6 +44,7 @@ def build(folder: Path, packages: typing.Sequence[str]) -> None:
         for package in packages:
             _resolve_annotations("pipollux_hybrid" if package == "pipollux" else package)
             chosen += [package] if package in WHOLE else [package, rf"!{package}\..*"]
+        chosen += [f"!{name}.*" for name in RUN_BY_OTHERS]
         pdoc.pdoc(*chosen, output_directory=folder)
 
 
@@ -51,7 +54,8 @@ def _resolve_annotations(package: str) -> None:
     pdoc looks such names up where a class is handed on, which need not know them.
     """
     root = importlib.import_module(package)
-    names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    found = pkgutil.walk_packages(root.__path__, f"{package}.")
+    names = [info.name for info in found if not info.name.startswith(RUN_BY_OTHERS)]
     for module in [root, *map(importlib.import_module, names)]:
         for kind in vars(module).values():
             if not isinstance(kind, type) or kind.__module__ != module.__name__:

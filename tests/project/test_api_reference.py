@@ -67,3 +67,16 @@ def test_sections_are_rendered(page: str) -> None:
         assert heading in wrapper
     assert "num_microbatches: Number M of micro-batches" in wrapper
     assert not re.findall(r":(?:class|func|meth|mod|attr):`", without_sources(page))
+
+
+@pytest.mark.exhaustive
+def test_every_package_has_pages(repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "docs/api.py", str(tmp_path)]
+    subprocess.run(command, cwd=repository, check=True, timeout=240)
+    pages = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "index.html",
+        "pipollux.html",
+        "pipollux_perfmodel.html",
+        "pipollux_sched.html",
+    } <= pages
