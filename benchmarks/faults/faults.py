@@ -156,7 +156,7 @@ def main() -> None:
             run.inject()
         run.finish()
         print(run.report())
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no job stays behind
         print(f"what is left of it lies in {folder}", file=sys.stderr)
         run.world.kill()
         for pid in run.world.processes():

@@ -209,7 +209,7 @@ def interrupted(run: Run, number: signal.Signals) -> dict[str, Any]:
         check=True,
     )
     jobs: dict[str, Any] = {job["name"]: job for job in json.loads(listed.stdout)}
-    return jobs["char-lm"]  # type: ignore[no-any-return]
+    return jobs["char-lm"]  # type: ignore[no-any-return]  # decoded JSON
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ have to pass them around. A process belongs to one job, hence there is one conte
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,9 +66,12 @@ class JobContext:
 
     def close(self) -> None:
         """End what runs in the background."""
-        while self.closers:
-            self.closers.pop()()
-        self.control.close()
+        # Each of them, also where one before it fails.
+        with ExitStack() as ending:
+            ending.callback(self.control.close)
+            for closer in self.closers:
+                ending.callback(closer)
+            self.closers.clear()
 
 
 _context: JobContext | None = None

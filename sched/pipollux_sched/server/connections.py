@@ -121,7 +121,7 @@ class BoundedProtocol(H11Protocol):
         self._answered = False
         self._deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrower than the base class's
         """Let the connection in; another may have to go for it."""
         self._make_room()
         super().connection_made(transport)

@@ -48,7 +48,7 @@ class Database:
         self._claim: Claim | None = None
         try:
             self._open(create)
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: nothing stays open
             self._engine.dispose()
             if isinstance(error, DatabaseError | OSError | StoreUnavailableError):
                 raise StoreError(
@@ -72,7 +72,7 @@ class Database:
         try:
             with self.write() as session:
                 claim.leave_mark(session)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody else could have the store
             claim.close()
             raise
         self._claim = claim

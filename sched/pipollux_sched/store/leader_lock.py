@@ -41,7 +41,7 @@ class Claim:
         file = location.file
         try:
             held = self._lock_session(engine) if file is None else self._lock_file(file)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no lock stays behind
             self.close()
             raise
         if not held:

@@ -55,7 +55,7 @@ class Server:
                 timeout=TIMEOUT,
             )
             self.start()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no server stays behind
             self.remove()
             raise
 

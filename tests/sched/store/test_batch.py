@@ -62,7 +62,7 @@ def test_a_batch_with_one_bad_job_is_refused_whole(
         client.submit(spec("there"))
     before, decisions = service.store.last_event(), service.num_reconsidered
     with pytest.raises(ClientError) as refused:
-        client.submit_all([spec("fine"), spec(**{"name": "bad", **bad})])  # type: ignore[arg-type]
+        client.submit_all([spec("fine"), spec(**{"name": "bad", **bad})])  # type: ignore[arg-type]  # it is bad
     assert sentence in str(refused.value)
     assert "fine" not in {job.name for job in service.store.jobs()}
     assert (service.store.last_event(), service.num_reconsidered) == (before, decisions)
@@ -128,7 +128,7 @@ def test_a_narrow_job_does_not_start_before_a_wide_one_that_waits(tmp_path: Path
         started: list[str] = []
 
         class Watched(ExactPolicy):
-            def allocate_job(self, job_info, nodes):  # type: ignore[no-untyped-def]
+            def allocate_job(self, job_info, nodes):  # type: ignore[no-untyped-def]  # the base class has the types
                 started.append(str(job_info.num_stages))
                 return super().allocate_job(job_info, nodes)
 

@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import sys
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,

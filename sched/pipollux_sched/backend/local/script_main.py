@@ -45,7 +45,7 @@ def run(script: str) -> None:
     sys.modules["__main__"] = module
     try:
         exec(code, module.__dict__)  # noqa: S102  # the job's script is what is to be run
-    except Exception as error:
+    except Exception as error:  # whatever the script died of is what is kept
         # Without the frame of this function.
         keep(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next), loaded=True)
         fail(error)

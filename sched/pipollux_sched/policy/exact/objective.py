@@ -64,7 +64,7 @@ class FairSpeedup:
         """Promise nothing: the mean itself gives most to whoever has least."""
         return Promises()
 
-    def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002
+    def judge(self, instance: Instance, promises: Promises) -> Worth:  # noqa: ARG002  # as above
         """Return every option's term of the power mean."""
         fair = [fair_speedup(instance, options) for options in instance.jobs]
         return _FairWorth(instance.jobs, fair, self._power)

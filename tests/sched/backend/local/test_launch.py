@@ -91,7 +91,7 @@ def test_where_the_store_of_the_agents_listens(address: str, listens_at: set[str
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         }
         if not socket.has_ipv6:
-            listens_at = {"0.0.0.0" if ip == "::" else ip for ip in listens_at}  # noqa: S104
+            listens_at = {"0.0.0.0" if ip == "::" else ip for ip in listens_at}  # noqa: S104  # compared
         assert found == listens_at
     finally:
         del meeting, handler  # torch closes the store with its last reference
