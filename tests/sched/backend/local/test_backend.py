@@ -56,6 +56,18 @@ def wait_for_text(path: Path, text: str, seconds: float = 240.0) -> str:
     raise AssertionError(f"{path} does not say {text!r}")
 
 
+def environment_of(pid: int, seconds: float = 240.0) -> dict[str, str]:
+    """Read the environment of a process that was just started.
+
+    ``Popen`` returns as soon as ``execve`` has closed its pipe, a moment before the kernel has laid
+    out the new program's environment: until then it reads as empty.
+    """
+    deadline = time.monotonic() + seconds
+    while not (environment := psutil.Process(pid).environ()):
+        assert time.monotonic() < deadline
+    return environment
+
+
 def test_graceful_stop_on_two_nodes(backend: LocalBackend, state_dir: StateDir) -> None:
     """Two replicas of two stages fill both nodes, each with slots of its own; a stop saves."""
     backend.apply(workload(num_stages=2), 1, ["node-a", "node-b"])
@@ -251,7 +263,7 @@ def test_nothing_of_the_scheduler_leaks_into_a_job(
     backend.apply(workload("--steps", "1"), 1, ["node-a"])
     started = wait_for(backend, Started)
     assert isinstance(started, Started)
-    environment = psutil.Process(started.pids[0]).environ()
+    environment = environment_of(started.pids[0])
     assert "RANK" not in environment
     assert "outer" not in environment.values()
     assert environment["PATH"] == os.environ["PATH"]
