@@ -114,7 +114,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_sched/store/migrations/env.py",
         "pipollux_sched/server/docs.html.j2",
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
-        "pipollux_sched/store/migrations/versions/v0004_lasting_stores.py",
+        "pipollux_sched/store/migrations/versions/v0001_first.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",
     ):

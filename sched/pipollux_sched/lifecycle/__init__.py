@@ -31,7 +31,7 @@ from .events import (
 )
 from .invariant import broken_rules
 from .state import CANCELLED, Condition, Intent, JobState, Outcome, Phase
-from .steps import Transition, at_rest, with_condition
+from .steps import Transition, with_condition
 from .transitions import BACKOFF_LIMIT, advance, backoff
 
 __all__ = [
@@ -69,7 +69,6 @@ __all__ = [
     "Suspend",
     "Transition",
     "advance",
-    "at_rest",
     "backoff",
     "broken_rules",
     "with_condition",

@@ -13,6 +13,16 @@ HELD = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
 NOT_ADOPTED = "NotAdopted"
 
+_AT_REST: dict[str, Any] = {
+    "allocation": (),
+    "launched": (),
+    "launched_stages": None,
+    "settled": False,
+    "intent": None,
+    "held": False,
+}
+"""What a job has that has ended: nothing of what only a living one has."""
+
 Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 
 
@@ -38,26 +48,8 @@ def enter(
     A job that ends keeps nothing that belongs to a living one, whatever it held when it ended.
     """
     conditions = with_condition(state.conditions, phase, reason, message, now)
-    return at_rest(replace(state, phase=phase, conditions=conditions, **changes))
-
-
-def at_rest(state: JobState) -> JobState:
-    """Return the job without what only a living one has, if it has ended; else as it is.
-
-    Stores written by earlier versions hold ended jobs that are still marked as suspended by their
-    user, so what is read from a store passes through this as well.
-    """
-    if not state.phase.ended:
-        return state
-    return replace(
-        state,
-        allocation=(),
-        launched=(),
-        launched_stages=None,
-        settled=False,
-        intent=None,
-        held=False,
-    )
+    entered = replace(state, phase=phase, conditions=conditions, **changes)
+    return replace(entered, **_AT_REST) if phase.ended else entered
 
 
 def launch(state: JobState, message: str, now: float) -> Transition:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase, at_rest
+from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
 from pipollux_sched.spec.variables import hide_values
 
 from .tables import GenerationRow, JobRow, NodeRow
@@ -134,14 +134,14 @@ class Timeline:
 
 
 def job_state(row: JobRow) -> JobState:
-    """Read a job's state from its row; an ended job is read as one that holds nothing."""
+    """Read a job's state from its row."""
     conditions = tuple(
         Condition(
             Phase(entry["type"]), entry["status"], entry["reason"], entry["message"], entry["time"]
         )
         for entry in row.conditions
     )
-    state = JobState(
+    return JobState(
         phase=Phase(row.phase),
         conditions=conditions,
         generation=row.generation,
@@ -156,7 +156,6 @@ def job_state(row: JobRow) -> JobState:
         max_restarts=row.max_restarts,
         first_generation=row.first_generation,
     )
-    return at_rest(state)
 
 
 def write_job_state(row: JobRow, state: JobState) -> None:

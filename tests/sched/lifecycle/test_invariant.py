@@ -39,7 +39,6 @@ from pipollux_sched.lifecycle import (
     Submit,
     Suspend,
     advance,
-    at_rest,
     broken_rules,
 )
 
@@ -158,14 +157,6 @@ def test_a_job_that_ends_while_it_is_suspended_stays_ended() -> None:
         state, _ = advance(state, event, now=0.0)
     assert (state.phase, state.held) == (Phase.COMPLETE, False)
     assert advance(state, Resume(), now=1.0) == (state, ())
-
-
-def test_an_ended_job_that_an_earlier_version_kept_as_held_is_read_as_ended() -> None:
-    kept = JobState(phase=Phase.COMPLETE, held=True, allocation=("a",), settled=True)
-    assert advance(kept, Resume(), now=1.0) == (kept, ())
-    assert at_rest(kept) == JobState(phase=Phase.COMPLETE)
-    living = JobState(phase=Phase.SUSPENDED, held=True)
-    assert at_rest(living) is living
 
 
 def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
