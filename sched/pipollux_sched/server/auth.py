@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import hmac
-from typing import Annotated
 
-from fastapi import Depends, HTTPException, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.store import StateDir, Store, UnknownJobError
 
 from .limits import Limits, RateLimit, TooManyRequestsError
-
-_job_scheme = HTTPBearer(
-    scheme_name="jobToken",
-    description="The token of the job in the path; its processes find it in PIPOLLUX_TOKEN.",
-    auto_error=False,
-)
-_admin_scheme = HTTPBearer(
-    scheme_name="adminToken",
-    description="The admin's token, which stands in `admin.token` in the state directory.",
-    auto_error=False,
-)
-
-AsJob = Annotated[HTTPAuthorizationCredentials | None, Depends(_job_scheme)]
-AsAdmin = Annotated[HTTPAuthorizationCredentials | None, Depends(_admin_scheme)]
 
 
 class JobTokens:
@@ -77,7 +62,9 @@ class Gate:
         self._admin = RateLimit(limits.admin_rate, limits.admin_burst)
         self._wrong = RateLimit(limits.wrong_rate, limits.wrong_burst)
 
-    async def admit_admin(self, request: Request, credentials: AsAdmin) -> None:
+    def admit_admin(
+        self, request: Request, credentials: HTTPAuthorizationCredentials | None
+    ) -> None:
         """Let the admin in, and nobody else."""
         if not self._is_admin(credentials):
             raise self._refused(
@@ -86,10 +73,9 @@ class Gate:
         self._admin.check("admin", "the admin token")
 
     async def admit_job(
-        self, name: str, request: Request, by_job: AsJob, by_admin: AsAdmin
+        self, name: str, request: Request, credentials: HTTPAuthorizationCredentials | None
     ) -> None:
         """Let the job of this name in, or the admin."""
-        credentials = by_job or by_admin
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
             return

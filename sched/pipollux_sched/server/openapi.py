@@ -15,8 +15,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.controller.training_report import TrainingReport
-from pipollux_sched.server.routes.admin import NodeChange
-from pipollux_sched.server.routes.job import HeartbeatBody, Registration
+from pipollux_sched.server.routes.job_side import HeartbeatBody, Registration
+from pipollux_sched.server.routes.nodes import NodeChange
 from pipollux_sched.spec.job import JobBatch, JobSpec
 
 from . import schemas

@@ -1,7 +1,7 @@
-"""Everything at a glance: nodes, counts, a page of the list of jobs; launches; how full nodes were.
+"""What is told of jobs, nodes and the cluster, as objects of JSON.
 
-What is answered has a size of its own, whatever the number of jobs: the database counts, sorts and
-cuts.
+The cluster at a glance has a size of its own, whatever the number of jobs: the database counts,
+sorts and cuts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,22 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from pipollux_sched.backend.local.replica_log import last_lines
 from pipollux_sched.controller.commands import Control
+from pipollux_sched.controller.deletion import DeletedJob
+from pipollux_sched.controller.heartbeats import Heartbeats
+from pipollux_sched.planning.account import account_object, find_standing
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import GenerationRecord, Holder, JobQuery, JobSummary, Store
+from pipollux_sched.store import (
+    GenerationRecord,
+    Holder,
+    JobQuery,
+    JobRecord,
+    JobSummary,
+    StaleGenerationError,
+    StateDir,
+    Store,
+)
 
 from .event_stream import told_object
 
@@ -80,6 +93,71 @@ def describe_usage(store: Store, since: float, num_parts: int) -> dict[str, Any]
     }
 
 
+def describe_job(
+    store: Store, heartbeats: Heartbeats, job: JobRecord, num_points: int
+) -> dict[str, Any]:
+    """Describe a job.
+
+    Args:
+        store: knows it.
+        heartbeats: when its replicas were last heard of.
+        job: the job.
+        num_points: points of its curves at most.
+    """
+    generations = store.generations(job.name)
+    return {
+        **job.to_json_object(),
+        "number": store.overview.job_number(job.name),
+        "hints": store.hints().get(job.name),
+        "generations": [asdict(entry) for entry in generations],
+        "num_restarts": max(len(generations) - 1, 0),
+        "replicas": _replicas(store, heartbeats, job),
+        "points": [asdict(point) for point in store.overview.points(job.name, num_points)],
+        "noise": [point._asdict() for point in store.overview.noise(job.name, num_points)],
+    }
+
+
+def explain_job(store: Store, job: JobRecord) -> dict[str, Any]:
+    """Say why a job has what it has, as `pipollux explain --output json` does."""
+    decisions = store.latest_events(1, job=job.name, types=["allocated"])
+    return account_object(job, find_standing(store, job), decisions[-1] if decisions else None)
+
+
+def deleted_object(deleted: DeletedJob) -> dict[str, Any]:
+    """Return what is told of a job that was deleted: how it had ended, and what is left of it."""
+    state = deleted.job.state
+    return {
+        "name": deleted.job.name,
+        "phase": state.phase,
+        "reason": state.reason,
+        "left": [str(folder) for folder in deleted.left],
+    }
+
+
+def describe_logs(
+    state_dir: StateDir, name: str, generation: int | None, num_lines: int
+) -> list[dict[str, Any]]:
+    """Describe the last lines of a job's replicas, of one generation or of all."""
+    return [
+        {"generation": number, "replica": replica, "lines": last_lines(path, num_lines)}
+        for number, replica, path in state_dir.logs(name)
+        if generation in (None, number)
+    ]
+
+
+def describe_nodes(store: Store, control: Control) -> dict[str, dict[str, Any]]:
+    """Describe the nodes by name, each with how many replicas of which jobs are there."""
+    holding = {job.name: job.state.launched for job in store.jobs()}
+    return {
+        name: {
+            "name": name,
+            **node,
+            "replicas": {job: nodes.count(name) for job, nodes in holding.items() if name in nodes},
+        }
+        for name, node in control.cluster()["nodes"].items()
+    }
+
+
 def _nodes(nodes: dict[str, dict[str, Any]], holders: Iterable[Holder]) -> dict[str, Any]:
     found = {name: {**node, "used": 0, "num_jobs": 0} for name, node in nodes.items()}
     for holder in holders:
@@ -111,3 +189,25 @@ def _job(job: JobSummary) -> dict[str, Any]:
 
 def _launch(launch: GenerationRecord, number: int) -> dict[str, Any]:
     return {"number": number, **{name: getattr(launch, name) for name in _LAUNCH}}
+
+
+def _replicas(store: Store, heartbeats: Heartbeats, job: JobRecord) -> list[dict[str, Any]]:
+    """Describe the replicas of the generation that runs, if one does."""
+    generation, nodes = job.state.generation, job.state.launched
+    if not nodes:
+        return []
+    try:
+        addresses = store.replicas.find(job.name, generation).addresses
+    except StaleGenerationError:  # it has moved on meanwhile
+        addresses = {}
+    heard = heartbeats.heard(job.name, generation)
+    return [
+        {
+            "replica": replica,
+            "node": node,
+            "address": addresses.get(replica),
+            "heard_seconds": heard[replica].seconds if replica in heard else None,
+            "step": heard[replica].step if replica in heard else None,
+        }
+        for replica, node in enumerate(nodes)
+    ]

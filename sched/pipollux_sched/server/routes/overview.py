@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
-from pipollux_sched.controller.commands import Control
-from pipollux_sched.server.auth import Gate
+from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
+from pipollux_sched.server.schemas import LaunchLine, OverviewReply, UsageReply
 from pipollux_sched.server.views import describe_all, describe_launches, describe_usage
-from pipollux_sched.store import JobOrder, JobQuery, ListedPhase, Store
+from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 
 MOST_JOBS = 500
 """Jobs of a page."""
@@ -38,32 +38,33 @@ _Parts = Annotated[
 ]
 
 
-def overview_side(store: Store, control: Control, gate: Gate) -> APIRouter:
-    """Make the paths that the web page asks."""
-    router = APIRouter(dependencies=[Depends(gate.admit_admin)], tags=["nodes"])
+router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin])
 
-    @router.get("/overview", summary="Everything at a glance")
-    def overview(
-        phase: _Phases = [],  # noqa: B006  # FastAPI's way to say none
-        name: _Name = "",
-        order: _Order = JobOrder.USUAL,
-        descending: _Descending = False,
-        offset: _Offset = 0,
-        limit: _Limit = 50,
-        events: _Last = 0,
-    ) -> dict[str, Any]:
-        """Nodes, how many jobs are in each phase, a page of the list of jobs, the last events."""
-        query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
-        return describe_all(store, control, query, events)
 
-    @router.get("/launches", summary="Who held what")
-    def launches(since: _Moment = 0.0, node: _Nodes = None) -> list[dict[str, Any]]:
-        """The launches that held something after a moment, 5000 at most, the oldest first."""
-        return describe_launches(store, since, node)
+@router.get("/overview", response_model=OverviewReply, summary="Everything at a glance")
+def overview(
+    store: StoreDep,
+    control: ControlDep,
+    phase: _Phases = [],  # noqa: B006  # FastAPI's way to say none
+    name: _Name = "",
+    order: _Order = JobOrder.USUAL,
+    descending: _Descending = False,
+    offset: _Offset = 0,
+    limit: _Limit = 50,
+    events: _Last = 0,
+) -> dict[str, Any]:
+    """Nodes, how many jobs are in each phase, a page of the list of jobs, the last events."""
+    query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
+    return describe_all(store, control, query, events)
 
-    @router.get("/usage", summary="How full the nodes were")
-    def usage(since: _Moment = 0.0, parts: _Parts = 100) -> dict[str, Any]:
-        """From a moment until now; the mean of each part of that time."""
-        return describe_usage(store, since, parts)
 
-    return router
+@router.get("/launches", response_model=list[LaunchLine], summary="Who held what")
+def launches(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[dict[str, Any]]:
+    """The launches that held something after a moment, 5000 at most, the oldest first."""
+    return describe_launches(store, since, node)
+
+
+@router.get("/usage", response_model=UsageReply, summary="How full the nodes were")
+def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> dict[str, Any]:
+    """From a moment until now; the mean of each part of that time."""
+    return describe_usage(store, since, parts)

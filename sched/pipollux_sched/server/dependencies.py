@@ -1,0 +1,125 @@
+"""What endpoints are handed: the services of their application, and who may ask.
+
+`create_app` keeps one `Services` in ``app.state``; an endpoint names what it needs by an alias.
+
+Example:
+    ``def jobs(store: StoreDep) -> list[JobReply]: ...``
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from pipollux_sched.controller.commands import Control
+from pipollux_sched.metrics import Meters
+from pipollux_sched.store import StateDir, Store
+
+from .auth import Gate
+from .change_watch import News
+from .event_stream import Tail
+from .hints_batcher import HintsInbox
+from .limits import Limits, Places
+from .prometheus import SchedulerCollector
+
+
+class Services:
+    """Everything that the endpoints of one application share.
+
+    Args:
+        store: what is known.
+        control: carries out what is asked.
+        state_dir: where the jobs' logs are.
+        admin_token: opens everything.
+        meters: what the scheduler counts.
+        limits: how much is answered.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        control: Control,
+        state_dir: StateDir,
+        admin_token: str,
+        meters: Meters,
+        limits: Limits,
+    ) -> None:
+        self.store = store
+        self.control = control
+        self.state_dir = state_dir
+        self.meters = meters
+        self.limits = limits
+        self.gate = Gate(store, state_dir, admin_token, limits)
+        self.news = News(store)
+        self.hints = HintsInbox(store)
+        self.tail = Tail(store)
+        self.collector = SchedulerCollector(store, control)
+        self.waiting = Places(limits.waiting, limits.waiting_per_job, "wait for replicas")
+        self.listening = Places(limits.listeners, limits.listeners, "listen to events")
+
+
+# Coroutines, as a function that is none would be run in a thread for each request.
+
+
+async def get_services(request: Request) -> Services:
+    """Return what the endpoints of the application share."""
+    services: Services = request.app.state.services
+    return services
+
+
+ServicesDep = Annotated[Services, Depends(get_services)]
+
+
+async def get_store(services: ServicesDep) -> Store:
+    """Return what is known."""
+    return services.store
+
+
+async def get_control(services: ServicesDep) -> Control:
+    """Return what carries out requests."""
+    return services.control
+
+
+StoreDep = Annotated[Store, Depends(get_store)]
+ControlDep = Annotated[Control, Depends(get_control)]
+
+JobToken = Annotated[
+    HTTPAuthorizationCredentials | None,
+    Depends(
+        HTTPBearer(
+            scheme_name="jobToken",
+            description=(
+                "The token of the job in the path; its processes find it in PIPOLLUX_TOKEN."
+            ),
+            auto_error=False,
+        )
+    ),
+]
+AdminToken = Annotated[
+    HTTPAuthorizationCredentials | None,
+    Depends(
+        HTTPBearer(
+            scheme_name="adminToken",
+            description="The admin's token, which stands in `admin.token` in the state directory.",
+            auto_error=False,
+        )
+    ),
+]
+
+
+async def require_admin(request: Request, services: ServicesDep, token: AdminToken) -> None:
+    """Let the admin in, and nobody else."""
+    services.gate.admit_admin(request, token)
+
+
+async def require_job(
+    name: str, request: Request, services: ServicesDep, job: JobToken, admin: AdminToken
+) -> None:
+    """Let the job of the path in, or the admin."""
+    await services.gate.admit_job(name, request, job or admin)
+
+
+NeedsAdmin = Depends(require_admin)
+NeedsJob = Depends(require_job)

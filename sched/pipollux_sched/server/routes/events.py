@@ -1,0 +1,64 @@
+"""The event log, and events as they happen, with the admin's token."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
+from pipollux_sched.server.event_stream import EventStream, stream
+from pipollux_sched.server.schemas import EventReply
+
+_After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
+_Since = Annotated[
+    int | None, Query(ge=0, le=2**62, description="Only events of larger ids; 0: from the first.")
+]
+_Told = Annotated[
+    bool, Query(description="Only what people are told, each with a sentence, `text`.")
+]
+_Limit = Annotated[int, Query(ge=1, le=10_000, description="So many at most.")]
+_Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
+
+router = APIRouter(prefix="/events", tags=["events"], dependencies=[NeedsAdmin])
+
+
+@router.get("", response_model=list[EventReply], summary="The event log")
+def events(
+    store: StoreDep, after: _After = 0, limit: _Limit = 1000, job: _Job = None
+) -> list[dict[str, Any]]:
+    """In the order they happened, the oldest first."""
+    return store.events(after, job=job, limit=limit)
+
+
+@router.get("/stream", response_class=Response, summary="Events as they happen")
+async def follow(
+    request: Request,
+    services: ServicesDep,
+    after: _Since = None,
+    job: _Job = None,
+    told: _Told = False,
+) -> EventStream:
+    """Server-sent events, each with its `id`; who comes back with `Last-Event-ID` misses none.
+
+    Without that header and without `after`, from now on.
+    """
+    since = _last_event_id(request)
+    since = after if since is None else since
+    if since is None:
+        since = await run_in_threadpool(services.store.last_event)
+    keep_alive = services.limits.keep_alive
+    text = stream(services.news, services.tail, since, job, keep_alive, told=told)
+    return EventStream(text, services.listening)
+
+
+def _last_event_id(request: Request) -> int | None:
+    text = request.headers.get("Last-Event-ID")
+    if text is None or not text.strip():
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise HTTPException(
+            422, f"the header Last-Event-ID is {text[:60]!r}; give the id of the last event you had"
+        )
+    return int(text)

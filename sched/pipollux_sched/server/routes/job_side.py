@@ -1,0 +1,143 @@
+"""What jobs ask: each with its own token, about itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from pipollux_sched.controller.training_report import TrainingReport
+from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
+from pipollux_sched.server.request_bodies import JsonObject, reader
+from pipollux_sched.server.schemas import DiscoveryReply
+from pipollux_sched.spec.hints import read_hints
+from pipollux_sched.store import Discovery
+from pipollux_sched.store.replicas import check_replica
+
+MAX_WAIT = 60.0
+"""Seconds that a request for replicas waits at most."""
+
+_Generation = Annotated[
+    int, Query(ge=1, le=2**62, description="The generation that asks: PIPOLLUX_GENERATION.")
+]
+_Wait = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=MAX_WAIT,
+        allow_inf_nan=False,
+        description="Seconds to wait until all replicas are there.",
+    ),
+]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, strict=True)
+
+
+class HeartbeatBody(_Wire):
+    """A sign of life of one replica."""
+
+    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
+    replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
+    step: Annotated[
+        int | None, Field(ge=0, le=2**62, description="a whole number of at least 0, or null")
+    ] = None
+
+
+class Registration(_Wire):
+    """Where one replica can be reached."""
+
+    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
+    replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
+    address: Annotated[
+        str,
+        Field(
+            max_length=255,
+            pattern=r"^[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}$",
+            description="a text such as 10.0.0.7:29500",
+        ),
+    ]
+
+
+_Beat = Annotated[HeartbeatBody, Depends(reader(HeartbeatBody, "heartbeat"))]
+_Entry = Annotated[Registration, Depends(reader(Registration, "replica"))]
+_Report = Annotated[TrainingReport, Depends(reader(TrainingReport, "report"))]
+
+
+router = APIRouter(prefix="/jobs/{name}", tags=["jobs' own"], dependencies=[NeedsJob])
+
+
+@router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
+async def put_hints(
+    name: str, services: ServicesDep, generation: _Generation, body: JsonObject
+) -> None:
+    """The scheduler keeps the latest hints; they decide what the job is worth giving."""
+    await services.hints.put(name, generation, read_hints(body).to_json_object())
+    services.meters.hints.inc()
+
+
+@router.post("/reports", status_code=204, summary="Report progress")
+def post_report(name: str, services: ServicesDep, report: _Report) -> None:
+    """Points of progress since the last report and, now and then, the time line of a step."""
+    first = services.store.add_report(
+        name, report.generation, report.stored_points(), report.stored_timeline()
+    )
+    services.meters.reports.inc()
+    if first:
+        services.control.settled(name)
+
+
+@router.post("/heartbeats", status_code=204, summary="Give a sign of life")
+def post_heartbeat(name: str, services: ServicesDep, beat: _Beat) -> None:
+    """Every replica does so every few seconds; one that falls silent costs a restart."""
+    job = services.store.job(name)
+    launched = len(job.state.launched)
+    check_replica(name, job.state.generation, launched, beat.generation, beat.replica)
+    # Loading, compiling and measuring before a launch's first step may take their time.
+    hang_timeout = job.spec.get("hang_timeout") if job.state.settled else None
+    services.control.heard(name, beat.generation, beat.replica, beat.step, hang_timeout)
+    services.meters.heartbeats.inc()
+
+
+@router.post("/replicas", status_code=204, summary="Tell where a replica is")
+def post_replica(name: str, store: StoreDep, entry: _Entry) -> None:
+    """Kept until the generation ends; what the replica said before is replaced."""
+    store.replicas.register(name, entry.generation, entry.replica, entry.address)
+
+
+@router.get("/replicas", response_model=DiscoveryReply, summary="Discover the replicas")
+async def get_replicas(
+    name: str, services: ServicesDep, generation: _Generation, wait: _Wait = 0.0
+) -> dict[str, Any]:
+    """Wait until all replicas of the generation are there; answer with those that are.
+
+    409 as soon as the generation is no longer the present one.
+    """
+    with services.waiting.take(name):
+        found = await _discover(services, name, generation, wait)
+    return {
+        "generation": generation,
+        "num_replicas": found.num_replicas,
+        "complete": found.complete,
+        "replicas": [
+            {"replica": replica, "address": address} for replica, address in found.addresses.items()
+        ],
+    }
+
+
+async def _discover(services: Services, name: str, generation: int, wait: float) -> Discovery:
+    store, news = services.store, services.news
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + wait
+    async with news.listening():
+        while True:
+            version = news.version
+            found = await run_in_threadpool(store.replicas.find, name, generation)
+            left = deadline - clock()
+            if found.complete or left <= 0 or news.closed:
+                return found
+            await news.wait(version, left)

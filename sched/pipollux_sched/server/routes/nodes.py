@@ -1,0 +1,63 @@
+"""Nodes, and the cluster that they are, with the admin's token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from pipollux_sched.server import views
+from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
+from pipollux_sched.server.request_bodies import reader
+from pipollux_sched.server.schemas import ClusterReply, Deciding, NodeReply
+from pipollux_sched.store import NodeCondition
+
+
+class NodeChange(BaseModel):
+    """What becomes of a node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    condition: Annotated[
+        Literal["ready", "draining", "dead"], Field(description="'ready', 'draining' or 'dead'")
+    ]
+    reason: Annotated[
+        str,
+        StringConstraints(max_length=500, strip_whitespace=True, pattern=r"^[^\x00-\x1f\x7f]*$"),
+        Field(description="a text of one line and at most 500 characters"),
+    ] = ""
+
+
+_Change = Annotated[NodeChange, Depends(reader(NodeChange, "node"))]
+
+router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin])
+
+
+@router.get("/nodes", response_model=list[NodeReply], summary="All nodes")
+def nodes(store: StoreDep, control: ControlDep) -> list[dict[str, Any]]:
+    """Their slots, their condition, and how many replicas of which jobs are there."""
+    return list(views.describe_nodes(store, control).values())
+
+
+@router.put(
+    "/nodes/{name}", response_model=NodeReply, summary="Drain a node, or say that it is dead"
+)
+def set_node(name: str, store: StoreDep, control: ControlDep, change: _Change) -> dict[str, Any]:
+    """`draining`: jobs leave; `dead`: they start elsewhere; `ready`: it is there again."""
+    control.set_node(name, NodeCondition(change.condition), change.reason)
+    return views.describe_nodes(store, control)[name]
+
+
+@router.post("/decisions", status_code=202, response_model=Deciding, summary="Decide now")
+def decide(control: ControlDep) -> dict[str, str]:
+    """The allocator weighs all jobs at once, and not only at the next interval."""
+    control.decide()
+    return {"status": "deciding"}
+
+
+@router.get("/cluster", response_model=ClusterReply, summary="The cluster as the policy has it")
+def cluster(control: ControlDep) -> Mapping[str, Any]:
+    """Nodes with their free slots, and who decides on them."""
+    return control.cluster()

@@ -1,0 +1,26 @@
+"""The scheduler itself: whether it is there, and its figures."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pipollux_sched.server.dependencies import ServicesDep
+from pipollux_sched.server.prometheus import render
+from pipollux_sched.server.schemas import Health
+
+router = APIRouter(tags=["service"])
+metrics_router = APIRouter(tags=["service"])
+"""Whether it needs the admin's token is up to whoever includes it."""
+
+
+@router.get("/healthz", response_model=Health, summary="Whether the scheduler is there")
+async def healthz() -> dict[str, str]:
+    """Needs no token."""
+    return {"status": "ok"}
+
+
+@metrics_router.get("/metrics", response_class=Response, summary="Figures for Prometheus")
+def metrics(services: ServicesDep) -> Response:
+    """In Prometheus' text format."""
+    return Response(render(services.meters, services.collector), media_type=CONTENT_TYPE_LATEST)
