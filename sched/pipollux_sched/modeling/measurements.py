@@ -191,5 +191,5 @@ def _parse(line: str) -> Measurement:
     try:
         return Measurement.model_validate(data)
     except ValidationError as error:
-        found = problems(error, Measurement)
+        found = problems(error.errors(include_url=False), Measurement)
         raise ModelingError(*(problem.sentence() for problem in found)) from None

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 from pipollux_sched.controller.commands import UnavailableError
 
-from .app import BODY_LIMIT, create_app, end_waiting
+from .app import create_app, end_waiting
 from .limits import Limits
+from .request_bodies import BODY_LIMIT
 
 __all__ = ["BODY_LIMIT", "Limits", "UnavailableError", "create_app", "end_waiting"]

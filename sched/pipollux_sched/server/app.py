@@ -12,7 +12,6 @@ from pipollux_sched.controller.commands import Control
 from pipollux_sched.metrics import Meters
 from pipollux_sched.store import StateDir, Store
 
-from .body_limit import BodyLimit
 from .dependencies import NeedsAdmin, Services
 from .docs_page import render_docs
 from .errors import answer_errors
@@ -20,11 +19,9 @@ from .host_check import HostCheck
 from .limits import Limits
 from .openapi import document
 from .prometheus import RefusedCounter
+from .request_bodies import BODY_LIMIT, BodyLimit
 from .routes import events, job_side, jobs, nodes, overview, service
 from .web_page import add_pages
-
-BODY_LIMIT = 2**20
-"""Largest request body, in bytes."""
 
 
 def create_app(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import ErrorDetails
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from pipollux_perfmodel import HintsError
 from pipollux_sched.controller.commands import UnavailableError
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import (
@@ -24,6 +25,7 @@ from pipollux_sched.store import (
     UnknownNodeError,
     UnknownReplicaError,
 )
+from pipollux_sched.utils.validation import problems
 
 from .limits import BusyError, TooManyRequestsError
 
@@ -40,7 +42,6 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (StoreUnavailableError, 503),
     (StoreTakenError, 503),
     (StoreError, 500),
-    (HintsError, 422),
     (SpecError, 422),
     (TooManyRequestsError, 429),
     (UnavailableError, 503),
@@ -76,12 +77,21 @@ def _answer(status: int) -> ExceptionHandler:
     return handler
 
 
-def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
-    """Say in one sentence what is wrong with a request that is not even of the right form."""
+def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
+    """Say in one sentence what is wrong with a request that is not of the right form."""
     assert isinstance(error, RequestValidationError)  # noqa: S101  # it is registered for no other
     first = error.errors()[0]
-    where = ".".join(str(step) for step in first["loc"])
-    return refusal(422, f"{where}: {first['msg']}")
+    where, *place = first["loc"]
+    if where != "body":
+        return refusal(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    if not place and first["type"] == "missing":
+        return refusal(422, "the body is not valid JSON: it is empty; send an object, {…}")
+    field = request.scope["route"].body_field
+    inside = (
+        cast("ErrorDetails", {**details, "loc": details["loc"][1:]}) for details in error.errors()
+    )
+    found = problems(inside, field.field_info.annotation)
+    return refusal(422, "; ".join(f"{field.name}: {problem.sentence()}" for problem in found))
 
 
 def _answer_http(request: Request, error: Exception) -> JSONResponse:

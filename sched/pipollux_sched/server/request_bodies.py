@@ -1,17 +1,26 @@
-"""Request bodies: read as JSON whatever their type says, bounded in depth, and checked."""
+"""Request bodies: bounded in size, time and depth, and read as JSON whatever their type says."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-from fastapi import Depends, HTTPException, Request
-from pydantic import BaseModel, ValidationError
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipollux_sched.utils.validation import problems
+from .errors import refusal
 
+BODY_LIMIT = 2**20
+"""Largest request body, in bytes."""
+BODY_TIMEOUT = 10.0
+"""Seconds that a body may take."""
+DISCARDED = 32
+"""How many times the limit is read and thrown away, so that the sender gets to read the answer."""
 MAX_DEPTH = 32
 """Objects and arrays within one another; hints have five."""
 LARGE = 2**16
@@ -19,39 +28,92 @@ LARGE = 2**16
 _UNSTORABLE = ("\\u0000", "\\ud")
 """Escapes that may stand for what no database keeps: NUL, and halves of surrogate pairs."""
 
-_Model = TypeVar("_Model", bound=BaseModel)
 
+class BodyLimit:
+    """ASGI middleware: answers 413 to a body that is too large, 408 to one that takes too long.
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """Read a body that is to be a JSON object."""
-    body = await request.body()
-    if len(body) > LARGE:
-        return await run_in_threadpool(parse_object, body)
-    return parse_object(body)
-
-
-JsonObject = Annotated[dict[str, Any], Depends(read_object)]
-
-
-def reader(model: type[_Model], what: str) -> Callable[..., Coroutine[Any, Any, _Model]]:
-    """Make a dependency that reads a body as a model.
+    The application sees neither, nor a request whose sender is gone before it was complete.
 
     Args:
-        model: the model.
-        what: how refusals name the body.
+        app: the application.
+        limit: largest body, in bytes.
+        seconds: that a body may take.
     """
 
-    async def read(body: JsonObject) -> _Model:
+    def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_TIMEOUT) -> None:
+        self._app = app
+        self._limit = limit
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         try:
-            return model.model_validate(body)
-        except ValidationError as error:
-            raise HTTPException(422, f"{what}: {problems(error, model)[0].sentence()}") from None
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            text = f"the body was not complete after {self._seconds:g} s; send it at once"
+            await refusal(408, text, {"Connection": "close"})(scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        if body is None:
+            text = f"the body is larger than {self._limit} bytes; send less at a time"
+            await refusal(413, text)(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    return read
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Read a whole body; None where it is too large."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= self._limit:
+                parts.append(part)
+            if not message.get("more_body", False) or size > self._limit * DISCARDED:
+                return b"".join(parts) if size <= self._limit else None
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object, or raise a refusal of one sentence."""
+class JsonRoute(APIRoute):
+    """Reads a body as JSON whatever its type says, as `JsonRequest` does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        answer = super().get_route_handler()
+        if self.body_field is None:
+            return answer
+
+        async def answer_json(request: Request) -> Response:
+            headers = [(b"content-type", b"application/json"), *request.scope["headers"]]
+            return await answer(JsonRequest({**request.scope, "headers": headers}, request.receive))
+
+        return answer_json
+
+
+class JsonRequest(Request):
+    """A request whose body is to be an object that can be kept."""
+
+    async def json(self) -> dict[str, Any]:
+        """Return the body, or raise a refusal of one sentence."""
+        body = await self.body()
+        if len(body) > LARGE:
+            return await run_in_threadpool(_parse, body)
+        return _parse(body)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()  # `json` would let bytes that are no UTF-8 pass
         value = json.loads(text)

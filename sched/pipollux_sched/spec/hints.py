@@ -7,7 +7,9 @@ years, would be well-formed, and cost the scheduler its memory, or all jobs thei
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from pipollux_perfmodel import HintsError, SchedHints
 
@@ -42,6 +44,22 @@ def read_hints(body: Mapping[str, Any]) -> SchedHints:
     for key, value in body.items():
         _check(key, value, MOST_GRADIENT if key == "gradParams" else MOST_NUMBER)
     return SchedHints.from_json_object(body)
+
+
+def _read(value: Any) -> SchedHints:
+    """Let the hints complain in their own words, which know their fields best."""
+    if isinstance(value, SchedHints):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping, as in {initBatchSize: 64}")
+    try:
+        return read_hints(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("hints: ")) from None
+
+
+HintsField = Annotated[SchedHints, BeforeValidator(_read)]
+"""Hints as a field of a pydantic model, or as the body of a request."""
 
 
 def _check(key: str, value: Any, most: float) -> None:

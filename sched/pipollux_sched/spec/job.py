@@ -27,7 +27,7 @@ from pipollux_sched.utils.units import parse_bytes, parse_duration
 from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import Document, SpecError, read_document
 
-from .hints import read_hints
+from .hints import HintsField
 from .image_reference import check_image
 from .text_limits import check_args, check_path
 from .variables import check_variables
@@ -42,7 +42,6 @@ __all__ = [
     "load_cluster",
     "load_jobs",
     "parse_job",
-    "parse_jobs",
 ]
 
 DEFAULT_MAX_REPLICAS = 64
@@ -76,18 +75,6 @@ def _check_gpu_type(text: str) -> str:
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
     check_variables(environment)
     return environment
-
-
-def _read_hints(value: Any) -> Any:
-    """Let the hints complain in their own words, which know their fields best."""
-    if value is None or isinstance(value, SchedHints):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError("must be a mapping, as in {initBatchSize: 64}")
-    try:
-        return read_hints(value)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("hints: ")) from None
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
@@ -210,7 +197,7 @@ class JobSpec(_Spec):
     )
     """Seconds without a further step, from the first step of a launch on, after which its processes
     are ended and it is started again; None: it may stand still for ever."""
-    hints: Annotated[SchedHints | None, BeforeValidator(_read_hints)] = None
+    hints: HintsField | None = None
     """What is known of the job beforehand."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
     """Where the job runs now, one node name per replica; only `plan` asks for it."""
@@ -358,16 +345,8 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        found = problems(error, JobSpec)
+        found = problems(error.errors(include_url=False), JobSpec)
         raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
-
-
-def parse_jobs(data: Any) -> list[JobSpec]:
-    """Take the jobs of a batch from decoded JSON, as `parse_job` does; `jobs` is a list of them."""
-    try:
-        return list(JobBatch.model_validate(data).jobs)
-    except ValidationError as error:
-        raise SpecError(*(found.sentence() for found in problems(error, JobBatch))) from None
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -380,6 +359,6 @@ def _load(document: Document, model: type[M]) -> M:
         raise SpecError(
             *(
                 f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
-                for problem in problems(error, model)
+                for problem in problems(error.errors(include_url=False), model)
             )
         ) from None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -53,15 +53,15 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     return match[0] if match else None
 
 
-def problems(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Turn pydantic's error about `model` into problems, in the order of the data.
+def problems(errors: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Problem]:
+    """Turn pydantic's errors about `model` into problems, in the order of the data.
 
     A missing field that was evidently misspelt is left out: the unknown field tells of it.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
     guessed: set[Place] = set()
-    for details in error.errors(include_url=False):
+    for details in errors:
         place: Place = tuple(details["loc"])
         if details["type"] == "missing":
             missing.append(Problem(place, "is missing; give " + _allowed(model, place)))

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from pipollux_sched.server.body_limit import BodyLimit
 from pipollux_sched.server.connections import Repeats
 from pipollux_sched.server.http_server import HttpServer
+from pipollux_sched.server.request_bodies import BodyLimit
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
-from pipollux_sched.server.request_bodies import JsonObject, reader
+from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import DiscoveryReply
-from pipollux_sched.spec.hints import read_hints
+from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery
 from pipollux_sched.store.replicas import check_replica
 
@@ -63,25 +63,22 @@ class Registration(_Wire):
     ]
 
 
-_Beat = Annotated[HeartbeatBody, Depends(reader(HeartbeatBody, "heartbeat"))]
-_Entry = Annotated[Registration, Depends(reader(Registration, "replica"))]
-_Report = Annotated[TrainingReport, Depends(reader(TrainingReport, "report"))]
-
-
-router = APIRouter(prefix="/jobs/{name}", tags=["jobs' own"], dependencies=[NeedsJob])
+router = APIRouter(
+    prefix="/jobs/{name}", tags=["jobs' own"], dependencies=[NeedsJob], route_class=JsonRoute
+)
 
 
 @router.put("/hints", status_code=204, summary="Tell what the job measured of itself")
 async def put_hints(
-    name: str, services: ServicesDep, generation: _Generation, body: JsonObject
+    name: str, services: ServicesDep, generation: _Generation, hints: HintsField
 ) -> None:
     """The scheduler keeps the latest hints; they decide what the job is worth giving."""
-    await services.hints.put(name, generation, read_hints(body).to_json_object())
+    await services.hints.put(name, generation, hints.to_json_object())
     services.meters.hints.inc()
 
 
 @router.post("/reports", status_code=204, summary="Report progress")
-def post_report(name: str, services: ServicesDep, report: _Report) -> None:
+def post_report(name: str, services: ServicesDep, report: TrainingReport) -> None:
     """Points of progress since the last report and, now and then, the time line of a step."""
     first = services.store.add_report(
         name, report.generation, report.stored_points(), report.stored_timeline()
@@ -92,21 +89,23 @@ def post_report(name: str, services: ServicesDep, report: _Report) -> None:
 
 
 @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
-def post_heartbeat(name: str, services: ServicesDep, beat: _Beat) -> None:
+def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> None:
     """Every replica does so every few seconds; one that falls silent costs a restart."""
     job = services.store.job(name)
     launched = len(job.state.launched)
-    check_replica(name, job.state.generation, launched, beat.generation, beat.replica)
+    check_replica(name, job.state.generation, launched, heartbeat.generation, heartbeat.replica)
     # Loading, compiling and measuring before a launch's first step may take their time.
     hang_timeout = job.spec.get("hang_timeout") if job.state.settled else None
-    services.control.heard(name, beat.generation, beat.replica, beat.step, hang_timeout)
+    services.control.heard(
+        name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout
+    )
     services.meters.heartbeats.inc()
 
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")
-def post_replica(name: str, store: StoreDep, entry: _Entry) -> None:
+def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
     """Kept until the generation ends; what the replica said before is replaced."""
-    store.replicas.register(name, entry.generation, entry.replica, entry.address)
+    store.replicas.register(name, replica.generation, replica.replica, replica.address)
 
 
 @router.get("/replicas", response_model=DiscoveryReply, summary="Discover the replicas")

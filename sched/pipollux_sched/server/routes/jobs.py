@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from pipollux_sched.server import views
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, ServicesDep, StoreDep
-from pipollux_sched.server.request_bodies import JsonObject
+from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import (
     DeletedReply,
     ExplanationReply,
@@ -17,7 +17,7 @@ from pipollux_sched.server.schemas import (
     JobReply,
     LogReply,
 )
-from pipollux_sched.spec.job import parse_job, parse_jobs
+from pipollux_sched.spec.job import JobBatch, JobSpec
 
 MOST_POINTS = 500
 """Points of a job's curves: more than a picture of them has pixels for."""
@@ -31,21 +31,21 @@ _FromScratch = Annotated[
 _Tail = Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
 
-router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[NeedsAdmin])
+router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[NeedsAdmin], route_class=JsonRoute)
 
 
 @router.post("", status_code=201, response_model=JobReply, summary="Submit a job")
-def submit(control: ControlDep, body: JsonObject) -> dict[str, Any]:
+def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
     """What was answered with 201 is on the disk, and starts as soon as something is free."""
-    return control.submit(parse_job(body)).to_json_object()
+    return control.submit(job).to_json_object()
 
 
 @router.post(
     "/batch", status_code=201, response_model=list[JobReply], summary="Submit many jobs at once"
 )
-def submit_all(control: ControlDep, body: JsonObject) -> JSONResponse:
+def submit_all(control: ControlDep, batch: JobBatch) -> JSONResponse:
     """All of them or none: where one is refused, the sentence names it, and nothing changes."""
-    taken = control.submit_all(parse_jobs(body))
+    taken = control.submit_all(batch.jobs)
     return JSONResponse([job.to_json_object() for job in taken], 201)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from pipollux_sched.server import views
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
-from pipollux_sched.server.request_bodies import reader
+from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import ClusterReply, Deciding, NodeReply
 from pipollux_sched.store import NodeCondition
 
@@ -30,9 +30,7 @@ class NodeChange(BaseModel):
     ] = ""
 
 
-_Change = Annotated[NodeChange, Depends(reader(NodeChange, "node"))]
-
-router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin])
+router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin], route_class=JsonRoute)
 
 
 @router.get("/nodes", response_model=list[NodeReply], summary="All nodes")
@@ -44,9 +42,9 @@ def nodes(store: StoreDep, control: ControlDep) -> list[dict[str, Any]]:
 @router.put(
     "/nodes/{name}", response_model=NodeReply, summary="Drain a node, or say that it is dead"
 )
-def set_node(name: str, store: StoreDep, control: ControlDep, change: _Change) -> dict[str, Any]:
+def set_node(name: str, store: StoreDep, control: ControlDep, node: NodeChange) -> dict[str, Any]:
     """`draining`: jobs leave; `dead`: they start elsewhere; `ready`: it is there again."""
-    control.set_node(name, NodeCondition(change.condition), change.reason)
+    control.set_node(name, NodeCondition(node.condition), node.reason)
     return views.describe_nodes(store, control)[name]
 
 
