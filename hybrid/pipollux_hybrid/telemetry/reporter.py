@@ -66,6 +66,7 @@ class Reporter:
         self._held: Callable[[], StepRecord] | None = None
         self._retry_at = 0.0
         self._backoff = REPORT_INTERVAL
+        self._senders = deque([self._send_hints, self._send_report])
         env = ctx.env
         self._next_hints = time.monotonic() + FIRST_HINTS * env.hints_interval
         self._url = f"{env.supervisor_url}/jobs/{env.job_id}" if env.supervisor_url else None
@@ -198,8 +199,8 @@ class Reporter:
         if time.monotonic() >= self._next_hints:
             self._next_hints = time.monotonic() + self._context.env.hints_interval
             self._fit()
-        self._send_hints(client)
-        self._send_report(client)
+        for send in tuple(self._senders):
+            send(client)
 
     def _show(self) -> None:
         with self._lock:
@@ -305,6 +306,7 @@ class Reporter:
 
     def _back_off(self, what: str, error: httpx.HTTPError) -> None:
         self._retry_at = time.monotonic() + self._backoff
+        self._senders.rotate()  # one that always fails must not keep the other from being tried
         LOG.warning(
             "%s to %s failed: %s; training goes on, the next attempt is in %.0f s",
             what,

@@ -171,6 +171,7 @@ class Supervisor:
 
     def __init__(self, status: int = 204) -> None:
         self.status = status
+        self.failing: set[str] = set()
         self.port = free_port()
         self.heard: list[tuple[str, Any]] = []
         self._server: ThreadingHTTPServer | None = None
@@ -183,7 +184,8 @@ class Supervisor:
             def take(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 supervisor.heard.append((self.command, body))
-                self.send_response(supervisor.status)
+                fails = self.command in supervisor.failing
+                self.send_response(500 if fails else supervisor.status)
                 self.end_headers()
 
             do_PUT = do_POST = take  # noqa: N815  # the base class's names
@@ -276,6 +278,18 @@ def test_a_scheduler_that_fails_is_asked_again(reporting: tuple[Supervisor, Repo
     tell(reporter, 2)
     until(lambda: 2 in supervisor.steps())
     assert supervisor.steps().count(2) == 1
+
+
+def test_hints_that_always_fail_do_not_hold_up_reports(
+    reporting: tuple[Supervisor, Reporter],
+) -> None:
+    supervisor, reporter = reporting
+    supervisor.failing = {"PUT"}
+    supervisor.start()
+    tell(reporter, 1)
+    until(lambda: [method for method, _ in supervisor.heard].count("PUT") > 1)
+    tell(reporter, 2)
+    until(lambda: 2 in supervisor.steps())
 
 
 @pytest.mark.parametrize("status", [401, 403])
