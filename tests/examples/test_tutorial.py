@@ -18,9 +18,9 @@ from pipollux_sched.store import StateDir
 from tests.programs import LIMIT, PIPOLLUX, Command, Forked, Replicas, run_pipollux
 
 GAINFUL = {
-    "initBatchSize": 100,
-    "maxBatchSize": 800,
-    "localBszBounds": [20, 400],
+    "initBatchSize": 200,
+    "maxBatchSize": 1600,
+    "localBszBounds": [50, 800],
     "maxProfiledReplicas": 1,
     "gradParams": {"norm": 0.002, "var": 0.04},
     "perfParams": {"alpha_c": 0.02, "beta_c": 0.004, "gamma": 1.8}
@@ -195,8 +195,8 @@ def test_every_step_of_the_tutorial(reader: Reader, repository: Path) -> None:
     for step in steps:
         reader.do(step)
     told = reader.scheduler.output if reader.scheduler else ""
-    losses = (reader.folder / "report.html").read_text()
-    assert "spirals" in losses
+    report = (reader.folder / "report.html").read_text()
+    assert "spirals" in report
     stopped = [int(step) for step in re.findall(r"spirals: stopped and saved at step (\d+)", told)]
     resumed = [int(step) for step in re.findall(r"spirals: training since step (\d+)", told)]
     assert resumed[1:3] == [step + 1 for step in stopped[:2]], "no step is lost or done twice"
