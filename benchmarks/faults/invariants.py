@@ -35,11 +35,11 @@ class Invariants:
         jobs = self._world.under_way()
         if any(job.state.intent is not None for job in jobs):
             return False
-        if any(job.state.launched and job.state.reason != "Training" for job in jobs):
+        if any(job.state.running_on and job.state.reason != "Training" for job in jobs):
             return False
         free = self._free(jobs)
-        waiting = [job for job in jobs if not (job.state.launched or backs_off(job))]
-        return not any(_fits(job, free) for job in waiting if not job.state.held)
+        waiting = [job for job in jobs if not (job.state.running_on or backs_off(job))]
+        return not any(_fits(job, free) for job in waiting if not job.state.suspended)
 
     def violations(self) -> list[str]:
         """Say what is not as it must be, at any moment; nothing if all is well."""
@@ -68,8 +68,8 @@ class Invariants:
         """No node holds more than it has."""
         held = dict.fromkeys(NODES, 0)
         for job in jobs:
-            for node in job.state.launched:
-                held[node] += job.state.launched_stages or job.spec["num_stages"]
+            for node in job.state.running_on:
+                held[node] += job.state.running_stages or job.spec["num_stages"]
         for node, slots in NODES.items():
             if held[node] > slots:
                 yield f"{node} holds {held[node]} of {slots}"
@@ -103,7 +103,7 @@ class Invariants:
                 try:
                     self._world.until("its replicas live", lambda job=job: self._lives(job), NOTICE)
                 except AssertionError:
-                    yield f"{job.name}: {job.state.launched} is launched, not all of it runs"
+                    yield f"{job.name}: {job.state.running_on} is launched, not all of it runs"
 
     def _lives(self, job: JobRecord) -> bool:
         state, generation = job.state, str(job.state.generation)
@@ -112,7 +112,7 @@ class Invariants:
             for environment in self._world.processes(job.name).values()
             if environment.get("PIPOLLUX_GENERATION") == generation
         }
-        if {str(rank) for rank in range(len(state.launched))} <= there:
+        if {str(rank) for rank in range(len(state.running_on))} <= there:
             return True
         now = self._world.jobs()[job.name].state
         return (now.generation, now.reason, now.intent) != (state.generation, "Training", None)
@@ -141,9 +141,9 @@ class Invariants:
         nodes = self._world.store.nodes().values()
         free = {node.name: node.slots for node in nodes if node.condition is NodeCondition.READY}
         for job in jobs:
-            launched = job.state.launched
-            stages = job.state.launched_stages if launched else job.state.num_stages
-            for node in launched or job.state.allocation:
+            launched = job.state.running_on
+            stages = job.state.running_stages if launched else job.state.num_stages
+            for node in launched or job.state.assigned:
                 free[node] = free.get(node, 0) - (stages or job.spec["num_stages"])
         return free
 

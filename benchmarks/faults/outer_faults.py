@@ -36,7 +36,7 @@ def fill_disk_in_a_move(world: World, rng: random.Random) -> str | None:
     job = _on_small_disk(world, rng)
     if job is None or not job.spec["preemptible"]:
         return None
-    node = job.state.launched[0]
+    node = job.state.running_on[0]
     with _full(world.checkpoints(job)):
         if not being_moved(world, job.name, node):
             return None

@@ -58,7 +58,7 @@ def kill_scheduler_in_a_move(world: World, rng: random.Random) -> str | None:
     if not jobs:
         return None
     job = rng.choice(jobs)
-    node = job.state.launched[0]
+    node = job.state.running_on[0]
     if not being_moved(world, job.name, node):
         return None
     time.sleep(rng.uniform(0.0, 1.5))
@@ -75,7 +75,7 @@ def being_moved(world: World, job: str, node: str) -> bool:
 
     def leaves() -> bool:
         now = world.jobs()[job]
-        return bool(now.state.intent) or now.phase.ended or node not in now.state.launched
+        return bool(now.state.intent) or now.phase.ended or node not in now.state.running_on
 
     try:
         world.until(f"{job} is being moved", leaves, 10.0)

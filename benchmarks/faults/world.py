@@ -184,4 +184,4 @@ class World:
 
 def backs_off(job: JobRecord) -> bool:
     """Whether nothing of a job runs, as it waits for its next try after a failure."""
-    return job.phase is Phase.RESTARTING and not job.state.launched and job.state.intent is None
+    return job.phase is Phase.RESTARTING and not job.state.running_on and job.state.intent is None

@@ -98,7 +98,7 @@ def submit(folder: Path, directory: StateDir) -> list[JobRecord]:
     def found() -> list[JobRecord]:
         with Store(directory.store) as store:
             jobs = [store.job(name) for name in names]
-        return [job for job in jobs if job.state.launched]
+        return [job for job in jobs if job.state.running_on]
 
     # Not before their agents are there: these load torch, which takes both cores for seconds.
     wait_until(lambda: all((folder / name).exists() for name in names), "the jobs run")

@@ -41,7 +41,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     shown = json.loads(cli("jobs", "--output", "json").stdout)[1]
     assert shown["name"] == "long"
     assert shown["progress"]["num_replicas"] == 1
-    assert len(shown["launched"]) == 1
+    assert len(shown["running_on"]) == 1
     assert "token" not in shown
 
     assert (

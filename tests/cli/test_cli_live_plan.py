@@ -121,11 +121,11 @@ def test_apply_asks_and_lets_the_scheduler_do_it(cli: Cli) -> None:
     assert refused.returncode == 1
     assert "Carry this out?" in refused.stdout
     assert refused.stderr == "Error: nothing was changed\n"
-    assert len(cli.jobs()["toy"]["allocation"]) == 1
+    assert len(cli.jobs()["toy"]["assigned"]) == 1
     applied = cli("apply", "--yes")
     assert applied.returncode == 0, applied.stderr
     assert re.search(r"~ +toy +1×1 on node-a +2×1 on .* 1\.00 → 1\.\d\d ", applied.stdout)
-    wait_until(lambda: len(cli.jobs()["toy"]["launched"]) == 2)
+    wait_until(lambda: len(cli.jobs()["toy"]["running_on"]) == 2)
     wait_until(lambda: cli.jobs()["toy"]["reason"] == "Training")
     again = cli("apply", "--yes")
     assert again.stdout == "0 changes to 1 job by the policy exact, if it decided now.\n"

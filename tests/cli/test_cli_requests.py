@@ -38,7 +38,7 @@ def follow(cli: Cli) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 def test_suspending_and_draining(cli: Cli, follow: Callable[[], subprocess.Popen[str]]) -> None:
     def both(field: str) -> set[Any]:
         return {
-            tuple(job[field]) if field == "launched" else job[field]
+            tuple(job[field]) if field == "running_on" else job[field]
             for name, job in cli.jobs().items()
             if name in ("one", "two")
         }
@@ -84,7 +84,7 @@ jobs:
     resumed = cli("resume", "one", "two")
     assert resumed.stdout.splitlines()[0].startswith("one: The job was resumed")
     wait_until(lambda: both("reason") == {"Training"})
-    assert both("launched") == {("node-b",)}
+    assert both("running_on") == {("node-b",)}
 
     waiting = cli("drain", "node-b", "--wait", "--timeout", "0.1s")
     assert "node-b is not empty after" in waiting.stderr
@@ -93,7 +93,7 @@ jobs:
     undone = json.loads(cli("drain", "node-a", "--undo", "--output", "json").stdout)
     assert (undone["condition"], undone["name"]) == ("ready", "node-a")
     assert cli("drain", "node-b", "--dead", "--reason", "fire").returncode == 0
-    wait_until(lambda: both("launched") == {("node-a",)})
+    wait_until(lambda: both("running_on") == {("node-a",)})
     assert "no node is named 'node-z'; there are" in one_sentence(cli("drain", "node-z"), 1)
 
     cancelled = cli("cancel", "one", "two", "--output", "json")

@@ -33,7 +33,7 @@ def test_whoever_lost_the_store_leaves_the_jobs_alone(cli: Cli) -> None:
     assert sentence.endswith("may not write to it any more, and ends without touching the jobs")
     assert {process.pid for process in cli.alive()} == alive
     before = cli.jobs()["slow"]
-    assert before["launched"]
+    assert before["running_on"]
 
     cli.serve()
     assert {process.pid for process in cli.alive()} == alive, "they are adopted"

@@ -156,7 +156,8 @@ def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
         policy.allocations = {"toy": ["node-a", "node-b"]}
         grown = ("node-a", "node-b")
         assert scheduler.wait(
-            lambda jobs: jobs["toy"].state.launched == grown and training("toy")(jobs), timeout=240
+            lambda jobs: jobs["toy"].state.running_on == grown and training("toy")(jobs),
+            timeout=240,
         )
         policy.allocations = {"toy": []}
         assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=240)

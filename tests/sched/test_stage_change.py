@@ -57,7 +57,7 @@ def scheduler_on(directory: Path) -> Scheduler:
 def trains_in(num_stages: int, generation: int) -> Any:
     def told(jobs: Jobs) -> bool:
         state = jobs["layered"].state
-        running = (state.launched_stages, state.generation) == (num_stages, generation)
+        running = (state.running_stages, state.generation) == (num_stages, generation)
         return running and state.reason == "Training"
 
     return told

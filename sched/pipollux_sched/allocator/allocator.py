@@ -120,7 +120,7 @@ def is_pinned(state: JobState) -> bool:
     """Say whether a job is to be left where it is: it starts, stops, or waits after a failure."""
     if state.phase is Phase.RESTARTING or state.intent is not None:
         return True
-    return bool(state.launched) and not state.settled
+    return bool(state.running_on) and not state.training
 
 
 def _decisions(
@@ -289,7 +289,7 @@ class Allocator:
                 restart=costs.get(job.name, self._restart_seconds),
             )
             for job in store.jobs(live=True)
-            if not job.state.held
+            if not job.state.suspended
         ]
         self._read.forget_all_but([job.name for job in found])
         # Pinned to nothing: it is being stopped, and can be weighed again when it has.
@@ -311,7 +311,7 @@ class Allocator:
         """
         candidates = self.candidates()
         allocations = {job.name: job.held for job in candidates if job.allocation}
-        busy = {node for job in self._store.jobs(live=True) for node in job.state.launched}
+        busy = {node for job in self._store.jobs(live=True) for node in job.state.running_on}
         self._leaving = autoscaler.round(jobs_of(candidates), self._nodes, allocations, busy)
         before = self._nodes
         self.set_nodes(self._stated)
@@ -337,12 +337,12 @@ class Allocator:
             num_restarts=max(launches - 1, 0),
             restart_seconds=restart,
             attained_service=service,
-            num_stages=job.state.num_stages if job.state.allocation else None,
+            num_stages=job.state.num_stages if job.state.assigned else None,
         )
         return Candidate(
             job.name,
             info,
-            job.state.allocation,
+            job.state.assigned,
             pinned=is_pinned(job.state),
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,

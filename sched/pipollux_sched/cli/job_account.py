@@ -47,7 +47,7 @@ def _has(job: JobRecord, decision: Mapping[str, Any] | None) -> str:
     if not where:
         return f"{job.name} holds nothing."
     replicas = f"{count(len(where), 'replica')} of {count(num_stages, 'stage')}"
-    moving = " and makes way" if job.state.launched and job.state.intent else ""
+    moving = " and makes way" if job.state.running_on and job.state.intent else ""
     return f"{job.name} has {replicas} on {spell_nodes(where)}{moving}."
 
 
@@ -81,7 +81,7 @@ def _alternatives(job: JobRecord, found: Standing) -> Table:
     for header in ("", "Replicas", "Where", "Speedup", "Batch size", ""):
         number_column = header in {"Replicas", "Speedup", "Batch size"}
         table.add_column(header, justify="right" if number_column else "left", no_wrap=True)
-    allocation = job.state.allocation
+    allocation = job.state.assigned
     now = Alternative(allocation, len(allocation), found.speedup, found.batch_size, fits=True)
     for title, one in (("one fewer", found.fewer), ("it has", now), ("one more", found.more)):
         if one is not None:

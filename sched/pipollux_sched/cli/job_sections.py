@@ -64,11 +64,11 @@ def _head(job: Mapping[str, Any], now: float) -> RenderableType:
     rows: list[tuple[str, str | Text]] = [
         ("Phase", Text(CANCELLED if cancelled else phase.value, style=style)),
         ("Why", one_line(first_line(job["message"]))),
-        ("Allocation", _where(job["allocation"], job["num_stages"])),
+        ("Allocation", _where(job["assigned"], job["num_stages"])),
     ]
-    if list(job["launched"]) != list(job["allocation"]):
-        stages = job["launched_stages"] or job["spec"].get("num_stages", 1)
-        rows.append(("Still runs on", _where(job["launched"], stages)))
+    if list(job["running_on"]) != list(job["assigned"]):
+        stages = job["running_stages"] or job["spec"].get("num_stages", 1)
+        rows.append(("Still runs on", _where(job["running_on"], stages)))
     if job["intent"]:
         rows.append(("Is stopped for", str(job["intent"])))
     rows += [
@@ -93,7 +93,7 @@ def _where(nodes: Sequence[str], num_stages: int) -> str:
 def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Tell what the user asked for; what was left out and is nothing is left out."""
     for name, value in spec.items():
-        if value in (None, [], (), {}, "") or name in ("name", "hints", "allocation"):
+        if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
             continue
         if isinstance(value, Mapping):
             told = ", ".join(f"{key}={one_line(v)}" for key, v in value.items() if v)

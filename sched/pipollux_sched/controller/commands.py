@@ -195,7 +195,7 @@ class Control:
         if condition is NodeCondition.DEAD:
             why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
             for job in self._store.jobs(live=True):
-                if name in job.state.launched:
+                if name in job.state.running_on:
                     self._executor.handle(job.name, NodeLost(job.state.generation, why))
         self._reconsider()
         return node
@@ -214,7 +214,7 @@ class Control:
 
     def expect_replicas(self) -> None:
         """Expect signs of life of the running replicas of which an earlier scheduler has heard."""
-        for job in (job for job in self._store.jobs(live=True) if job.state.launched):
+        for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
             for replica in self._backend.heard(job.name, job.state.generation):
                 self.heartbeats.note(job.name, job.state.generation, replica)
 
@@ -239,10 +239,10 @@ class Control:
         }
         return {"nodes": nodes, "policy": self._policy}
 
-    def settled(self, name: str) -> None:
+    def note_training(self, name: str) -> None:
         """Take note that a job has taken its first step: it can be moved now, if others wait."""
         if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
-            _LOG.debug("job %s has settled while others wait", name)
+            _LOG.debug("job %s trains while others wait", name)
             self._reconsider()
 
     def present_nodes(self) -> dict[str, NodeInfo]:

@@ -42,7 +42,7 @@ def _adopt(job: JobRecord, backend: Backend, executor: Executor, url: str) -> bo
     Where it cannot, the store knows before anything is ended: who takes over from a scheduler that
     is killed meanwhile must not take it for the job's own failure.
     """
-    if not job.state.launched:
+    if not job.state.running_on:
         return False
     generation = job.state.generation
     refusal = backend.adopt(job.name, generation, url)

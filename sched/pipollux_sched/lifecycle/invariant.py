@@ -13,8 +13,8 @@ def broken_rules(state: JobState) -> list[str]:
     Example:
         >>> broken_rules(JobState())
         []
-        >>> broken_rules(JobState(phase=Phase.COMPLETE, held=True))
-        ['a job that has ended is not held']
+        >>> broken_rules(JobState(phase=Phase.COMPLETE, suspended=True))
+        ['a job that has ended is not suspended']
     """
     rules = (*_ended(state), *_running(state), *_waiting(state), *_conditions(state))
     return [sentence for sentence, holds in rules if not holds]
@@ -22,16 +22,16 @@ def broken_rules(state: JobState) -> list[str]:
 
 def _ended(state: JobState) -> Iterator[tuple[str, bool]]:
     lives = not state.phase.ended
-    yield "a job that has ended is not held", lives or not state.held
-    yield "a job that has ended has no allocation", lives or not state.allocation
-    yield "a job that has ended has nothing launched", lives or not state.launched
+    yield "a job that has ended is not suspended", lives or not state.suspended
+    yield "a job that has ended is assigned nothing", lives or not state.assigned
+    yield "a job that has ended runs nowhere", lives or not state.running_on
     given_up = state.phase is Phase.FAILED
     restarts_left = state.failures <= state.max_restarts
     yield "a job is given up after more than max_restarts failures", given_up or restarts_left
 
 
 def _running(state: JobState) -> Iterator[tuple[str, bool]]:
-    runs = bool(state.launched)
+    runs = bool(state.running_on)
     moves = state.intent is Intent.MOVE
     yield (
         "a job is Running exactly while it has a generation that does not move",
@@ -39,10 +39,10 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     )
     yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
     yield "only a running generation has an intent", runs or state.intent is None
-    yield "only a running generation has settled", runs or not state.settled
+    yield "only a running generation trains", runs or not state.training
     yield (
         "only a running generation has a number of stages",
-        (runs or state.launched_stages is None),
+        (runs or state.running_stages is None),
     )
     yield "what runs is a generation of a number", not runs or state.generation > 0
     first = state.first_generation
@@ -51,23 +51,23 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
         1 <= first <= state.generation + 1,
     )
     yield "what runs belongs to the present run", not runs or first <= state.generation
-    launched = state.launched, state.launched_stages
+    running = state.running_on, state.running_stages
     yield (
-        "a generation that may run on is what was allocated",
-        (not runs or state.intent is not None or launched == (state.allocation, state.num_stages)),
+        "a generation that may run on is what was assigned",
+        (not runs or state.intent is not None or running == (state.assigned, state.num_stages)),
     )
 
 
 def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:
-    empty = not (state.launched or state.allocation)
+    empty = not (state.running_on or state.assigned)
     idle = state.phase in (Phase.CREATED, Phase.QUEUED, Phase.SUSPENDED)
-    yield "a job that waits for an allocation holds none", not idle or empty
+    yield "a job that waits for an allocation has none", not idle or empty
     restarts = state.phase is Phase.RESTARTING
-    yield "a job that restarts has an allocation", not restarts or bool(state.allocation)
-    stops = state.launched and state.intent not in (None, Intent.MOVE)
+    yield "a job that restarts has an allocation", not restarts or bool(state.assigned)
+    stops = state.running_on and state.intent not in (None, Intent.MOVE)
     yield (
-        "a held job is suspended, or being stopped",
-        (not state.held or state.phase is Phase.SUSPENDED or bool(stops)),
+        "a job that its user suspended is Suspended, or being stopped",
+        (not state.suspended or state.phase is Phase.SUSPENDED or bool(stops)),
     )
 
 

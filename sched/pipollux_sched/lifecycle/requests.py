@@ -22,7 +22,7 @@ def cancel(state: JobState, now: float) -> Transition:
     """End the job: at once where nothing of it runs, else when it has saved."""
     if state.phase.ended:
         return state, ()
-    if not state.launched:
+    if not state.running_on:
         return ended_early(state, Intent.CANCEL, now)
     message = "The job was cancelled and is being stopped."
     return _stopping(state, "Stopping", message, "cancelled", now, intent=Intent.CANCEL)
@@ -32,34 +32,34 @@ def expire(state: JobState, why: str, now: float) -> Transition:
     """End the job because its deadline has passed; one that is being cancelled is left to that."""
     if state.phase.ended or state.intent in _FINAL:
         return state, ()
-    if not state.launched:
+    if not state.running_on:
         return ended_early(enter(state, state.phase, DEADLINE, why, now), Intent.EXPIRE, now)
     return _stopping(state, DEADLINE, why, why, now, intent=Intent.EXPIRE)
 
 
 def suspend(state: JobState, now: float) -> Transition:
     """Let the job save and hold nothing until it is resumed."""
-    if state.phase.ended or state.held or state.intent in _FINAL:
+    if state.phase.ended or state.suspended or state.intent in _FINAL:
         return state, ()
-    held = replace(state, held=True)
+    suspended = replace(state, suspended=True)
     record = Record("suspended", state.generation or None)
-    if not state.launched:
-        return set_aside(held, now), (record,)
+    if not state.running_on:
+        return set_aside(suspended, now), (record,)
     message = "The job was suspended by its user and is being stopped."
-    changes: dict[str, Any] = {"allocation": (), "intent": Intent.SUSPEND}
+    changes: dict[str, Any] = {"assigned": (), "intent": Intent.SUSPEND}
     stopping, actions = _stopping(
-        held, "Stopping", message, "suspended by its user", now, **changes
+        suspended, "Stopping", message, "suspended by its user", now, **changes
     )
     return stopping, (record, *actions)
 
 
 def resume(state: JobState, now: float) -> Transition:
     """Let a job that its user suspended be given room again."""
-    if state.phase.ended or not state.held:
+    if state.phase.ended or not state.suspended:
         return state, ()
-    free = replace(state, held=False)
+    free = replace(state, suspended=False)
     record = Record("resumed", state.generation or None)
-    if state.launched:  # it still stops; then it waits as one that the allocator suspended
+    if state.running_on:  # it still stops; then it waits as one that the allocator suspended
         return free, (record,)
     message = "The job was resumed, and waits for the allocator."
     return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
@@ -86,12 +86,12 @@ def shutdown(state: JobState, now: float) -> Transition:
     if state.phase.ended or state.intent in (*_FINAL, Intent.SHUTDOWN):
         return state, ()
     message = "The scheduler is being stopped."
-    if state.launched:
+    if state.running_on:
         why = "the scheduler is being stopped"
-        changes: dict[str, Any] = {"allocation": (), "intent": Intent.SHUTDOWN}
+        changes: dict[str, Any] = {"assigned": (), "intent": Intent.SHUTDOWN}
         return _stopping(state, "Stopping", message, why, now, **changes)
     if state.phase is Phase.RESTARTING:
-        return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), ()
+        return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), ()
     return state, ()
 
 
@@ -100,11 +100,13 @@ def adopt(state: JobState, generation: int) -> Transition:
 
     One that was being stopped is asked once more: whether it heard the first time is not known.
     """
-    if state.phase.ended or not state.launched or generation != state.generation:
+    if state.phase.ended or not state.running_on or generation != state.generation:
         return state, ()
-    actions: tuple[Action, ...] = (Record("adopted", generation, {"nodes": list(state.launched)}),)
+    actions: tuple[Action, ...] = (
+        Record("adopted", generation, {"nodes": list(state.running_on)}),
+    )
     if state.intent is not None:
-        actions += (Stop(generation, state.message, graceful=state.settled),)
+        actions += (Stop(generation, state.message, graceful=state.training),)
     return state, actions
 
 
@@ -113,12 +115,12 @@ def not_adopted(state: JobState, generation: int, why: str, now: float) -> Trans
 
     One that was being stopped already still is, for the reason that it was stopped for.
     """
-    if state.phase.ended or not state.launched or generation != state.generation:
+    if state.phase.ended or not state.running_on or generation != state.generation:
         return state, ()
     actions = (Record("stopping", generation, {"why": why}),)
     if state.intent is not None:
         return state, actions
-    changes: dict[str, Any] = {"allocation": (), "intent": Intent.REPLACE}
+    changes: dict[str, Any] = {"assigned": (), "intent": Intent.REPLACE}
     return enter(state, Phase.RUNNING, NOT_ADOPTED, why, now, **changes), actions
 
 
@@ -126,14 +128,14 @@ def recover(state: JobState, now: float) -> Transition:
     """Let a job go on of which a new scheduler has found nothing running."""
     if state.phase.ended:
         return state, ()
-    lost = (Record("stopped", state.generation, {"step": None}),) if state.launched else ()
+    lost = (Record("stopped", state.generation, {"step": None}),) if state.running_on else ()
     gone = replace(
-        state, allocation=(), launched=(), launched_stages=None, settled=False, intent=None
+        state, assigned=(), running_on=(), running_stages=None, training=False, intent=None
     )
     if state.intent is not None and state.intent in _FINAL:
         ended, actions = ended_early(gone, state.intent, now)
         return ended, (*lost, *actions)
-    if state.held:
+    if state.suspended:
         return set_aside(gone, now), lost
     message = "A new scheduler has taken the job over."
     return enter(gone, Phase.QUEUED, "SchedulerRestarted", message, now), lost

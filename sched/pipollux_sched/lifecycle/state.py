@@ -73,20 +73,20 @@ class JobState:
     conditions: tuple[Condition, ...] = ()
     generation: int = 0
     """Number of the last launch; 0 before the first."""
-    allocation: tuple[str, ...] = ()
+    assigned: tuple[str, ...] = ()
     """Node of each replica as decided last; empty when the job holds nothing."""
     num_stages: int | None = None
     """K of these replicas; while the job holds nothing, of the last that it held. None: it never
     held any, or K is the one that it was submitted with."""
-    launched: tuple[str, ...] = ()
+    running_on: tuple[str, ...] = ()
     """Node of each replica of the generation that runs (or is being started); empty when none."""
-    launched_stages: int | None = None
+    running_stages: int | None = None
     """K of these replicas; None: as for `num_stages`."""
-    settled: bool = False
+    training: bool = False
     """Whether the running generation has reported its first step."""
     intent: Intent | None = None
     """What the running generation is being stopped for; None while it may run on."""
-    held: bool = False
+    suspended: bool = False
     """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
     """How often a generation ended by itself without being complete, since one trained for long."""

@@ -9,17 +9,17 @@ from typing import Any, TypeAlias
 from .events import Action, Launch, Record, Stop
 from .state import CANCELLED, Condition, Intent, JobState, Phase
 
-HELD = "SuspendedByUser"
+SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
 NOT_ADOPTED = "NotAdopted"
 
 _AT_REST: dict[str, Any] = {
-    "allocation": (),
-    "launched": (),
-    "launched_stages": None,
-    "settled": False,
+    "assigned": (),
+    "running_on": (),
+    "running_stages": None,
+    "training": False,
     "intent": None,
-    "held": False,
+    "suspended": False,
 }
 """What a job has that has ended: nothing of what only a living one has."""
 
@@ -53,7 +53,7 @@ def enter(
 
 
 def launch(state: JobState, message: str, now: float) -> Transition:
-    """Start the next generation where `state.allocation` says."""
+    """Start the next generation where `state.assigned` says."""
     generation = state.generation + 1
     launched = enter(
         state,
@@ -62,12 +62,12 @@ def launch(state: JobState, message: str, now: float) -> Transition:
         message,
         now,
         generation=generation,
-        launched=state.allocation,
-        launched_stages=state.num_stages,
-        settled=False,
+        running_on=state.assigned,
+        running_stages=state.num_stages,
+        training=False,
         intent=None,
     )
-    return launched, (Launch(generation, state.allocation, state.num_stages),)
+    return launched, (Launch(generation, state.assigned, state.num_stages),)
 
 
 def stop(state: JobState, why: str) -> tuple[Action, ...]:
@@ -75,7 +75,7 @@ def stop(state: JobState, why: str) -> tuple[Action, ...]:
     generation = state.generation
     return (
         Record("stopping", generation, {"why": why}),
-        Stop(generation, why, graceful=state.settled),
+        Stop(generation, why, graceful=state.training),
     )
 
 
@@ -91,8 +91,8 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
 
 def set_aside(state: JobState, now: float) -> JobState:
     """Let a job of which nothing runs wait: for the allocator, or for its user to resume it."""
-    if state.held:
+    if state.suspended:
         message = "The job was suspended by its user, and waits to be resumed."
-        return enter(state, Phase.SUSPENDED, HELD, message, now, allocation=())
+        return enter(state, Phase.SUSPENDED, SUSPENDED_BY_USER, message, now, assigned=())
     message = "The job waits until the allocator gives it room again."
-    return enter(state, Phase.SUSPENDED, "Preempted", message, now, allocation=())
+    return enter(state, Phase.SUSPENDED, "Preempted", message, now, assigned=())

@@ -122,17 +122,17 @@ def _submit(state: JobState, event: Submit, now: float) -> Transition:
 
 def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
-    if state.phase.ended or state.held or state.intent is not None:
+    if state.phase.ended or state.suspended or state.intent is not None:
         return state, ()
-    if state.launched:
+    if state.running_on:
         return _reallocate_running(state, event, nodes, now)
     if not nodes:
         if state.phase in (Phase.QUEUED, Phase.SUSPENDED):
             return state, ()
-        return enter(state, Phase.QUEUED, "NoRoom", event.why, now, allocation=()), ()
+        return enter(state, Phase.QUEUED, "NoRoom", event.why, now, assigned=()), ()
     record = _allocated(state, event, nodes)
     if state.phase is Phase.RESTARTING:  # it waits after a failure, and is launched when that ends
-        changed = (nodes, event.num_stages) != (state.allocation, state.num_stages)
+        changed = (nodes, event.num_stages) != (state.assigned, state.num_stages)
         return _given(state, event), (record,) if changed else ()
     launched, actions = launch(_given(state, event), event.why, now)
     return launched, (record, *actions)
@@ -141,7 +141,7 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
 def _reallocate_running(
     state: JobState, event: Allocate, nodes: tuple[str, ...], now: float
 ) -> Transition:
-    if sorted(nodes) == sorted(state.launched) and event.num_stages == state.launched_stages:
+    if sorted(nodes) == sorted(state.running_on) and event.num_stages == state.running_stages:
         return state, ()
     phase, reason, intent = (
         (Phase.RESTARTING, "Moving", Intent.MOVE)
@@ -156,7 +156,7 @@ def _reallocate_running(
 def _given(state: JobState, event: Allocate) -> JobState:
     """Return the job with what it was given; one that holds nothing keeps its number of stages."""
     num_stages = event.num_stages if event.nodes else state.num_stages
-    return replace(state, allocation=tuple(event.nodes), num_stages=num_stages)
+    return replace(state, assigned=tuple(event.nodes), num_stages=num_stages)
 
 
 def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Record:
@@ -171,34 +171,34 @@ def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Reco
         **event.details,
         "nodes": list(nodes),
         "num_replicas": len(nodes),
-        "previous": list(state.launched or state.allocation),
+        "previous": list(state.running_on or state.assigned),
         "why": event.why,
     }
     return Record("allocated", state.generation + 1, data)
 
 
 def _started(state: JobState, event: Started, _now: float) -> Transition:
-    if event.generation != state.generation or not state.launched:
+    if event.generation != state.generation or not state.running_on:
         return state, ()
     data = {"pids": list(event.pids), "port": event.port}
     return state, (Record("started", event.generation, data),)
 
 
 def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
-    if event.generation != state.generation or state.settled or not state.launched:
+    if event.generation != state.generation or state.training or not state.running_on:
         return state, ()
     data = {"step": event.step, "restart_seconds": event.restart_seconds}
     actions = (Record("first_step", event.generation, data),)
     if state.intent is not None:
-        return replace(state, settled=True), actions
-    message = f"Training since step {event.step} on {', '.join(state.launched)}."
-    return enter(state, Phase.RUNNING, "Training", message, now, settled=True), actions
+        return replace(state, training=True), actions
+    message = f"Training since step {event.step} on {', '.join(state.running_on)}."
+    return enter(state, Phase.RUNNING, "Training", message, now, training=True), actions
 
 
 def _exited(state: JobState, event: Exited, now: float) -> Transition:
-    if event.generation != state.generation or not state.launched:
+    if event.generation != state.generation or not state.running_on:
         return state, ()
-    gone = replace(state, launched=(), launched_stages=None, settled=False, intent=None)
+    gone = replace(state, running_on=(), running_stages=None, training=False, intent=None)
     if event.outcome is Outcome.COMPLETE:
         message = "Every replica ended with exit status 0."
         data = {"step": event.step, "epoch": event.epoch}
@@ -230,7 +230,7 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     counted = replace(gone, failures=failures)
     if event.cannot_start:
         why = f"The script cannot start, and is not tried again. {event.message}"
-        ended = enter(counted, Phase.FAILED, "CannotStart", why, now, allocation=())
+        ended = enter(counted, Phase.FAILED, "CannotStart", why, now, assigned=())
         return ended, (Record("failed", event.generation, {"why": why}),)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
@@ -249,11 +249,11 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
 def _trained_for_long(state: JobState, now: float) -> bool:
     """Whether the generation that failed was a good one: what failed before it is forgiven."""
     since = state.condition.time if state.condition else now
-    return state.phase is Phase.RUNNING and state.settled and now - since >= FORGIVEN_AFTER
+    return state.phase is Phase.RUNNING and state.training and now - since >= FORGIVEN_AFTER
 
 
 def _retry(state: JobState, event: Retry, now: float) -> Transition:
-    waits = state.phase is Phase.RESTARTING and not state.launched
+    waits = state.phase is Phase.RESTARTING and not state.running_on
     if not waits or event.generation != state.generation:
         return state, ()
     return launch(state, state.message, now)
@@ -261,7 +261,7 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
 
 def _silent(state: JobState, event: Silent, now: float) -> Transition:
     """Kill a generation of which a replica is not heard of any more; how it ended comes after."""
-    if event.generation != state.generation or not state.launched:
+    if event.generation != state.generation or not state.running_on:
         return state, ()
     record = Record("silent", event.generation, {"why": event.why})
     silent = enter(state, state.phase, "Silent", event.why, now)
@@ -274,7 +274,7 @@ def _hung(state: JobState, event: Hung, now: float) -> Transition:
     One that has taken no step yet still starts, and one that was asked to stop saves: both have
     limits of their own.
     """
-    trains = state.launched and state.settled and state.intent is None
+    trains = state.running_on and state.training and state.intent is None
     if event.generation != state.generation or not trains:
         return state, ()
     record = Record("hung", event.generation, {"why": event.why})
@@ -284,14 +284,14 @@ def _hung(state: JobState, event: Hung, now: float) -> Transition:
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
     """Kill what is left of a generation whose node is dead; the job waits for room elsewhere."""
-    if event.generation != state.generation or not state.launched:
+    if event.generation != state.generation or not state.running_on:
         return state, ()
     record = Record("stopping", event.generation, {"why": event.why})
     kill = Kill(event.generation, event.why)
     if state.intent not in (None, Intent.MOVE):
         return state, (record, kill)
     stopping = enter(
-        state, Phase.RUNNING, "NodeLost", event.why, now, allocation=(), intent=Intent.SUSPEND
+        state, Phase.RUNNING, "NodeLost", event.why, now, assigned=(), intent=Intent.SUSPEND
     )
     return stopping, (record, kill)
 
@@ -306,16 +306,16 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
         case Intent.SUSPEND:
             return set_aside(state, now), (stopped,)
         case Intent.SHUTDOWN:
-            if state.held:
+            if state.suspended:
                 return set_aside(state, now), (stopped,)
             message = "The scheduler was stopped; the job goes on when it is back."
-            return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, allocation=()), (
+            return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), (
                 stopped,
             )
         case Intent.REPLACE:
-            if state.held:
+            if state.suspended:
                 return set_aside(state, now), (stopped,)
-            queued = enter(state, Phase.QUEUED, NOT_ADOPTED, state.message, now, allocation=())
+            queued = enter(state, Phase.QUEUED, NOT_ADOPTED, state.message, now, assigned=())
             return queued, (stopped,)
         case Intent.CANCEL | Intent.EXPIRE:
             ended, actions = ended_early(state, intent, now)

@@ -37,7 +37,7 @@ def find_standing(store: Store, job: JobRecord) -> Standing:
     if candidate is None:
         waits = (
             f"its user: pipollux resume {job.name}"
-            if pin is not None and pin.kind is LimitKind.HELD
+            if pin is not None and pin.kind is LimitKind.SUSPENDED
             else "its processes to end"
         )
         limits: tuple[Limit, ...] = () if pin is None else (pin,)

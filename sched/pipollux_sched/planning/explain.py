@@ -28,7 +28,7 @@ Room: TypeAlias = Mapping[str, Mapping[str, int]]
 class LimitKind(StrEnum):
     """What may keep a job from having more, or other, than it has."""
 
-    HELD = "held"
+    SUSPENDED = "suspended"
     STOPPING = "stopping"
     STARTING = "starting"
     WAITS_TO_RETRY = "waits_to_retry"
@@ -122,13 +122,15 @@ def standing(
 
 def pinned_because(state: JobState) -> Limit | None:
     """Say why the allocator leaves a job where it is: see `allocator.is_pinned`; None if not."""
-    if state.held:
-        return Limit(LimitKind.HELD, "Its user suspended it; it gets nothing until it is resumed.")
+    if state.suspended:
+        return Limit(
+            LimitKind.SUSPENDED, "Its user suspended it; it gets nothing until it is resumed."
+        )
     if state.intent is not None and state.intent is not Intent.MOVE:
         return Limit(LimitKind.STOPPING, "It is being stopped; until it has, it is left alone.")
-    if state.launched and state.intent is Intent.MOVE:
+    if state.running_on and state.intent is Intent.MOVE:
         return Limit(LimitKind.STOPPING, "It is being moved; until it has, it is left alone.")
-    if state.launched and not state.settled:
+    if state.running_on and not state.training:
         text = "It is starting: until its first step it is left where it is."
         return Limit(LimitKind.STARTING, text)
     if state.phase is Phase.RESTARTING:

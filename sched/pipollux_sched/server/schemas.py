@@ -54,13 +54,13 @@ class JobReply(_Reply):
     message: str
     conditions: list[ConditionReply]
     generation: int
-    allocation: list[str]
+    assigned: list[str]
     num_stages: int
-    launched: list[str]
-    launched_stages: int | None
-    settled: bool
+    running_on: list[str]
+    running_stages: int | None
+    training: bool
     intent: Intent | None
-    held: bool
+    suspended: bool
     failures: int
     max_restarts: int
     first_generation: int
@@ -220,7 +220,7 @@ class JobLine(_Reply):
     num_stages: int
     generation: int
     intent: Intent | None
-    held: bool
+    suspended: bool
     num_restarts: int
     step: int | None
     epoch: int | None

@@ -147,7 +147,7 @@ def describe_logs(
 
 def describe_nodes(store: Store, control: Control) -> dict[str, dict[str, Any]]:
     """Describe the nodes by name, each with how many replicas of which jobs are there."""
-    holding = {job.name: job.state.launched for job in store.jobs()}
+    holding = {job.name: job.state.running_on for job in store.jobs()}
     return {
         name: {
             "name": name,
@@ -181,7 +181,7 @@ def _job(job: JobSummary) -> dict[str, Any]:
         "num_stages": job.num_stages,
         "generation": job.generation,
         "intent": job.intent,
-        "held": job.held,
+        "suspended": job.suspended,
         "num_restarts": job.num_restarts,
         **{name: shown.get(name) for name in _POINT},
     }
@@ -193,7 +193,7 @@ def _launch(launch: GenerationRecord, number: int) -> dict[str, Any]:
 
 def _replicas(store: Store, heartbeats: Heartbeats, job: JobRecord) -> list[dict[str, Any]]:
     """Describe the replicas of the generation that runs, if one does."""
-    generation, nodes = job.state.generation, job.state.launched
+    generation, nodes = job.state.generation, job.state.running_on
     if not nodes:
         return []
     try:

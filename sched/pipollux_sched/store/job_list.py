@@ -95,7 +95,7 @@ class JobSummary:
     """K of these replicas, or of those that it would have."""
     generation: int
     intent: Intent | None
-    held: bool
+    suspended: bool
     point: Point | None
     """Its latest progress."""
 
@@ -125,11 +125,11 @@ class Holder:
     num_stages: int
 
 
-_HELD = func.json_array_length(JobRow.launched)
-_GIVEN = func.json_array_length(JobRow.allocation)
+_HELD = func.json_array_length(JobRow.running_on)
+_GIVEN = func.json_array_length(JobRow.assigned)
 _OWN_STAGES = func.coalesce(JobRow.spec["num_stages"].as_integer(), 1)
 _STAGES = case(
-    (_HELD > 0, func.coalesce(JobRow.launched_stages, _OWN_STAGES)),
+    (_HELD > 0, func.coalesce(JobRow.running_stages, _OWN_STAGES)),
     else_=func.coalesce(JobRow.num_stages, _OWN_STAGES),
 )
 _REPLICAS = case((_HELD > 0, _HELD), else_=_GIVEN)
@@ -169,11 +169,11 @@ def count_by_phase(session: Session) -> dict[ListedPhase, int]:
 
 def holders(session: Session) -> list[Holder]:
     """Return the jobs that hold slots or were promised them: no more than there are slots."""
-    query = select(JobRow.id, JobRow.name, JobRow.launched, JobRow.allocation, _STAGES)
+    query = select(JobRow.id, JobRow.name, JobRow.running_on, JobRow.assigned, _STAGES)
     rows = session.execute(query.where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
     return [
-        Holder(name, number, tuple(launched or allocation), num_stages)
-        for number, name, launched, allocation, num_stages in rows
+        Holder(name, number, tuple(running_on or assigned), num_stages)
+        for number, name, running_on, assigned, num_stages in rows
     ]
 
 
@@ -215,7 +215,7 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
         JobOrder.NAME: JobRow.name.expression,
         JobOrder.PHASE: _RANK,
         JobOrder.SLOTS: _REPLICAS * _STAGES,
-        JobOrder.NODES: case((holds, cast(JobRow.launched, String))),
+        JobOrder.NODES: case((holds, cast(JobRow.running_on, String))),
         JobOrder.EPOCH: PointRow.epoch.expression,
         JobOrder.STEP: PointRow.step.expression,
         JobOrder.LOSS: PointRow.loss.expression,
@@ -252,10 +252,10 @@ def _line(row: JobRow, phase: ListedPhase, num_stages: int, point: PointRow | No
         message="" if present is None else present["message"],
         submitted_at=row.submitted_at,
         ended_at=row.ended_at,
-        nodes=tuple(row.launched or row.allocation),
+        nodes=tuple(row.running_on or row.assigned),
         num_stages=num_stages,
         generation=row.generation,
         intent=Intent(row.intent) if row.intent else None,
-        held=row.held,
+        suspended=row.suspended,
         point=None if point is None else journal.point_of(point),
     )

@@ -96,7 +96,7 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
 
 def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:
     """Write into the row of a launch what `event` says of it."""
-    if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.launched:
+    if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
     row = find_generation(session, name, before.generation)
     if row is None or (not isinstance(event, Recover) and event.generation != before.generation):
@@ -104,7 +104,7 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
     match event:
         case Started():
             row.started_at, row.port = now, event.port
-        case FirstStep() if not before.settled:
+        case FirstStep() if not before.training:
             row.first_step_at, row.first_step = now, event.step
             row.restart_seconds = event.restart_seconds
         case Exited():

@@ -53,7 +53,7 @@ class ReplicaAddresses:
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
-            check_replica(job, row.generation, len(row.launched), generation, replica)
+            check_replica(job, row.generation, len(row.running_on), generation, replica)
             older = ReplicaRow.generation != generation
             session.execute(delete(ReplicaRow).where(ReplicaRow.job == job, older))
             session.merge(
@@ -75,14 +75,14 @@ class ReplicaAddresses:
         """
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
-            check_replica(job, row.generation, len(row.launched), generation)
+            check_replica(job, row.generation, len(row.running_on), generation)
             query = (
                 select(ReplicaRow)
                 .where(ReplicaRow.job == job, ReplicaRow.generation == generation)
                 .order_by(ReplicaRow.replica)
             )
             addresses = {entry.replica: entry.address for entry in session.scalars(query)}
-            return Discovery(len(row.launched), addresses)
+            return Discovery(len(row.running_on), addresses)
 
 
 def check_replica(

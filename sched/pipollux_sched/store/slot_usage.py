@@ -68,6 +68,6 @@ def holding(job: JobRecord) -> tuple[tuple[str, ...], int]:
     """Return the node of each replica that a job holds slots for, and K of these replicas."""
     state = job.state
     own = int(job.spec.get("num_stages", 1))
-    if state.launched:
-        return state.launched, state.launched_stages or own
-    return state.allocation, state.num_stages or own
+    if state.running_on:
+        return state.running_on, state.running_stages or own
+    return state.assigned, state.num_stages or own

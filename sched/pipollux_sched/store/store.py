@@ -258,7 +258,7 @@ class Store:
         with self._database.write(durable=False) as session:
             row = journal.find_job(session, name)
             journal.check_present(row, generation)
-            first = bool(points) and not row.settled and bool(row.launched)
+            first = bool(points) and not row.training and bool(row.running_on)
             if first:
                 seconds = journal.restart_seconds(session, name, generation, now)
                 event = FirstStep(generation, points[0].step, seconds)

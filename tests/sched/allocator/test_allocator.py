@@ -219,7 +219,7 @@ def test_from_submission_to_a_move(world: World) -> None:
     (moved,) = allocator.run_once()
     assert (moved.nodes, moved.previous) == (("b",), ("a",))
     state = world.store.job("first").state
-    assert (state.phase, state.allocation, state.launched) == (Phase.RESTARTING, ("b",), ("a",))
+    assert (state.phase, state.assigned, state.running_on) == (Phase.RESTARTING, ("b",), ("a",))
     allocated = world.store.events(types=["allocated"])[-1]
     assert allocated["generation"] == 2
     assert (allocated["nodes"], allocated["previous"]) == (["b"], ["a"])
@@ -319,7 +319,7 @@ def test_hints_that_are_not_believed_are_left_aside_and_told_of_once(
         "the hints of job toy say that up to 4 replicas are all worth nothing; they are left "
         "aside, and it is planned for as if it had sent none"
     )
-    assert world.store.job("toy").state.allocation == ("a",)
+    assert world.store.job("toy").state.assigned == ("a",)
 
 
 def test_pinned_states(world: World) -> None:
@@ -328,6 +328,6 @@ def test_pinned_states(world: World) -> None:
     assert not is_pinned(state)
     state = world.store.transition("toy", Allocate(["a"], "free")).job.state
     assert is_pinned(state)
-    assert not is_pinned(replace(state, settled=True))
+    assert not is_pinned(replace(state, training=True))
     state = world.store.transition("toy", Exited(1, Outcome.FAILED, message="boom")).job.state
     assert is_pinned(state)

@@ -135,7 +135,7 @@ def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
 
         def together(jobs: object) -> bool:
             states = [job.state for job in scheduler.jobs().values()]
-            return all(s.launched == (stays,) and s.reason == "Training" for s in states)
+            return all(s.running_on == (stays,) and s.reason == "Training" for s in states)
 
         assert scheduler.wait(together, timeout=240)
         events = scheduler.store.events(types=["autoscaling"])

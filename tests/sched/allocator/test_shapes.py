@@ -234,13 +234,13 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     store.submit("toy", spec.model_dump(mode="json"), "token", 3)
     decides = allocator(store, PolicyStrategy(make_policy("exact")))
     decides.run_once()
-    assert store.job("toy").state.launched_stages == 1
+    assert store.job("toy").state.running_stages == 1
     first_step(store, 1)
     store.put_hints("toy", 1, json.loads(json.dumps(HINTS.to_json_object())))
     (decision,) = decides.run_once()
     assert decision.num_stages == 4
     state = store.job("toy").state
-    assert (state.phase, state.num_stages, state.launched_stages) == (Phase.RESTARTING, 4, 1)
+    assert (state.phase, state.num_stages, state.running_stages) == (Phase.RESTARTING, 4, 1)
     allocated = store.events(types=["allocated"])[-1]
     assert {key: allocated[key] for key in decision.details} == decision.details
     change = store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
@@ -251,10 +251,10 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     assert known.held.num_stages == 4
     assert decides.run_once() == []
     store.transition("toy", Recover())
-    assert store.job("toy").state.allocation == ()
+    assert store.job("toy").state.assigned == ()
     (again,) = decides.run_once()
     assert again.num_stages == 4
-    assert store.job("toy").state.launched_stages == 4
+    assert store.job("toy").state.running_stages == 4
 
 
 def test_a_plan_tells_the_stages() -> None:

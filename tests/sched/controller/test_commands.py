@@ -51,16 +51,16 @@ def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> 
     with Scheduler(directory, CLUSTER, interval=0.3) as scheduler:
         scheduler.submit(toy("toy", num_stages=2, max_replicas=1))
         assert scheduler.wait(training("toy"), timeout=240)
-        first = scheduler.jobs()["toy"].state.launched[0]
+        first = scheduler.jobs()["toy"].state.running_on[0]
         other = {"node-a": "node-b", "node-b": "node-a"}[first]
         scheduler.control.set_node(first, NodeCondition.DRAINING, "new disk")
         assert scheduler.wait(
-            lambda jobs: jobs["toy"].state.launched == (other,) and training("toy")(jobs), 60
+            lambda jobs: jobs["toy"].state.running_on == (other,) and training("toy")(jobs), 60
         )
         scheduler.control.set_node(first, NodeCondition.READY)
         scheduler.control.set_node(other, NodeCondition.DEAD, "no power")
         assert scheduler.wait(
-            lambda jobs: jobs["toy"].state.launched == (first,) and training("toy")(jobs), 60
+            lambda jobs: jobs["toy"].state.running_on == (first,) and training("toy")(jobs), 60
         )
         toy_now = scheduler.jobs()["toy"]
         assert (toy_now.state.failures, toy_now.state.generation) == (0, 3)

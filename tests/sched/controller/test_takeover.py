@@ -142,7 +142,7 @@ def test_a_script_that_cannot_start_is_not_tried_again(
     assert "ModuleNotFoundError" in late.message
 
 
-TRAINING = JobState(phase=Phase.RUNNING, generation=1, allocation=("a",), launched=("a",))
+TRAINING = JobState(phase=Phase.RUNNING, generation=1, assigned=("a",), running_on=("a",))
 UNREACHABLE = NotAdopted(1, "it reports elsewhere")
 
 
@@ -155,18 +155,18 @@ def test_who_is_not_adopted_is_not_to_blame() -> None:
         state, _ = advance(stopping, Exited(1, outcome), now=2.0)
         assert (state.phase, state.reason, state.failures) == (Phase.QUEUED, "NotAdopted", 0)
         assert state.message == "it reports elsewhere"
-    held, _ = advance(replace(stopping, held=True), Exited(1, Outcome.STOPPED), now=2.0)
-    assert (held.phase, held.reason) == (Phase.SUSPENDED, "SuspendedByUser")
+    suspended, _ = advance(replace(stopping, suspended=True), Exited(1, Outcome.STOPPED), now=2.0)
+    assert (suspended.phase, suspended.reason) == (Phase.SUSPENDED, "SuspendedByUser")
     adopted, actions = advance(stopping, Adopt(1), now=2.0)
     assert Stop(1, "it reports elsewhere", graceful=False) in actions
     assert adopted.intent is Intent.REPLACE
     queued, _ = advance(stopping, Recover(), now=2.0)
-    assert (queued.phase, queued.intent, queued.launched) == (Phase.QUEUED, None, ())
+    assert (queued.phase, queued.intent, queued.running_on) == (Phase.QUEUED, None, ())
 
 
 def test_what_was_being_stopped_is_still_stopped_for_the_same_reason() -> None:
     for intent in (Intent.CANCEL, Intent.SUSPEND, Intent.MOVE, Intent.EXPIRE):
         state, _ = advance(replace(TRAINING, intent=intent), UNREACHABLE, now=1.0)
         assert state.intent is intent
-    for state in (replace(TRAINING, generation=2), replace(TRAINING, launched=())):
+    for state in (replace(TRAINING, generation=2), replace(TRAINING, running_on=())):
         assert advance(state, UNREACHABLE, now=1.0) == (state, ())

@@ -71,11 +71,11 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
     assert broken_rules(after) == []
     launches = [action for action in actions if isinstance(action, Launch)]
     if launches:
-        assert not before.launched or isinstance(event, Exited)
+        assert not before.running_on or isinstance(event, Exited)
         assert [launch.generation for launch in launches] == [before.generation + 1]
-        assert after.launched == after.allocation == launches[0].nodes != ()
-        assert after.launched_stages == after.num_stages == launches[0].num_stages
-        assert not after.held
+        assert after.running_on == after.assigned == launches[0].nodes != ()
+        assert after.running_stages == after.num_stages == launches[0].num_stages
+        assert not after.suspended
     if isinstance(event, Rerun) and event.from_scratch and before.phase.ended:
         assert after.first_generation == before.generation + 1
     else:
@@ -123,7 +123,7 @@ def test_every_state_that_a_job_can_come_to_makes_sense() -> None:
                 if key not in seen:
                     seen[key] = (*happened, event)
                     todo.append(key)
-    reached = {(state.phase, state.intent, state.held) for state in seen}
+    reached = {(state.phase, state.intent, state.suspended) for state in seen}
     assert {phase for phase, _, _ in reached} == set(Phase)
     assert {intent for _, intent, _ in reached} == {None, *Intent}
     assert (Phase.RUNNING, Intent.SUSPEND, True) in reached, "a job that stops to be suspended"
@@ -155,7 +155,7 @@ def test_a_job_that_ends_while_it_is_suspended_stays_ended() -> None:
     state = JobState()
     for event in (Submit(), Allocate(["a"], "free"), Suspend(), Exited(1, Outcome.COMPLETE)):
         state, _ = advance(state, event, now=0.0)
-    assert (state.phase, state.held) == (Phase.COMPLETE, False)
+    assert (state.phase, state.suspended) == (Phase.COMPLETE, False)
     assert advance(state, Resume(), now=1.0) == (state, ())
 
 
@@ -173,7 +173,7 @@ def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
         assert (again.first_generation, again.generation) == (2, 1)
         assert actions == (Record("rerun", None, {"from_scratch": True}),)
         again, _ = advance(again, Allocate(["b"], "free"), now=3.0)
-        assert (again.launched, again.generation, again.first_generation) == (("b",), 2, 2)
+        assert (again.running_on, again.generation, again.first_generation) == (("b",), 2, 2)
         goes_on, _ = advance(state, Rerun(2), now=2.0)
         assert (goes_on.phase, goes_on.first_generation) == (
             (Phase.COMPLETE, 1) if phase is Phase.COMPLETE else (Phase.CREATED, 1)

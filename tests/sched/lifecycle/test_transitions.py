@@ -50,19 +50,19 @@ def state_in(phase: Phase, reason: str = "Test", **fields: object) -> JobState:
 
 CREATED = JobState()
 QUEUED = state_in(Phase.QUEUED)
-STARTING = state_in(Phase.RUNNING, allocation=AB, launched=AB)
-TRAINING = replace(STARTING, settled=True)
-TRAINING_IN_TWO = replace(TRAINING, num_stages=2, launched_stages=2)
+STARTING = state_in(Phase.RUNNING, assigned=AB, running_on=AB)
+TRAINING = replace(STARTING, training=True)
+TRAINING_IN_TWO = replace(TRAINING, num_stages=2, running_stages=2)
 MOVING = replace(
-    state_in(Phase.RESTARTING, allocation=B, launched=AB), settled=True, intent=Intent.MOVE
+    state_in(Phase.RESTARTING, assigned=B, running_on=AB), training=True, intent=Intent.MOVE
 )
-SUSPENDING = replace(TRAINING, allocation=(), intent=Intent.SUSPEND)
+SUSPENDING = replace(TRAINING, assigned=(), intent=Intent.SUSPEND)
 CANCELLING = replace(TRAINING, intent=Intent.CANCEL)
-ENDING = replace(TRAINING, allocation=(), intent=Intent.SHUTDOWN)
-WAITING = state_in(Phase.RESTARTING, allocation=AB, failures=1)
+ENDING = replace(TRAINING, assigned=(), intent=Intent.SHUTDOWN)
+WAITING = state_in(Phase.RESTARTING, assigned=AB, failures=1)
 SUSPENDED = state_in(Phase.SUSPENDED)
-HELD = replace(SUSPENDED, held=True)
-PAUSING = replace(SUSPENDING, held=True)
+HELD = replace(SUSPENDED, suspended=True)
+PAUSING = replace(SUSPENDING, suspended=True)
 EXPIRING = replace(TRAINING, intent=Intent.EXPIRE)
 COMPLETE = state_in(Phase.COMPLETE)
 FAILED = state_in(Phase.FAILED, failures=4)
@@ -156,7 +156,15 @@ TABLE = [
     (PAUSING, SAVED, Phase.SUSPENDED, "SuspendedByUser", None, (), ["stopped"]),
     (PAUSING, Resume(), Phase.RUNNING, "Test", Intent.SUSPEND, (), ["resumed"]),
     (PAUSING, Shutdown(), Phase.RUNNING, "Stopping", Intent.SHUTDOWN, (), []),
-    (replace(ENDING, held=True), SAVED, Phase.SUSPENDED, "SuspendedByUser", None, (), ["stopped"]),
+    (
+        replace(ENDING, suspended=True),
+        SAVED,
+        Phase.SUSPENDED,
+        "SuspendedByUser",
+        None,
+        (),
+        ["stopped"],
+    ),
     (HELD, Allocate(B, "free"), Phase.SUSPENDED, "Test", None, (), []),
     (HELD, Suspend(), Phase.SUSPENDED, "Test", None, (), []),
     (HELD, Resume(), Phase.QUEUED, "Resumed", None, (), ["resumed"]),
@@ -213,7 +221,7 @@ def test_table(
     before, event, phase, reason, intent, allocation, expected = row
     after, actions = advance(before, event, now=5.0)
     assert (after.phase, after.reason) == (phase, reason)
-    assert (after.intent, after.allocation) == (intent, allocation)
+    assert (after.intent, after.assigned) == (intent, allocation)
     shown = [action.type if isinstance(action, Record) else action for action in actions]
     assert shown == expected
 
@@ -271,5 +279,5 @@ def test_failures_are_forgiven_once_a_generation_has_trained_for_long() -> None:
     forgiven, actions = advance(state, BROKEN, now=1.0 + 600.0)
     assert (forgiven.phase, forgiven.failures) == (Phase.RESTARTING, 1)
     assert actions[-1] == RetryAfter(1, 1.0)
-    unsettled, _ = advance(replace(state, settled=False), BROKEN, now=1.0 + 600.0)
-    assert unsettled.phase is Phase.FAILED, "it has trained nothing"
+    idle, _ = advance(replace(state, training=False), BROKEN, now=1.0 + 600.0)
+    assert idle.phase is Phase.FAILED, "it has trained nothing"

@@ -207,12 +207,12 @@ def test_nodes_that_drain_are_named_to_who_waits() -> None:
 @pytest.mark.parametrize(
     ("state", "kind"),
     [
-        (JobState(phase=Phase.SUSPENDED, held=True), "held"),
-        (JobState(phase=Phase.RUNNING, launched=("a",), intent=Intent.CANCEL), "stopping"),
-        (JobState(phase=Phase.RESTARTING, launched=("a",), intent=Intent.MOVE), "stopping"),
-        (JobState(phase=Phase.RUNNING, launched=("a",)), "starting"),
+        (JobState(phase=Phase.SUSPENDED, suspended=True), "suspended"),
+        (JobState(phase=Phase.RUNNING, running_on=("a",), intent=Intent.CANCEL), "stopping"),
+        (JobState(phase=Phase.RESTARTING, running_on=("a",), intent=Intent.MOVE), "stopping"),
+        (JobState(phase=Phase.RUNNING, running_on=("a",)), "starting"),
         (JobState(phase=Phase.RESTARTING), "waits_to_retry"),
-        (JobState(phase=Phase.RUNNING, launched=("a",), settled=True), None),
+        (JobState(phase=Phase.RUNNING, running_on=("a",), training=True), None),
         (JobState(phase=Phase.QUEUED), None),
     ],
 )

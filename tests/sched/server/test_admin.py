@@ -33,12 +33,12 @@ def client(service: Service) -> Iterator[Client]:
 def test_a_job_is_suspended_and_resumed(service: Service, client: Client) -> None:
     client.submit(JobSpec(name="resting", script=SCRIPT))
     service.store.transition("resting", Allocate(["node-a"], "it is free"))
-    assert client.suspend("resting")["held"] is True
+    assert client.suspend("resting")["suspended"] is True
     service.store.transition("resting", Exited(1, Outcome.STOPPED, step=3))
     assert client.job("resting")["phase"] == "Suspended"
     assert client.jobs()[-1]["phase"] == "Suspended"
     before = service.num_reconsidered
-    assert client.resume("resting")["held"] is False
+    assert client.resume("resting")["suspended"] is False
     assert service.num_reconsidered == before + 1
     client.cancel("resting")
     for ask, done in (
@@ -60,7 +60,7 @@ def test_a_job_that_ends_while_it_is_being_suspended_is_not_resumed(
     client.suspend("nearly-done")
     service.store.transition("nearly-done", Exited(1, Outcome.COMPLETE, step=3))
     job = client.job("nearly-done")
-    assert (job["phase"], job["held"], job["allocation"]) == ("Complete", False, [])
+    assert (job["phase"], job["suspended"], job["assigned"]) == ("Complete", False, [])
     with pytest.raises(
         ClientError, match=r"has ended \(Complete, Finished\) and cannot be resumed$"
     ):

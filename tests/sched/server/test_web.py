@@ -396,7 +396,7 @@ def test_two_jobs_live(browser: Browser, tmp_path: Path) -> None:
         page.get_by_role("button", name="Suspend one").click()
         page.get_by_role("button", name="Suspend", exact=True).click()
         assert scheduler.wait(lambda jobs: jobs["one"].phase is Phase.SUSPENDED, 60)
-        assert scheduler.store.job("one").state.launched == ()
+        assert scheduler.store.job("one").state.running_on == ()
         expect(page.locator(".head .phase")).to_have_text("Suspended")
         expect(page.get_by_role("button", name="Resume one")).to_be_visible()
         assert page.evaluate("window.untouched")

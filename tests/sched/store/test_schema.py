@@ -77,7 +77,7 @@ while True:
     assert os.WTERMSIG(status) == signal.SIGKILL, status
     killed += 1
     with Store(path) as store:
-        print(store.jobs()[0].state.launched, len(store.events()), flush=True)
+        print(store.jobs()[0].state.running_on, len(store.events()), flush=True)
 """
 
 # Opens the same store as others do, at the same moment.
@@ -158,7 +158,7 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
     next_version()
     for _ in range(2):  # the second time there is nothing to do
         with Store(place) as store:
-            assert store.job("toy").state.launched == ("a", "b")
+            assert store.job("toy").state.running_on == ("a", "b")
             assert [event["type"] for event in store.events()] == ["submitted", "allocated"]
     assert column(place, "SELECT version_num FROM alembic_version") == ["0002"]
     assert column(place, "SELECT colour FROM jobs") == ["red"]

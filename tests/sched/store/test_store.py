@@ -48,7 +48,7 @@ def test_a_job_comes_back_as_it_was_written(store: Store, place: Path | str) -> 
     with Store(place) as other:
         assert other.job("toy") == change.job
         assert [job.name for job in other.jobs()] == ["toy"]
-    assert change.job.state.launched == ("a", "b")
+    assert change.job.state.running_on == ("a", "b")
     assert change.job.state.max_restarts == 1
     assert "token" not in json.dumps(change.job.to_json_object())
 

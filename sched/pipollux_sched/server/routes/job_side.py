@@ -85,17 +85,17 @@ def post_report(name: str, services: ServicesDep, report: TrainingReport) -> Non
     )
     services.meters.reports.inc()
     if first:
-        services.control.settled(name)
+        services.control.note_training(name)
 
 
 @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
 def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> None:
     """Every replica does so every few seconds; one that falls silent costs a restart."""
     job = services.store.job(name)
-    launched = len(job.state.launched)
-    check_replica(name, job.state.generation, launched, heartbeat.generation, heartbeat.replica)
+    num_replicas = len(job.state.running_on)
+    check_replica(name, job.state.generation, num_replicas, heartbeat.generation, heartbeat.replica)
     # Loading, compiling and measuring before a launch's first step may take their time.
-    hang_timeout = job.spec.get("hang_timeout") if job.state.settled else None
+    hang_timeout = job.spec.get("hang_timeout") if job.state.training else None
     services.control.heard(
         name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout
     )

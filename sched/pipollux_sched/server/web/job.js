@@ -106,7 +106,7 @@ export class JobPage {
 
   #showButtons(job) {
     const ended = job.ended_at !== null;
-    const kinds = ended ? [] : [job.held ? "resume" : "suspend", "cancel"];
+    const kinds = ended ? [] : [job.suspended ? "resume" : "suspend", "cancel"];
     if (this.buttons.told === kinds.join()) return;
     this.buttons.told = kinds.join();
     this.buttons.replaceChildren(...kinds.map((kind) => actionButton(kind, this.name, () => this.update())));
@@ -114,8 +114,8 @@ export class JobPage {
 
   #figures(job) {
     const point = job.points.at(-1) ?? {};
-    const stages = job.launched_stages ?? job.num_stages;
-    const nodes = job.launched.length ? job.launched : job.allocation;
+    const stages = job.running_stages ?? job.num_stages;
+    const nodes = job.running_on.length ? job.running_on : job.assigned;
     const holds = !job.ended_at && nodes.length;
     const efficiency = point.efficiency == null ? "" : `, ${Math.round(100 * point.efficiency)} % efficient`;
     this.tiles.update({
