@@ -30,6 +30,6 @@ scheduler = Scheduler(
     hints_interval=5.0,
     checkpoint_interval=3.0,
     grace=20.0,
-    silence_limit=12.0,
+    heartbeat_timeout=12.0,
 )
 run(scheduler)

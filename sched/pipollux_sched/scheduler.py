@@ -33,7 +33,7 @@ from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
 from pipollux_sched.controller.takeover import take_over
-from pipollux_sched.controller.watchdog import SILENCE_LIMIT, Watchdog
+from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT, Watchdog
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from pipollux_sched.store.event_feed import EventFeed, Listener
@@ -70,7 +70,7 @@ class Scheduler:
         checkpoint_interval: seconds between two checkpoints of a job.
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         grace: seconds that a job has to save when it is asked to stop.
-        silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
         open_metrics: whether `/metrics` is answered without a token.
         pass_environment: variables of this process that jobs get, besides the usual ones.
         host: address for jobs and users to ask at.
@@ -99,7 +99,7 @@ class Scheduler:
         checkpoint_interval: float = 60.0,
         restart_seconds: float = 30.0,
         grace: float = STOP_GRACE,
-        silence_limit: float = SILENCE_LIMIT,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         open_metrics: bool = False,
         pass_environment: Collection[str] = (),
         host: str = "127.0.0.1",
@@ -113,7 +113,7 @@ class Scheduler:
         store: str | None = None,
     ) -> None:
         check_seconds(interval=interval, hints_interval=hints_interval)
-        check_seconds(checkpoint_interval=checkpoint_interval, silence_limit=silence_limit)
+        check_seconds(checkpoint_interval=checkpoint_interval, heartbeat_timeout=heartbeat_timeout)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url = store
         self._cluster = cluster
@@ -131,14 +131,14 @@ class Scheduler:
             self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
         self._interval, self._restart_seconds = interval, restart_seconds
         self._grace = grace
-        self._silence_limit, self._open_metrics = silence_limit, open_metrics
+        self._heartbeat_timeout, self._open_metrics = heartbeat_timeout, open_metrics
         self._address, self._hosts = (host, port), (host, *allowed_hosts)
         self._pass_on = pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
-            "PIPOLLUX_HEARTBEAT_INTERVAL": f"{silence_limit / 6:g}",
+            "PIPOLLUX_HEARTBEAT_INTERVAL": f"{heartbeat_timeout / 6:g}",
         }
         self._meters = Meters()
         self._resources = ExitStack()
@@ -367,7 +367,7 @@ class Scheduler:
             ending=self._ending,
             finished=self._backend.finished,
             tidy=self._deletion.finish,
-            silence_limit=self._silence_limit,
+            heartbeat_timeout=self._heartbeat_timeout,
         )
 
     def _note_nodes(self, plan: NodePlan) -> None:

@@ -136,15 +136,15 @@ def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
         events = scheduler.store.events(job="stuck")
         log = scheduler.state_dir.log("stuck", 2, 0).read_text()
     told = types(events, "stuck")
-    assert told[:6] == ["submitted", "allocated", "started", "first_step", "hung", "restarting"]
-    hung, restarting = (event for event in events if event["type"] in told[4:6])
-    assert hung["generation"] == 1
+    assert told[:6] == ["submitted", "allocated", "started", "first_step", "stalled", "restarting"]
+    stalled, restarting = (event for event in events if event["type"] in told[4:6])
+    assert stalled["generation"] == 1
     assert re.fullmatch(
         r"Its step has been 3 for \d+ s though its replicas give signs of life, "
         r"so all were ended\.",
-        hung["why"],
+        stalled["why"],
     )
-    assert restarting["why"] == hung["why"]
+    assert restarting["why"] == stalled["why"]
     assert "replica 0 of generation 2 goes on from step 3" in log
 
 
@@ -226,11 +226,11 @@ def test_a_replica_that_froze_while_nobody_looked(directory: Path) -> None:
     for process in processes_of(directory):
         if process.environ().get("RANK") == "0":
             process.suspend()
-    with scheduler_on(directory, silence_limit=1.0) as scheduler:
+    with scheduler_on(directory, heartbeat_timeout=1.0) as scheduler:
         assert scheduler.wait(lambda jobs: jobs["toy"].state.generation == 2, 240)
         events = types(list(scheduler.store.events()), "toy")
-        kept = [event for event in events if event in ("adopted", "silent", "restarting")]
-        assert kept == ["adopted", "silent", "restarting"]
+        kept = [event for event in events if event in ("adopted", "heartbeat_lost", "restarting")]
+        assert kept == ["adopted", "heartbeat_lost", "restarting"]
 
 
 def test_cancelling(directory: Path) -> None:

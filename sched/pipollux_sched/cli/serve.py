@@ -13,7 +13,7 @@ import typer
 from pipollux_sched.allocator.expander import CommandExpander
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.cli.serving import serve_until
-from pipollux_sched.controller.watchdog import SILENCE_LIMIT
+from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
@@ -57,7 +57,7 @@ def serve(
             max=MOST_SECONDS,
             help="Seconds without a sign of life after which a replica is taken for lost.",
         ),
-    ] = SILENCE_LIMIT,
+    ] = HEARTBEAT_TIMEOUT,
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
     ] = False,
@@ -123,7 +123,7 @@ def serve(
             hints_interval=hints_interval,
             checkpoint_interval=checkpoint_interval,
             grace=grace,
-            silence_limit=heartbeat_timeout,
+            heartbeat_timeout=heartbeat_timeout,
             open_metrics=open_metrics,
             pass_environment=pass_environment or (),
             port=port,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Heard", "Heartbeats", "HungJob", "SilentReplica"]
+__all__ = ["Heard", "Heartbeats", "LostReplica", "StalledJob"]
 
 
 class Heard(NamedTuple):
@@ -24,7 +24,7 @@ class Heard(NamedTuple):
     """Optimizer step that the replica told then; None where it told none."""
 
 
-class SilentReplica(NamedTuple):
+class LostReplica(NamedTuple):
     """A replica that was heard of once, and not for some time."""
 
     job: str
@@ -34,7 +34,7 @@ class SilentReplica(NamedTuple):
     """How long ago it was heard of last."""
 
 
-class HungJob(NamedTuple):
+class StalledJob(NamedTuple):
     """A job whose replicas were heard of, always at the same step."""
 
     job: str
@@ -62,7 +62,7 @@ class _Generation:
         elif step is not None and (self.highest is None or step > self.highest):
             self.highest, self.grown_at = step, now
 
-    def hung(self, job: str) -> HungJob | None:
+    def stalled(self, job: str) -> StalledJob | None:
         """Return the job if it hangs.
 
         From beat to beat, not up to now: while nobody is heard of, nobody knows the step.
@@ -72,7 +72,7 @@ class _Generation:
         seconds = max(moment for moment, _ in self.last.values()) - self.grown_at
         if seconds < self.hang_timeout:
             return None
-        return HungJob(job, self.number, self.highest, seconds)
+        return StalledJob(job, self.number, self.highest, seconds)
 
 
 class Heartbeats:
@@ -83,7 +83,7 @@ class Heartbeats:
     Example:
         >>> heartbeats = Heartbeats(clock=lambda: 0.0)
         >>> heartbeats.note("char-lm", 2, 0)
-        >>> heartbeats.silent(30.0)
+        >>> heartbeats.lost(30.0)
         []
 
     Args:
@@ -127,21 +127,21 @@ class Heartbeats:
             known.note_step(step, hang_timeout, now)
             return first
 
-    def silent(self, limit_seconds: float) -> list[SilentReplica]:
+    def lost(self, limit_seconds: float) -> list[LostReplica]:
         """Return the replicas that were heard of at least once, but not for `limit_seconds`."""
         with self._lock:
             now = self._clock()
             return [
-                SilentReplica(job, known.number, replica, now - last)
+                LostReplica(job, known.number, replica, now - last)
                 for job, known in self._jobs.items()
                 for replica, (last, _) in sorted(known.last.items())
                 if now - last > limit_seconds
             ]
 
-    def hung(self) -> list[HungJob]:
+    def stalled(self) -> list[StalledJob]:
         """Return the jobs whose step has stayed the same for their `hang_timeout`."""
         with self._lock:
-            found = (known.hung(job) for job, known in self._jobs.items())
+            found = (known.stalled(job) for job, known in self._jobs.items())
             return [entry for entry in found if entry is not None]
 
     def heard(self, job: str, generation: int) -> dict[int, Heard]:

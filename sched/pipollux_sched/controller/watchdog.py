@@ -1,5 +1,5 @@
-"""What happens to jobs because time passes: deadlines, replicas that fall silent, training loops
-that hang, old entries.
+"""What happens to jobs because time passes: deadlines, lost heartbeats, training loops that stall,
+old entries.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection
 from datetime import datetime
 
-from pipollux_sched.lifecycle import Event, Expire, Hung, Silent
+from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, Stalled
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.utils.units import spell_duration
 
-from .heartbeats import Heartbeats, HungJob
+from .heartbeats import Heartbeats, StalledJob
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ LOOK_INTERVAL = 1.0
 """Seconds between two looks."""
 TIDY_INTERVAL = 5.0
 """Seconds between two times that the store is tidied."""
-SILENCE_LIMIT = 60.0
+HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a replica is taken for lost."""
 
 
@@ -35,7 +35,7 @@ class Watchdog:
         handle: lets an event happen to a job.
         ending: set when the scheduler ends.
         finished: tells which replicas of a job's generation have nothing left to do.
-        silence_limit: seconds without a heartbeat after which a replica is taken for lost.
+        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
         tidy: called whenever the store has been tidied, for what is to be tidied besides.
     """
 
@@ -47,7 +47,7 @@ class Watchdog:
         *,
         ending: threading.Event,
         finished: Callable[[str, int], Collection[int]] = lambda _job, _generation: (),
-        silence_limit: float = SILENCE_LIMIT,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
@@ -55,7 +55,7 @@ class Watchdog:
         self._handle = handle
         self._ending = ending
         self._finished = finished
-        self._silence_limit = silence_limit
+        self._heartbeat_timeout = heartbeat_timeout
         self._tidy = tidy
 
     def run(self) -> None:
@@ -78,17 +78,17 @@ class Watchdog:
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
-        for name, generation, replica, seconds in self._heartbeats.silent(self._silence_limit):
+        for name, generation, replica, seconds in self._heartbeats.lost(self._heartbeat_timeout):
             if (name, generation) in told or replica in self._finished(name, generation):
                 continue  # another one, that writes the last checkpoint say, may go on for long
             why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
-            self._let(name, Silent(generation, why))
+            self._let(name, HeartbeatLost(generation, why))
             told.add((name, generation))
             # Not before: what could not be written down is tried again at the next look.
             self._heartbeats.forget(name, generation)
-        for hung in self._heartbeats.hung():
-            self._let(hung.job, Hung(hung.generation, _why_hung(hung)))
-            self._heartbeats.forget(hung.job, hung.generation)
+        for stalled in self._heartbeats.stalled():
+            self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))
+            self._heartbeats.forget(stalled.job, stalled.generation)
 
     def _let(self, name: str, event: Event) -> None:
         try:
@@ -102,8 +102,8 @@ def _why_overdue(job: JobRecord) -> str:
     return f"The deadline, {deadline}, has passed; submit the job again to let it go on."
 
 
-def _why_hung(hung: HungJob) -> str:
+def _why_stalled(stalled: StalledJob) -> str:
     return (
-        f"Its step has been {hung.step} for {spell_duration(hung.seconds)} though its replicas "
-        "give signs of life, so all were ended."
+        f"Its step has been {stalled.step} for {spell_duration(stalled.seconds)} though its "
+        "replicas give signs of life, so all were ended."
     )

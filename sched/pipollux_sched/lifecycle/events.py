@@ -98,7 +98,7 @@ class Expire:
 
 
 @dataclass(frozen=True)
-class Silent:
+class HeartbeatLost:
     """A replica of a generation has not been heard of for too long."""
 
     generation: int
@@ -106,7 +106,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Hung:
+class Stalled:
     """The replicas of a generation give signs of life, but its step has not grown for too long."""
 
     generation: int
@@ -158,8 +158,8 @@ Event: TypeAlias = (
     | Suspend
     | Resume
     | Expire
-    | Silent
-    | Hung
+    | HeartbeatLost
+    | Stalled
     | NodeLost
     | Shutdown
     | Adopt

@@ -28,7 +28,7 @@ from .events import (
     Exited,
     Expire,
     FirstStep,
-    Hung,
+    HeartbeatLost,
     Kill,
     NodeLost,
     NotAdopted,
@@ -39,7 +39,7 @@ from .events import (
     Retry,
     RetryAfter,
     Shutdown,
-    Silent,
+    Stalled,
     Started,
     Submit,
     Suspend,
@@ -85,10 +85,10 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _exited(state, event, now)
         case Retry():
             return _retry(state, event, now)
-        case Silent():
-            return _silent(state, event, now)
-        case Hung():
-            return _hung(state, event, now)
+        case HeartbeatLost():
+            return _heartbeat_lost(state, event, now)
+        case Stalled():
+            return _stalled(state, event, now)
         case NodeLost():
             return _node_lost(state, event, now)
         case Cancel():
@@ -259,16 +259,16 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
     return launch(state, state.message, now)
 
 
-def _silent(state: JobState, event: Silent, now: float) -> Transition:
+def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
     """Kill a generation of which a replica is not heard of any more; how it ended comes after."""
     if event.generation != state.generation or not state.running_on:
         return state, ()
-    record = Record("silent", event.generation, {"why": event.why})
-    silent = enter(state, state.phase, "Silent", event.why, now)
-    return silent, (record, Kill(event.generation, event.why))
+    record = Record("heartbeat_lost", event.generation, {"why": event.why})
+    lost = enter(state, state.phase, "HeartbeatLost", event.why, now)
+    return lost, (record, Kill(event.generation, event.why))
 
 
-def _hung(state: JobState, event: Hung, now: float) -> Transition:
+def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
     """Kill a generation whose training loop stands still; how it ended comes after.
 
     One that has taken no step yet still starts, and one that was asked to stop saves: both have
@@ -277,9 +277,9 @@ def _hung(state: JobState, event: Hung, now: float) -> Transition:
     trains = state.running_on and state.training and state.intent is None
     if event.generation != state.generation or not trains:
         return state, ()
-    record = Record("hung", event.generation, {"why": event.why})
-    hung = enter(state, state.phase, "Hung", event.why, now)
-    return hung, (record, Kill(event.generation, event.why))
+    record = Record("stalled", event.generation, {"why": event.why})
+    stalled = enter(state, state.phase, "Stalled", event.why, now)
+    return stalled, (record, Kill(event.generation, event.why))
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:

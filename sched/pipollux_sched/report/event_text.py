@@ -102,8 +102,8 @@ _TELLING: _Telling = {
     "rerun": _rerun,
     "deleted": lambda _event: "deleted by its user",
     "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
-    "silent": lambda event: f"silent: {_first_line(event['why'])}",
-    "hung": lambda event: f"hung: {_first_line(event['why'])}",
+    "heartbeat_lost": lambda event: f"heartbeat lost: {_first_line(event['why'])}",
+    "stalled": lambda event: f"stalled: {_first_line(event['why'])}",
     "node": _node,
     "autoscaling": _autoscaling,
 }

@@ -20,15 +20,15 @@ class Clock:
 def test_a_replica_that_falls_silent() -> None:
     clock = Clock()
     beats = Heartbeats(clock)
-    assert beats.silent(0.0) == []
+    assert beats.lost(0.0) == []
     beats.note("a", 1, 0)
     beats.note("a", 1, 1, step=5)
     beats.note("b", 4, 0)
     clock.now += 20.0
     beats.note("a", 1, 0, step=9)
     clock.now += 15.0
-    assert beats.silent(30.0) == [("a", 1, 1, 35.0), ("b", 4, 0, 35.0)]
-    assert beats.silent(35.0) == []
+    assert beats.lost(30.0) == [("a", 1, 1, 35.0), ("b", 4, 0, 35.0)]
+    assert beats.lost(35.0) == []
     assert beats.heard("a", 1) == {0: Heard(15.0, 9), 1: Heard(35.0, 5)}
     assert beats.heard("a", 2) == beats.heard("c", 1) == {}
 
@@ -41,10 +41,10 @@ def test_a_newer_generation_replaces_the_older() -> None:
     assert not beats.note("a", 1, 1), "it was heard of before"
     clock.now += 60.0
     assert beats.note("a", 2, 0)
-    assert beats.silent(30.0) == []
+    assert beats.lost(30.0) == []
     clock.now += 60.0
     assert not beats.note("a", 1, 1), "one of the old generation that is late"
-    assert beats.silent(30.0) == [("a", 2, 0, 60.0)]
+    assert beats.lost(30.0) == [("a", 2, 0, 60.0)]
 
 
 def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
@@ -56,7 +56,7 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     beats.forget("b", 0)  # a generation that is over already
     beats.forget("never-heard-of", 1)
     clock.now += 60.0
-    assert [entry.job for entry in beats.silent(30.0)] == ["b"]
+    assert [entry.job for entry in beats.lost(30.0)] == ["b"]
 
 
 BEATS = [
@@ -88,11 +88,11 @@ def test_a_job_that_beats_and_does_not_step(
         beats.note("a", 2, replica, step, hang_timeout)
     beats.note("b", 1, 0, 5)
     clock.now += 1000.0  # who is not heard of may have gone on since
-    assert beats.hung() == ([] if hangs is None else [("a", 2, *hangs)])
+    assert beats.stalled() == ([] if hangs is None else [("a", 2, *hangs)])
     beats.note("a", 1, 0, 99, 30)  # late, of the generation before
-    assert beats.hung() == ([] if hangs is None else [("a", 2, *hangs)])
+    assert beats.stalled() == ([] if hangs is None else [("a", 2, *hangs)])
     beats.note("a", 3, 0, 1, 30)
-    assert beats.hung() == []
+    assert beats.stalled() == []
 
 
 def test_many_threads_at_once() -> None:
@@ -104,7 +104,7 @@ def test_many_threads_at_once() -> None:
         together.wait(240)
         for step in range(200):
             beats.note("a", 1 + step // 100, replica, step)
-            beats.silent(1.0)
+            beats.lost(1.0)
 
     threads = [threading.Thread(target=beat, args=(replica,)) for replica in range(8)]
     for thread in threads:

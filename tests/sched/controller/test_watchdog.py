@@ -10,7 +10,15 @@ import pytest
 
 from pipollux_sched.controller.heartbeats import Heartbeats
 from pipollux_sched.controller.watchdog import Watchdog
-from pipollux_sched.lifecycle import Allocate, Event, Expire, FirstStep, Hung, Phase, Silent
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Event,
+    Expire,
+    FirstStep,
+    HeartbeatLost,
+    Phase,
+    Stalled,
+)
 from pipollux_sched.store import Store
 
 
@@ -30,7 +38,7 @@ class Case:
         self.happened: list[tuple[str, Event]] = []
         self.heartbeats = Heartbeats(clock)
         self.dog = Watchdog(
-            store, self.heartbeats, self.handle, ending=threading.Event(), silence_limit=30.0
+            store, self.heartbeats, self.handle, ending=threading.Event(), heartbeat_timeout=30.0
         )
 
     def handle(self, name: str, event: Event) -> None:
@@ -84,8 +92,8 @@ def test_silence(case: Case) -> None:
     assert case.look() == []
     case.clock.now += 2.0
     why = "Replica 1 was not heard of for 31 s, so all were ended."
-    assert case.look() == [("toy", Silent(1, why))]
-    assert case.store.job("toy").state.reason == "Silent"
+    assert case.look() == [("toy", HeartbeatLost(1, why))]
+    assert case.store.job("toy").state.reason == "HeartbeatLost"
     assert case.look() == [], "once is enough"
     case.heartbeats.note("gone", 1, 0)
     case.clock.now += 61.0
@@ -93,7 +101,7 @@ def test_silence(case: Case) -> None:
         case.store, case.heartbeats, case.store.transition, ending=threading.Event()
     )
     case.dog.look()
-    assert case.heartbeats.silent(0.0) == [], "a job that is gone is forgotten"
+    assert case.heartbeats.lost(0.0) == [], "a job that is gone is forgotten"
 
 
 def test_a_training_loop_that_hangs(case: Case) -> None:
@@ -106,9 +114,9 @@ def test_a_training_loop_that_hangs(case: Case) -> None:
         case.clock.now += 20.0
     case.heartbeats.note("toy", 1, 0, 7, hang_timeout=60.0)
     why = "Its step has been 7 for 60 s though its replicas give signs of life, so all were ended."
-    assert case.look() == [("toy", Hung(1, why))]
+    assert case.look() == [("toy", Stalled(1, why))]
     state = case.store.job("toy").state
-    assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Hung", why)
+    assert (state.phase, state.reason, state.message) == (Phase.RUNNING, "Stalled", why)
     assert case.look() == [], "once is enough"
 
 
@@ -123,7 +131,7 @@ def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None
         case.handle,
         ending=threading.Event(),
         finished=lambda job, generation: finished.get((job, generation), set()),
-        silence_limit=30.0,
+        heartbeat_timeout=30.0,
     )
     case.heartbeats.note("toy", 1, 0)
     case.heartbeats.note("toy", 1, 1)
@@ -134,7 +142,7 @@ def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None
     case.clock.now += 31.0
     finished.clear()  # now both are silent, and one event is enough
     assert case.look() == [
-        ("toy", Silent(1, "Replica 0 was not heard of for 31 s, so all were ended."))
+        ("toy", HeartbeatLost(1, "Replica 0 was not heard of for 31 s, so all were ended."))
     ]
 
 
@@ -147,7 +155,9 @@ def test_silence_that_could_not_be_written_down_is_not_forgotten(case: Case) -> 
     def full(name: str, event: Event) -> None:
         raise OSError("no space left on device")
 
-    dog = Watchdog(case.store, case.heartbeats, full, ending=threading.Event(), silence_limit=30.0)
+    dog = Watchdog(
+        case.store, case.heartbeats, full, ending=threading.Event(), heartbeat_timeout=30.0
+    )
     with pytest.raises(OSError, match="no space left"):
         dog.look()
     assert [name for name, _ in case.look()] == ["toy"]

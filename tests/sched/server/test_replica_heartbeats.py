@@ -73,7 +73,7 @@ def test_every_replica_is_heard_of_also_after_the_scheduler_was_away(
         )
         try:
             eventually(lambda: beats.heard("alive", 1).keys() == {0, 1})
-            assert beats.silent(PATIENCE) == []
+            assert beats.lost(PATIENCE) == []
             first = beats.heard("alive", 1)[0].step or 0
             eventually(lambda: (beats.heard("alive", 1)[0].step or 0) > first)
             port = int(service.server.url.rpartition(":")[2])
