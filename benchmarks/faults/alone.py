@@ -13,7 +13,7 @@ def hold_alone(folder: Path, rank: int, generation: int) -> IO[str] | None:
     Args:
         folder: where the job saves.
         rank: which replica this is.
-        generation: of which launch.
+        generation: of which generation.
 
     Returns:
         The file, to be kept open; None where another process holds it. Then the file `violations`

@@ -121,13 +121,13 @@ class Run:
                     f"| {kind} | {len(times)} | {median(times):.1f} s | {max(times):.1f} s |"
                 )
         work = self.world.acknowledged.values()
-        launches = sum(job.state.generation for job in self.world.jobs().values())
+        generations = sum(job.state.generation for job in self.world.jobs().values())
         samples = f"{sum(entry.samples for entry in work):,}".replace(",", " ")
         num_training = sum(entry.script == TRAINING for entry in work)
         minutes = (time.monotonic() - self.begun) / 60.0
         summary = (
             f"Seed {self.seed}: {self.total} faults in {minutes:.0f} minutes, {len(work)} jobs "
-            f"({num_training} that train with the library), {launches} launches, "
+            f"({num_training} that train with the library), {generations} generations, "
             f"{samples} samples: every job Complete, each sample counted once, no process left, "
             "none started twice."
         )

@@ -76,16 +76,18 @@ class Invariants:
 
     def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
         """Generations only grow, and of each job at most the last one is open."""
-        launches = {job.name: self._world.store.generations(job.name) for job in jobs}
+        generations = {job.name: self._world.store.generations(job.name) for job in jobs}
         for job in jobs:
             generation, before = job.state.generation, self._generations.get(job.name, 0)
             self._generations[job.name] = generation
             if generation < before:
                 yield f"{job.name}: generation {generation} after {before}"
-            numbers = [launch.generation for launch in launches[job.name]]
+            numbers = [entry.generation for entry in generations[job.name]]
             if numbers != sorted(set(numbers)):
-                yield f"{job.name}: launched were generations {numbers}"
-            open_ones = [entry.generation for entry in launches[job.name] if entry.ended_at is None]
+                yield f"{job.name}: started were generations {numbers}"
+            open_ones = [
+                entry.generation for entry in generations[job.name] if entry.ended_at is None
+            ]
             if len(open_ones) > 1 or (job.phase.ended and open_ones):
                 yield f"{job.name} is {job.phase}, and generations {open_ones} have no end"
 
@@ -103,7 +105,7 @@ class Invariants:
                 try:
                     self._world.until("its replicas live", lambda job=job: self._lives(job), NOTICE)
                 except AssertionError:
-                    yield f"{job.name}: {job.state.running_on} is launched, not all of it runs"
+                    yield f"{job.name}: {job.state.running_on} was started, not all of it runs"
 
     def _lives(self, job: JobRecord) -> bool:
         state, generation = job.state, str(job.state.generation)
@@ -141,9 +143,9 @@ class Invariants:
         nodes = self._world.store.nodes().values()
         free = {node.name: node.slots for node in nodes if node.condition is NodeCondition.READY}
         for job in jobs:
-            launched = job.state.running_on
-            stages = job.state.running_stages if launched else job.state.num_stages
-            for node in launched or job.state.assigned:
+            running_on = job.state.running_on
+            stages = job.state.running_stages if running_on else job.state.num_stages
+            for node in running_on or job.state.assigned:
                 free[node] = free.get(node, 0) - (stages or job.spec["num_stages"])
         return free
 

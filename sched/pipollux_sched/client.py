@@ -107,7 +107,7 @@ class Client:
         return dict(self._ask("POST", f"/jobs/{name}/delete", timeout=DELETE_TIMEOUT))
 
     def job(self, name: str, points: int = 0) -> dict[str, Any]:
-        """Return a job, with its launches and latest hints.
+        """Return a job, with its generations and latest hints.
 
         Args:
             name: of the job.

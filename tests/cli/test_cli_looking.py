@@ -79,16 +79,16 @@ def test_jobs_of_a_phase(say: Say) -> None:
     assert say("jobs", "--phase", "Complete") == "No job is in that phase.\n"
     assert data(say, "jobs", "--phase", "Complete") == []
     first = data(say, "jobs")[0]
-    assert (first["name"], first["num_launches"], first["progress"]["step"]) == ("grown", 2, 21)
+    assert (first["name"], first["num_generations"], first["progress"]["step"]) == ("grown", 2, 21)
     assert "pipollux events --follow" in say("jobs", "--watch", code=2)
 
 
 def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
-    jobs, points, launches = store.jobs(), store.last_points(), store.num_launches()
+    jobs, points, generations = store.jobs(), store.last_points(), store.num_generations()
     shown = {}
     for width in (160, 80, 40):
         console = Console(width=width, file=StringIO())
-        console.print(job_table(jobs, points, launches, console))
+        console.print(job_table(jobs, points, generations, console))
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # a StringIO
         assert max(map(len, lines)) <= width
         assert len(lines) == 1 + len(jobs)
@@ -122,7 +122,7 @@ def test_describe(say: Say) -> None:
     text = say("describe", "grown")
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
-        *("grown", "Conditions", "Spec", "Progress", "Hints", "Launches", "Last events"),
+        *("grown", "Conditions", "Spec", "Progress", "Hints", "Generations", "Last events"),
     ]
     assert re.search(r"Allocation +2 replicas of 1 stage on node-a ×2\n", text)
     assert re.search(r"Step +21, 672 samples, epochs done: 1 of 4\n", text)
@@ -136,7 +136,7 @@ def test_describe(say: Say) -> None:
     assert "Traceback" not in broken
     found = data(say, "describe", "grown")
     assert "token" not in found
-    assert [launch["outcome"] for launch in found["launches"]] == ["stopped", None]
+    assert [entry["outcome"] for entry in found["generations"]] == ["stopped", None]
     assert found["hints"]["maxProfiledReplicas"] == 2
     assert found["events"][0]["type"] == "submitted"
 

@@ -223,7 +223,7 @@ def test_one_look_for_programs(state_dir: StateDir) -> None:
     nodes = {node["name"]: (node["used"], node["jobs"]) for node in told["nodes"]}
     assert nodes == {"node-a": (2, {"grown": 2}), "node-b": (2, {"wide": 2}), "node-c": (0, {})}
     [grown] = [job for job in told["jobs"] if job["name"] == "grown"]
-    assert (grown["num_launches"], grown["progress"]["step"]) == (2, 21)
+    assert (grown["num_generations"], grown["progress"]["step"]) == (2, 21)
     assert told["events"][-1]["type"] == "node"
 
 

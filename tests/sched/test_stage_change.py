@@ -97,11 +97,11 @@ def test_from_one_stage_to_two(directory: Path, tmp_path: Path) -> None:
 
     with Store(directory / "pipollux.db") as store:
         events = store.events(job="layered")
-        launches = store.generations("layered")
+        generations = store.generations("layered")
         service = store.attained_service()["layered"]
-    assert [entry.num_stages for entry in launches] == [1, 2, 2]
-    held = [entry.num_stages * (entry.ended_at or 0) for entry in launches]
-    began = [entry.num_stages * entry.launched_at for entry in launches]
+    assert [entry.num_stages for entry in generations] == [1, 2, 2]
+    held = [entry.num_stages * (entry.ended_at or 0) for entry in generations]
+    began = [entry.num_stages * entry.created_at for entry in generations]
     assert service == pytest.approx(sum(held) - sum(began))
     of = {kind: [e for e in events if e["type"] == kind] for kind in ("allocated", "first_step")}
     first, second = of["allocated"][:2]

@@ -27,7 +27,9 @@ ARGS.add_argument("--fail-rank", type=int, default=0)
 ARGS.add_argument("--only-rank", type=int, help="all others have nothing to do")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
-ARGS.add_argument("--hang-at", type=int, help="save at this step, and hang if it is the 1st launch")
+ARGS.add_argument(
+    "--hang-at", type=int, help="save at this step, and hang if it is the 1st generation"
+)
 ARGS.add_argument("--ends-on", type=int, help="go on until there are so many replicas, then STEPS")
 ARGS.add_argument("--hints", help="JSON file with hints to send once")
 

@@ -278,13 +278,13 @@ class Allocator:
     def candidates(self) -> list[Candidate]:
         """Return the jobs that can be decided on, as they stand now, in the order they came."""
         store = self._store
-        hints, launches = store.hints(live=True), store.num_launches(live=True)
+        hints, generations = store.hints(live=True), store.num_generations(live=True)
         service, costs = store.attained_service(live=True), store.restart_costs()
         found = [
             self._candidate(
                 job,
                 hints.get(job.name),
-                launches=launches.get(job.name, 0),
+                generations=generations.get(job.name, 0),
                 service=service.get(job.name, 0.0),
                 restart=costs.get(job.name, self._restart_seconds),
             )
@@ -322,7 +322,7 @@ class Allocator:
         job: JobRecord,
         hints: Mapping[str, Any] | None,
         *,
-        launches: int,
+        generations: int,
         service: float,
         restart: float,
     ) -> Candidate:
@@ -334,7 +334,7 @@ class Allocator:
             told,
             age=max(self._clock() - job.submitted_at, 0.0),
             created=job.submitted_at,
-            num_restarts=max(launches - 1, 0),
+            num_restarts=max(generations - 1, 0),
             restart_seconds=restart,
             attained_service=service,
             num_stages=job.state.num_stages if job.state.assigned else None,

@@ -57,8 +57,8 @@ class ReplicaProgram:
     checkpoints: Path | None = None
     """Where it saves; None: in the state directory."""
     first_generation: int = 1
-    """The launch that the present run began with: in the state directory, each run has a folder of
-    its own to save in, so that what is run from the start finds nothing to go on from."""
+    """The generation that the present run began with: in the state directory, each run has a folder
+    of its own to save in, so that what is run from the start finds nothing to go on from."""
 
 
 class Report(NamedTuple):
@@ -167,13 +167,13 @@ class Backend(ABC):
 
     @abstractmethod
     def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
-        """Look after a generation that an earlier scheduler of the same state directory launched.
+        """Look after a generation that an earlier scheduler of the same state directory started.
 
         Whether it still runs or has ended meanwhile, `poll` reports its `Exited` as of any other.
 
         Args:
             job: its name.
-            generation: which launch.
+            generation: which one.
             supervisor_url: where this scheduler is told things.
 
         Returns:

@@ -20,7 +20,7 @@ NUM_EVENTS = 10
 def describe(
     name: JobName, output: TextOutput = TextFormat.text, state_dir: StateDirectory = None
 ) -> None:
-    """Print all that is known of a job: spec, state, launches, progress, hints, events.
+    """Print all that is known of a job: spec, state, generations, progress, hints, events.
 
     Works without a running scheduler too: then it shows how the last one left
     the job.
@@ -42,10 +42,10 @@ def describe_job(store: Store, name: str) -> dict[str, Any]:
     """
     job = store.job(name)
     point = store.last_points().get(name)
-    launches = [asdict(launch) for launch in store.generations(name)]
+    generations = [asdict(entry) for entry in store.generations(name)]
     return {
         **job.to_json_object(),
-        "launches": [{**launch, "nodes": list(launch["nodes"])} for launch in launches],
+        "generations": [{**entry, "nodes": list(entry["nodes"])} for entry in generations],
         "progress": None if point is None else asdict(point),
         "hints": store.hints().get(name),
         "events": store.latest_events(NUM_EVENTS, job=name, types=TELLING_TYPES),

@@ -18,8 +18,8 @@ from .job_table import PHASE_STYLES
 from .quantities import seconds
 from .wording import DASH, count, first_line, number, one_line, spell_age, spell_moment, spell_nodes
 
-SHOWN_LAUNCHES = 10
-"""How many of the last launches are told one by one."""
+SHOWN_GENERATIONS = 10
+"""How many of the last generations are told one by one."""
 
 
 def job_sections(job: Mapping[str, Any], now: float | None = None) -> RenderableType:
@@ -38,7 +38,7 @@ def job_sections(job: Mapping[str, Any], now: float | None = None) -> Renderable
     ):
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job["conditions"], now))
-    parts += _section("Launches", _launches(job["launches"]))
+    parts += _section("Generations", _generations(job["generations"]))
     lines = [one_line(event_line(event) or "") for event in job["events"]]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 
@@ -120,21 +120,21 @@ def _conditions(conditions: Sequence[Mapping[str, Any]], now: float) -> Table:
     return table
 
 
-def _launches(launches: Sequence[Mapping[str, Any]]) -> RenderableType | None:
-    if not launches:
+def _generations(generations: Sequence[Mapping[str, Any]]) -> RenderableType | None:
+    if not generations:
         return None
-    table = _table("Generation", "Where", "Launched", "Restart", "First step", "Outcome")
-    for launch in launches[-SHOWN_LAUNCHES:]:
-        restart = launch["restart_seconds"]
+    table = _table("Generation", "Where", "Created", "Restart", "First step", "Outcome")
+    for entry in generations[-SHOWN_GENERATIONS:]:
+        restart = entry["restart_seconds"]
         table.add_row(
-            str(launch["generation"]),
-            Text(_where(launch["nodes"], launch["num_stages"])),
-            spell_moment(launch["launched_at"]).partition(" (")[0],
+            str(entry["generation"]),
+            Text(_where(entry["nodes"], entry["num_stages"])),
+            spell_moment(entry["created_at"]).partition(" (")[0],
             DASH if restart is None else seconds(restart),
-            DASH if launch["first_step"] is None else str(launch["first_step"]),
-            _outcome(launch["outcome"], launch["intent"]),
+            DASH if entry["first_step"] is None else str(entry["first_step"]),
+            _outcome(entry["outcome"], entry["intent"]),
         )
-    left = len(launches) - SHOWN_LAUNCHES
+    left = len(generations) - SHOWN_GENERATIONS
     return table if left <= 0 else Group(Text(f"{left} earlier ones", style="dim"), table)
 
 
@@ -170,7 +170,7 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:
-    """Spell how a launch ended; one that was to end did not fail, though it may not have saved."""
+    """Spell how a generation ended; one that was to end did not fail, even unsaved."""
     if intent is None:
         return outcome or "runs"
     return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"

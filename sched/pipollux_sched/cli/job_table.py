@@ -75,7 +75,7 @@ class JobTable:
 def job_table(
     jobs: Sequence[JobRecord],
     points: Mapping[str, Point],
-    launches: Mapping[str, int],
+    generations: Mapping[str, int],
     console: Console,
 ) -> JobTable:
     """Return jobs as a table; the message of each as far as there is room.
@@ -83,10 +83,10 @@ def job_table(
     Args:
         jobs: the jobs.
         points: the latest progress of those that have reported any.
-        launches: how often each was launched.
+        generations: number of the last of each.
         console: where it is to be shown.
     """
-    rows = [_row(job, points.get(job.name), launches.get(job.name, 0)) for job in jobs]
+    rows = [_row(job, points.get(job.name), generations.get(job.name, 0)) for job in jobs]
     widths = {
         header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in _COLUMNS
     }
@@ -109,7 +109,7 @@ def _width(widths: Mapping[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
+def _row(job: JobRecord, point: Point | None, generations: int) -> dict[str, str]:
     held, num_stages = holding(job)
     age = (job.ended_at or time.time()) - job.submitted_at
     return {
@@ -122,7 +122,7 @@ def _row(job: JobRecord, point: Point | None, launches: int) -> dict[str, str]:
         "Step": DASH if point is None else str(point.step),
         "Loss": DASH if point is None or point.loss is None else f"{point.loss:.3g}",
         "Samples/s": _throughput(point),
-        "Restarts": str(max(launches - 1, 0)),
+        "Restarts": str(max(generations - 1, 0)),
         "Age": spell_age(age),
     }
 

@@ -103,7 +103,7 @@ def jobs(
     """List jobs: phase, allocation, progress.
 
     Works without a running scheduler too: then it shows how the last one left
-    them. A job is launched again after each change of its allocation, and
+    them. A job is started again after each change of its allocation, and
     after a failure; Restarts counts both.
 
         pipollux jobs --phase Running --phase Queued --watch
@@ -113,10 +113,12 @@ def jobs(
         if watch:
             _watch(store, phase, output)
             return
-        found, points, launches = _look(store, phase)
+        found, points, generations = _look(store, phase)
         is_any = bool(found) or bool(store.jobs())
     if output is not OutputFormat.table:
-        plain = [plain_job(job, points.get(job.name), launches.get(job.name, 0)) for job in found]
+        plain = [
+            plain_job(job, points.get(job.name), generations.get(job.name, 0)) for job in found
+        ]
         print_data(plain, output)
         return
     if not found:
@@ -127,7 +129,7 @@ def jobs(
         )
         return
     console = output_console()
-    print_result(job_table(found, points, launches, console))
+    print_result(job_table(found, points, generations, console))
     if any(not job.phase.ended for job in found) and not directory.is_served():
         typer.echo(
             f"No scheduler serves {directory.path}: this is how the last one left it.", err=True
@@ -140,7 +142,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
     ] = False,
     generation: Annotated[
-        int | None, typer.Option(min=1, help="Which launch.", show_default="the last one")
+        int | None, typer.Option(min=1, help="Which generation.", show_default="the last one")
     ] = None,
     replica: Annotated[
         int | None, typer.Option(min=0, help="Which pipeline replica.", show_default="all")
@@ -150,7 +152,7 @@ def logs(
 ) -> None:
     r"""Print what the replicas of a job have written.
 
-    Each launch of a job is a generation, and each pipeline replica has a log of
+    Each start of a job is a generation, and each pipeline replica has a log of
     its own; where there is more than one, lines begin with
     \[generation.replica].
     """
@@ -203,7 +205,7 @@ _Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]
 
 def _look(store: Store, phases: Sequence[ListedPhase] | None) -> _Look:
     found = [job for job in store.jobs() if not phases or listed_phase(job) in phases]
-    return found, store.last_points(), store.num_launches()
+    return found, store.last_points(), store.num_generations()
 
 
 def _watch(store: Store, phases: Sequence[ListedPhase] | None, output: OutputFormat) -> None:
@@ -223,10 +225,10 @@ def _watch(store: Store, phases: Sequence[ListedPhase] | None, output: OutputFor
             time.sleep(WATCH_INTERVAL)
 
 
-def plain_job(job: JobRecord, point: Point | None, launches: int) -> dict[str, Any]:
-    """Return a job as plain data, with its last report and how often it was launched."""
+def plain_job(job: JobRecord, point: Point | None, generations: int) -> dict[str, Any]:
+    """Return a job as plain data, with its last report and how often it was started."""
     progress = None if point is None else dict(vars(point))
-    return {**job.to_json_object(), "num_launches": launches, "progress": progress}
+    return {**job.to_json_object(), "num_generations": generations, "progress": progress}
 
 
 def _last_event(directory: StateDir) -> int:

@@ -39,7 +39,7 @@ class LogReader:
     Args:
         state_dir: where the logs are.
         job: whose.
-        generation: which launch; None: the last one there is, and those that come after.
+        generation: which one; None: the last one there is, and those that come after.
         replica: which pipeline replica; None: all.
     """
 

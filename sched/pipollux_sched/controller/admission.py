@@ -38,7 +38,7 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
 
 
 def workload(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
-    """Return what every replica of a job runs; a launch may say another number of stages.
+    """Return what every replica of a job runs; a generation may have another number of stages.
 
     Args:
         job: the job.

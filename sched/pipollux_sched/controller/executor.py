@@ -24,13 +24,13 @@ from pipollux_sched.lifecycle import (
     Event,
     Exited,
     Kill,
-    Launch,
     Outcome,
     Phase,
     Record,
     Retry,
     RetryAfter,
     Shutdown,
+    Start,
     Stop,
 )
 from pipollux_sched.spec.job import SpecError
@@ -166,8 +166,8 @@ class Executor:
         while self._todo:
             name, action = self._todo[0]
             match action:
-                case Launch():
-                    self._launch(name, action)
+                case Start():
+                    self._start(name, action)
                 case Stop():
                     self._stop(name, action)
                 case Kill():
@@ -180,7 +180,7 @@ class Executor:
                     pass
             self._todo.popleft()
 
-    def _launch(self, name: str, action: Launch) -> None:
+    def _start(self, name: str, action: Start) -> None:
         try:
             workload = self._workload(self._store.job(name))
             if action.num_stages is not None:
@@ -218,5 +218,5 @@ class Executor:
         return replace(event, step=step, epoch=point.epoch + 1)
 
 
-def _has_trained(launch: GenerationRecord) -> bool:
-    return launch.first_step_at is not None or launch.outcome == Outcome.STOPPED.value
+def _has_trained(record: GenerationRecord) -> bool:
+    return record.first_step_at is not None or record.outcome == Outcome.STOPPED.value

@@ -107,7 +107,7 @@ class Heartbeats:
 
         Args:
             job: whose.
-            generation: of which launch.
+            generation: of which generation.
             replica: which pipeline replica.
             step: optimizer step that it told; None: none.
             hang_timeout: seconds for which the job's step may stay the same; None: as long as it

@@ -169,7 +169,7 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class Start:
     """Start a generation, one replica per entry of `nodes`."""
 
     generation: int
@@ -213,4 +213,4 @@ class Record:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action: TypeAlias = Launch | Stop | Kill | RetryAfter | Record
+Action: TypeAlias = Start | Stop | Kill | RetryAfter | Record

@@ -47,7 +47,7 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     yield "what runs is a generation of a number", not runs or state.generation > 0
     first = state.first_generation
     yield (
-        "a run begins with a launch that there was, or with the next one",
+        "a run begins with a generation that there was, or with the next one",
         1 <= first <= state.generation + 1,
     )
     yield "what runs belongs to the present run", not runs or first <= state.generation

@@ -72,7 +72,7 @@ class JobState:
     phase: Phase = Phase.CREATED
     conditions: tuple[Condition, ...] = ()
     generation: int = 0
-    """Number of the last launch; 0 before the first."""
+    """Number of the last one; 0 before the first."""
     assigned: tuple[str, ...] = ()
     """Node of each replica as decided last; empty when the job holds nothing."""
     num_stages: int | None = None
@@ -93,8 +93,8 @@ class JobState:
     max_restarts: int = 3
     """How many such failures are made good by a restart."""
     first_generation: int = 1
-    """Number of the launch that the present run begins with: what was saved before is not gone on
-    from."""
+    """Number of the generation that the present run begins with: what was saved before it is left
+    alone."""
 
     @property
     def condition(self) -> Condition | None:

@@ -1,4 +1,4 @@
-"""What transitions are made of: entering a phase, launching, stopping, ending."""
+"""What transitions are made of: entering a phase, starting, stopping, ending."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from .events import Action, Launch, Record, Stop
+from .events import Action, Record, Start, Stop
 from .state import CANCELLED, Condition, Intent, JobState, Phase
 
 SUSPENDED_BY_USER = "SuspendedByUser"
@@ -52,10 +52,10 @@ def enter(
     return replace(entered, **_AT_REST) if phase.ended else entered
 
 
-def launch(state: JobState, message: str, now: float) -> Transition:
+def start(state: JobState, message: str, now: float) -> Transition:
     """Start the next generation where `state.assigned` says."""
     generation = state.generation + 1
-    launched = enter(
+    started = enter(
         state,
         Phase.RUNNING,
         "Starting",
@@ -67,7 +67,7 @@ def launch(state: JobState, message: str, now: float) -> Transition:
         training=False,
         intent=None,
     )
-    return launched, (Launch(generation, state.assigned, state.num_stages),)
+    return started, (Start(generation, state.assigned, state.num_stages),)
 
 
 def stop(state: JobState, why: str) -> tuple[Action, ...]:

@@ -45,13 +45,13 @@ from .events import (
     Suspend,
 )
 from .state import Intent, JobState, Outcome, Phase
-from .steps import NOT_ADOPTED, Transition, ended_early, enter, launch, set_aside, stop
+from .steps import NOT_ADOPTED, Transition, ended_early, enter, set_aside, start, stop
 
 FORGIVEN_AFTER = 600.0
 """Seconds after which failures of earlier generations do not count any more: a job that fails once
 a month must not be given up after some months."""
 BACKOFF_LIMIT = 60.0
-"""Longest wait before a failed job is launched again, in seconds."""
+"""Longest wait before a failed job is started again, in seconds."""
 
 
 def backoff(failures: int) -> float:
@@ -68,7 +68,7 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
     Example:
         >>> state, actions = advance(JobState(), Allocate(["node-a"], "a slot is free"), now=0.0)
         >>> state.phase, state.generation, actions[-1]
-        (<Phase.RUNNING: 'Running'>, 1, Launch(generation=1, nodes=('node-a',)))
+        (<Phase.RUNNING: 'Running'>, 1, Start(generation=1, nodes=('node-a',)))
     """
     match event:
         case Submit():
@@ -131,11 +131,11 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
             return state, ()
         return enter(state, Phase.QUEUED, "NoRoom", event.why, now, assigned=()), ()
     record = _allocated(state, event, nodes)
-    if state.phase is Phase.RESTARTING:  # it waits after a failure, and is launched when that ends
+    if state.phase is Phase.RESTARTING:  # it waits after a failure, and is started when that ends
         changed = (nodes, event.num_stages) != (state.assigned, state.num_stages)
         return _given(state, event), (record,) if changed else ()
-    launched, actions = launch(_given(state, event), event.why, now)
-    return launched, (record, *actions)
+    started, actions = start(_given(state, event), event.why, now)
+    return started, (record, *actions)
 
 
 def _reallocate_running(
@@ -207,7 +207,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if state.intent is not None:
         return _exited_as_asked(gone, state.intent, event, now)
     if event.outcome is Outcome.STOPPED:
-        why = "The job was stopped from outside and is launched again."
+        why = "The job was stopped from outside and is started again."
         stopped = Record("stopped", event.generation, {"step": event.step})
         restarting = Record(
             "restarting", event.generation, {"why": why, "restarts": state.failures}
@@ -256,7 +256,7 @@ def _retry(state: JobState, event: Retry, now: float) -> Transition:
     waits = state.phase is Phase.RESTARTING and not state.running_on
     if not waits or event.generation != state.generation:
         return state, ()
-    return launch(state, state.message, now)
+    return start(state, state.message, now)
 
 
 def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transition:
@@ -301,8 +301,8 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
     stopped = Record("stopped", event.generation, {"step": step})
     match intent:
         case Intent.MOVE:
-            launched, actions = launch(state, state.message, now)
-            return launched, (stopped, *actions)
+            started, actions = start(state, state.message, now)
+            return started, (stopped, *actions)
         case Intent.SUSPEND:
             return set_aside(state, now), (stopped,)
         case Intent.SHUTDOWN:

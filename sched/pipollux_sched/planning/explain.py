@@ -134,7 +134,7 @@ def pinned_because(state: JobState) -> Limit | None:
         text = "It is starting: until its first step it is left where it is."
         return Limit(LimitKind.STARTING, text)
     if state.phase is Phase.RESTARTING:
-        text = "It waits after a failure, and is launched again where it was."
+        text = "It waits after a failure, and is started again where it was."
         return Limit(LimitKind.WAITS_TO_RETRY, text)
     return None
 

@@ -98,7 +98,7 @@ def summary(run: Run) -> str:
         f"{_spelt(len(jobs), 'training job')} on {cluster(run)}, for {duration(run.seconds)}."
     ]
     if len(jobs) <= 3:
-        sentences += [_job_sentence(job, run) for job in jobs if job.launched]
+        sentences += [_job_sentence(job, run) for job in jobs if job.started]
     sentences.append(_outcomes(jobs))
     return " ".join(sentences)
 
@@ -112,14 +112,14 @@ def _spelt(how_many: int, what: str) -> str:
 
 def _job_sentence(job: JobRun, run: Run) -> str:
     name = clean(job.name, 32)
-    sizes = [g.num_replicas for g in job.launched]
+    sizes = [g.num_replicas for g in job.started]
     shape = f"a pipeline of {job.num_stages} stages" if job.num_stages > 1 else "one stage"
     if job.num_microbatches and job.num_stages > 1:
         shape += f" and {count(job.num_microbatches, 'micro-batch', 'micro-batches')}"
     first = f"{name} ({shape}) ran with {count(sizes[0], 'replica')}"
     turns = [
         f"{g.num_replicas} from {clock(g.started - (run.start or 0.0))}"
-        for before, g in pairwise(job.launched)
+        for before, g in pairwise(job.started)
         if g.started is not None and g.num_replicas != before.num_replicas
     ]
     if not turns:
@@ -168,7 +168,7 @@ def restart_costs(run: Run) -> list[float]:
     """Return what each restart cost: seconds from asking to stop to the next first step."""
     costs = []
     for job in run.jobs.values():
-        for before, after in pairwise(job.launched):
+        for before, after in pairwise(job.started):
             if after.restart_seconds is not None:
                 costs.append(after.restart_seconds)
             elif after.first_step is not None and (begin := before.stopping or before.ended):
@@ -190,8 +190,8 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
         stages=str(job.num_stages),
         steps=amount(step),
         epochs=amount(epochs(job)),
-        replicas=_path([str(g.num_replicas) for g in job.launched]),
-        restarts=str(job.num_restarts) if job.launched else DASH,
+        replicas=_path([str(g.num_replicas) for g in job.started]),
+        restarts=str(job.num_restarts) if job.started else DASH,
         loss=f"{number(losses[0])} → {number(losses[-1])}" if losses else DASH,
         goodput=_path([number(value) for value in goodputs(job)]),
         speedup=f"{number(max(speedups))}×" if speedups else DASH,
@@ -250,7 +250,7 @@ def _path(values: list[str]) -> str:
 def continuations(job: JobRun) -> str:
     """Say at which steps a job stopped and went on."""
     parts = []
-    for before, after in pairwise(job.launched):
+    for before, after in pairwise(job.started):
         if after.first_step_number is None:
             continue
         last = before.stopped_step
@@ -261,7 +261,7 @@ def continuations(job: JobRun) -> str:
             f"and {count(after.num_replicas, 'replica')}"
         )
     if not parts:
-        return "It ran without a restart." if job.launched else "It was never launched."
+        return "It ran without a restart." if job.started else "It was never started."
     tail = f", and {count(len(parts) - 3, 'more restart')}" if len(parts) > 3 else ""
     return f"It {'; '.join(parts[:3])}{tail}."
 

@@ -51,7 +51,7 @@ def _allocated(event: Event) -> str:
 
 
 def _started(event: Event) -> str:
-    return f"launched, generation {amount(whole(event, 'generation'))}"
+    return f"started, generation {amount(whole(event, 'generation'))}"
 
 
 def _first_step(event: Event) -> str:

@@ -155,7 +155,7 @@ def _gantt_words(run: Run) -> str:
         )
     if run.nodes and not run.nodes_declared:
         words += " The log does not say how large the nodes are; what was put on them is shown."
-    num_holds = sum(len(g.nodes) for j in run.jobs.values() for g in j.launched)
+    num_holds = sum(len(g.nodes) for j in run.jobs.values() for g in j.started)
     if num_holds > MAX_HOLDS:
         words += f" Of {num_holds} blocks the {MAX_HOLDS} longest are drawn."
     open_ends = [clean(j.name, 32) for j in run.jobs.values() if j.current is not None]

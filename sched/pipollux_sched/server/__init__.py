@@ -8,7 +8,7 @@ POST     /jobs/{name}/replicas       job     where a replica can be reached
 GET      /jobs/{name}/replicas       job     where all can; waits until all have said so
 POST     /jobs                       admin   submit a job (`JobSpec`)
 GET      /jobs                       admin   all jobs
-GET      /jobs/{name}                admin   one job, with its launches, hints and curves
+GET      /jobs/{name}                admin   one job, with its generations, hints and curves
 DELETE   /jobs/{name}                admin   cancel a job
 POST     /jobs/{name}/suspend        admin   let it save and hold nothing
 POST     /jobs/{name}/resume         admin   let it go on
@@ -18,7 +18,7 @@ GET      /nodes                      admin   nodes, their condition, and who is 
 PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again
 GET      /cluster                    admin   nodes and free slots, and the policy
 GET      /overview                   admin   nodes, counts and a page of jobs at a glance
-GET      /launches                   admin   who held what
+GET      /generations                   admin   who held what
 GET      /usage                      admin   how full the nodes were
 GET      /events                     admin   the event log
 GET      /events/stream              admin   the same as it happens (server-sent events)

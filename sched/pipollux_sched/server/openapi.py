@@ -49,7 +49,7 @@ REPLIES: dict[tuple[str, str], Any] = {
     ("put", "/nodes/{name}"): schemas.NodeReply,
     ("get", "/cluster"): schemas.ClusterReply,
     ("get", "/overview"): schemas.OverviewReply,
-    ("get", "/launches"): list[schemas.LaunchLine],
+    ("get", "/generations"): list[schemas.GenerationLine],
     ("get", "/usage"): schemas.UsageReply,
     ("get", "/events"): list[schemas.EventReply],
     ("get", "/healthz"): schemas.Health,

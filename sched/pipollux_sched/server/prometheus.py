@@ -72,7 +72,7 @@ class SchedulerCollector(Collector):
         yield self._jobs()
         yield from self._nodes()
         yield self._goodputs()
-        yield from self._launches()
+        yield from self._generations()
         events = self._store.last_event()
         yield CounterMetricFamily("pipollux_events", "Entries of the event log.", events)
         words = "Size of the store's files, in bytes."
@@ -106,10 +106,10 @@ class SchedulerCollector(Collector):
             family.add_metric([name], goodput)
         return family
 
-    def _launches(self) -> Iterable[Metric]:
-        counts = self._store.overview.launches()
+    def _generations(self) -> Iterable[Metric]:
+        counts = self._store.overview.generation_counts()
         for name, words, value in (
-            ("restarts", "Launches of jobs after their first.", counts.restarts),
+            ("restarts", "Generations of jobs after their first.", counts.restarts),
             ("reallocations", "Running jobs that were moved.", counts.reallocations),
             ("failures", "Generations that failed by themselves.", counts.failures),
         ):

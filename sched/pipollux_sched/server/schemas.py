@@ -77,13 +77,13 @@ class DeletedReply(_Reply):
 
 
 class GenerationReply(_Reply):
-    """One launch of a job."""
+    """One generation of a job."""
 
     job: str
     generation: int
     nodes: list[str]
     num_stages: int
-    launched_at: float
+    created_at: float
     started_at: float | None
     port: int | None
     first_step_at: float | None
@@ -232,15 +232,15 @@ class JobLine(_Reply):
     efficiency: float | None
 
 
-class LaunchLine(_Reply):
-    """A launch at a glance; `number` is that of its job."""
+class GenerationLine(_Reply):
+    """A generation at a glance; `number` is that of its job."""
 
     job: str
     number: int
     generation: int
     nodes: list[str]
     num_stages: int
-    launched_at: float
+    created_at: float
     first_step_at: float | None
     stopping_at: float | None
     ended_at: float | None
@@ -278,7 +278,7 @@ class OverviewReply(_Reply):
     nodes: dict[str, OverviewNode]
     phases: dict[ListedPhase, int]
     goodput: float | None
-    oldest_launch: float | None
+    oldest_generation: float | None
     jobs: list[JobLine]
     num_found: int
     events: list[ToldEvent]

@@ -30,13 +30,13 @@ from pipollux_sched.store import (
 
 from .event_stream import told_object
 
-MOST_LAUNCHES = 5000
-"""Launches of all jobs together: more than a picture has room for."""
+MOST_GENERATIONS = 5000
+"""Generations of all jobs together: more than a picture has room for."""
 MOST_WORDS = 300
 """Characters of a job's message; the job's own page has all of it."""
 
-_LAUNCH = (
-    *("job", "generation", "nodes", "num_stages", "launched_at", "first_step_at"),
+_GENERATION = (
+    *("job", "generation", "nodes", "num_stages", "created_at", "first_step_at"),
     *("stopping_at", "ended_at", "outcome", "intent"),
 )
 _POINT = (
@@ -66,7 +66,7 @@ def describe_all(
         "nodes": _nodes(cluster["nodes"], glance.holders),
         "phases": {phase.value: count for phase, count in glance.phases.items()},
         "goodput": glance.goodput,
-        "oldest_launch": glance.oldest_launch,
+        "oldest_generation": glance.oldest_generation,
         "jobs": [_job(job) for job in page.jobs],
         "num_found": page.num_found,
         "events": [event for event in told if event is not None],
@@ -74,12 +74,12 @@ def describe_all(
     }
 
 
-def describe_launches(
+def describe_generations(
     store: Store, since: float, nodes: Collection[str] | None
 ) -> list[dict[str, Any]]:
-    """Describe the launches that held something after a moment, on some nodes or on all."""
-    found = store.overview.launches_since(since, MOST_LAUNCHES, nodes)
-    return [_launch(launch, number) for launch, number in found]
+    """Describe the generations that held something after a moment, on some nodes or on all."""
+    found = store.overview.generations_since(since, MOST_GENERATIONS, nodes)
+    return [_generation(record, number) for record, number in found]
 
 
 def describe_usage(store: Store, since: float, num_parts: int) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _job(job: JobSummary) -> dict[str, Any]:
     }
 
 
-def _launch(launch: GenerationRecord, number: int) -> dict[str, Any]:
-    return {"number": number, **{name: getattr(launch, name) for name in _LAUNCH}}
+def _generation(record: GenerationRecord, number: int) -> dict[str, Any]:
+    return {"number": number, **{name: getattr(record, name) for name in _GENERATION}}
 
 
 def _replicas(store: Store, heartbeats: Heartbeats, job: JobRecord) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ class JobSpec(_Spec):
     hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
         default=None, description="a duration such as 30m"
     )
-    """Seconds without a further step, from the first step of a launch on, after which its processes
+    """Seconds without a further step, from the first step of a generation on, after which its processes
     are ended and it is started again; None: it may stand still for ever."""
     hints: HintsField | None = None
     """What is known of the job beforehand."""

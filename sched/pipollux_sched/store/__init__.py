@@ -16,10 +16,10 @@ from .errors import (
     UnknownJobError,
     UnknownNodeError,
 )
+from .generations import GenerationCounts
 from .hints import ToldHints
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
-from .launches import LaunchCounts
 from .queries import Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
@@ -32,6 +32,7 @@ __all__ = [
     "Change",
     "ConflictError",
     "Discovery",
+    "GenerationCounts",
     "GenerationRecord",
     "Glance",
     "Holder",
@@ -43,7 +44,6 @@ __all__ = [
     "JobQuery",
     "JobRecord",
     "JobSummary",
-    "LaunchCounts",
     "ListedPhase",
     "NodeCondition",
     "NodeRecord",

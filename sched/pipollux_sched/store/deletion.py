@@ -4,7 +4,7 @@ Three steps, each a transaction or many small ones, so that whoever is killed be
 nothing half done. First the job is gone for everybody, and it is written down that it is being
 deleted: its name is not given to another one until all of it is. Then whoever asked removes its
 files. At last its events are deleted, but for the one that says that there was such a job, and what
-was written down. What the store counts over all launches goes on counting those of deleted jobs.
+was written down. What the store counts over all generations goes on counting those of deleted jobs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pipollux_sched.lifecycle import CANCELLED
 from . import journal
 from .database import Database
 from .errors import JobExistsError, JobLivesError
-from .launches import LaunchCounts, totals
+from .generations import GenerationCounts, totals
 from .records import JobRecord, job_record
 from .retention import delete_events
 from .tables import EventRow, GenerationRow, HintsRow, MetaRow, ReplicaRow
 
 _MARK = "deleting "
 """What the name of a job stands behind that is being deleted."""
-_COUNTED = "deleted launches: "
-"""What the name of a figure stands behind that the launches of deleted jobs amount to."""
+_COUNTED = "deleted generations: "
+"""What the name of a figure stands behind that the generations of deleted jobs amount to."""
 BATCH = 1000
 """Events that are deleted in one transaction."""
 
@@ -105,11 +105,11 @@ def check_free(session: Session, names: Sequence[str]) -> None:
         )
 
 
-def counted(session: Session) -> LaunchCounts:
-    """Return what the launches of all deleted jobs amount to."""
+def counted(session: Session) -> GenerationCounts:
+    """Return what the generations of all deleted jobs amount to."""
     rows = session.scalars(select(MetaRow).where(MetaRow.key.startswith(_COUNTED)))
     found = {row.key.removeprefix(_COUNTED): int(row.value) for row in rows}
-    return LaunchCounts(*(found.get(figure, 0) for figure in LaunchCounts._fields))
+    return GenerationCounts(*(found.get(figure, 0) for figure in GenerationCounts._fields))
 
 
 def _begin(session: Session, name: str, now: float) -> JobRecord:
@@ -125,7 +125,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
         "phase": CANCELLED if job.state.cancelled else job.phase.value,
         "submitted_at": job.submitted_at,
         "ended_at": job.ended_at,
-        "num_launches": job.state.generation,
+        "num_generations": job.state.generation,
     }
     event = journal.log(session, now, "deleted", name, None, told)
     session.flush()  # gives it its id
@@ -137,7 +137,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
 
 
 def _count(session: Session, name: str) -> None:
-    """Add the launches of a job that is to be gone to what is counted of such."""
+    """Add the generations of a job that is to be gone to what is counted of such."""
     before = counted(session)._asdict()
     for figure, value in totals(session, name)._asdict().items():
         session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, aliased
 from pipollux_sched.lifecycle import Intent, Phase
 
 from . import journal
-from .launches import ENDED
+from .generations import ENDED
 from .records import Point
 from .tables import JobRow, PointRow
 
@@ -101,7 +101,7 @@ class JobSummary:
 
     @property
     def num_restarts(self) -> int:
-        """Launches after the first."""
+        """Generations after the first."""
         return max(self.generation - 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""How a transaction writes down what happened to a job: its state, its launches, its events.
+"""How a transaction writes down what happened to a job: its state, its generations, its events.
 
 These are the steps that the methods of the store are made of; each works within a session that the
 store has begun and will commit.
@@ -21,11 +21,11 @@ from pipollux_sched.lifecycle import (
     FirstStep,
     Intent,
     JobState,
-    Launch,
     Phase,
     Record,
     Recover,
     Resume,
+    Start,
     Started,
     Stop,
     Suspend,
@@ -95,7 +95,7 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
 
 
 def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:
-    """Write into the row of a launch what `event` says of it."""
+    """Write into the row of a generation what `event` says of it."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
     row = find_generation(session, name, before.generation)
@@ -121,16 +121,16 @@ def _keep_action(
     match action:
         case Record():
             log(session, now, action.type, name, action.generation, action.data)
-        case Launch():
-            launched = GenerationRow(
+        case Start():
+            created = GenerationRow(
                 job=name,
                 generation=action.generation,
                 nodes=list(action.nodes),
                 num_replicas=len(action.nodes),
                 num_stages=action.num_stages or job.spec.get("num_stages", 1),
-                launched_at=now,
+                created_at=now,
             )
-            session.add(launched)
+            session.add(created)
         case Stop():
             row = find_generation(session, name, state.generation)
             if row is not None:
@@ -138,7 +138,7 @@ def _keep_action(
 
 
 def find_generation(session: Session, name: str, generation: int) -> GenerationRow | None:
-    """Return the row of a launch, None when there is none."""
+    """Return the row of a generation, None when there is none."""
     query = select(GenerationRow).where(
         GenerationRow.job == name, GenerationRow.generation == generation
     )

@@ -1,4 +1,4 @@
-"""How full nodes were over time: the slots of each that launches held, in equal parts of a span."""
+"""How full nodes were over time: the slots of each that were held, in equal parts of a span."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
         `num_parts` numbers by node. A node that nobody held is not in it.
     """
     row = GenerationRow
-    query = select(row.nodes, row.num_stages, row.launched_at, row.ended_at)
+    query = select(row.nodes, row.num_stages, row.created_at, row.ended_at)
     found: dict[str, _Usage] = {}
-    for nodes, num_stages, launched_at, ended_at in session.execute(
-        query.where(_held_after(begin), row.launched_at < end)
+    for nodes, num_stages, created_at, ended_at in session.execute(
+        query.where(_held_after(begin), row.created_at < end)
     ):
         for node in nodes:
             parts = found.setdefault(node, _Usage(begin, end, num_parts))
-            parts.add(num_stages, launched_at, end if ended_at is None else ended_at)
+            parts.add(num_stages, created_at, end if ended_at is None else ended_at)
     return {node: parts.means() for node, parts in found.items()}
 
 
-def launches(
+def generations(
     session: Session, since: float, most: int, nodes: Collection[str] | None = None
 ) -> list[tuple[GenerationRecord, int]]:
-    """Return the launches that held something after a moment, oldest first, with job numbers.
+    """Return the generations that held something after a moment, oldest first, with job numbers.
 
     Args:
         session: of the store.
@@ -53,14 +53,14 @@ def launches(
     if nodes is not None:
         query = query.where(or_(false(), *map(_lies_on, nodes)))
     rows = session.execute(query.order_by(row.id.desc()).limit(most)).all()
-    return [(generation_record(launch), number) for launch, number in reversed(rows)]
+    return [(generation_record(row), number) for row, number in reversed(rows)]
 
 
-def oldest_launch(session: Session) -> float | None:
-    """Return when the first launch was of those jobs that run now, or where none does, of any."""
+def oldest_generation(session: Session) -> float | None:
+    """Return when the first generation of the jobs that run now was; where none does, of any."""
     row = GenerationRow
     running = select(row.job).where(row.ended_at.is_(None))
-    first = select(func.min(row.launched_at))
+    first = select(func.min(row.created_at))
     return session.scalar(first.where(row.job.in_(running))) or session.scalar(first)
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Select, func, or_, select
 
-from . import deletion, job_list, journal, launches, node_usage
+from . import deletion, generations, job_list, journal, node_usage
 from .database import Database
+from .generations import GenerationCounts
 from .job_list import JobQuery, ListedPhase
-from .launches import LaunchCounts
 from .records import GenerationRecord, Point
 from .tables import EventRow, JobRow, PointRow
 
@@ -25,8 +25,8 @@ class Glance(NamedTuple):
     """Those that hold slots."""
     goodput: float | None
     """Of all that run, in samples per second, as far as they told; None: none did."""
-    oldest_launch: float | None
-    """When the first launch was of those jobs that hold something, or where none does, of any."""
+    oldest_generation: float | None
+    """When the first generation of the jobs that hold something was; where none does, of any."""
 
 
 class NoisePoint(NamedTuple):
@@ -57,11 +57,11 @@ class Overview:
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(query)}
 
-    def launches(self) -> LaunchCounts:
-        """Return how often jobs were launched; those that were deleted count as well."""
+    def generation_counts(self) -> GenerationCounts:
+        """Return how often jobs were started; those that were deleted count as well."""
         with self._database.read() as session:
-            there, gone = launches.totals(session), deletion.counted(session)
-        return LaunchCounts(*map(sum, zip(there, gone, strict=True)))
+            there, gone = generations.totals(session), deletion.counted(session)
+        return GenerationCounts(*map(sum, zip(there, gone, strict=True)))
 
     def jobs(self, query: JobQuery, now: float) -> job_list.JobPage:
         """Return a part of the list of jobs; ages of jobs that have not ended go up to `now`."""
@@ -73,7 +73,7 @@ class Overview:
         with self._database.read() as session:
             goodput, num_told = job_list.goodput(session)
             counts, holders = job_list.count_by_phase(session), job_list.holders(session)
-            oldest = node_usage.oldest_launch(session)
+            oldest = node_usage.oldest_generation(session)
             return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
 
     def job_number(self, name: str) -> int:
@@ -81,10 +81,10 @@ class Overview:
         with self._database.read() as session:
             return session.scalar(select(JobRow.id).where(JobRow.name == name)) or 0
 
-    def launches_since(
+    def generations_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[GenerationRecord, int]]:
-        """Return the launches that held something after a moment, with the numbers of their jobs.
+        """Return the generations that held something after a moment, with their jobs' numbers.
 
         Args:
             since: seconds since the epoch.
@@ -92,7 +92,7 @@ class Overview:
             nodes: only those with a replica on one of these; None: on any.
         """
         with self._database.read() as session:
-            return node_usage.launches(session, since, most, nodes)
+            return node_usage.generations(session, since, most, nodes)
 
     def node_usage(self, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
         """Return the mean number of slots held of each node that was, in equal parts of a span."""

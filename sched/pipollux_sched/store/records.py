@@ -53,14 +53,14 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """One launch of a job."""
+    """One generation of a job."""
 
     job: str
     generation: int
     nodes: tuple[str, ...]
     num_stages: int
     """K of each replica."""
-    launched_at: float
+    created_at: float
     started_at: float | None
     port: int | None
     first_step_at: float | None
@@ -194,7 +194,7 @@ def generation_record(row: GenerationRow) -> GenerationRecord:
         generation=row.generation,
         nodes=tuple(row.nodes),
         num_stages=row.num_stages,
-        launched_at=row.launched_at,
+        created_at=row.created_at,
         started_at=row.started_at,
         port=row.port,
         first_step_at=row.first_step_at,

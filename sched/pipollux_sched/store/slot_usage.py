@@ -48,8 +48,8 @@ def occupancy(
 ) -> dict[str, NodeOccupancy]:
     """Say who holds the slots of every node.
 
-    A replica holds its slots from its launch until its process has ended; one that was promised
-    slots and is yet to be launched holds those.
+    A replica holds its slots from its start until its process has ended; one that was promised
+    slots and is yet to be started holds those.
 
     Args:
         nodes: the nodes served, by name.

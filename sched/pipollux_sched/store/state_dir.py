@@ -6,8 +6,8 @@
 <state dir>/admin.token                     opens everything (mode 0600)
 <state dir>/server.json                     where it listens, and its admin token (mode 0600)
 <state dir>/jobs/NAME/checkpoints/          what the job saved
-<state dir>/jobs/NAME/checkpoints-G/        the same, since it was run from the start by launch G
-<state dir>/jobs/NAME/launches/gen-G/       what was launched last, and how its processes are
+<state dir>/jobs/NAME/checkpoints-G/        the same, since generation G ran it from the start
+<state dir>/jobs/NAME/generations/gen-G/    what was started last, and how its processes are
 <state dir>/jobs/NAME/logs/gen-G-replica-R.log
 """
 
@@ -121,13 +121,13 @@ class StateDir:
         return self.path / "jobs" / name
 
     def checkpoints(self, name: str, first_generation: int = 1) -> Path:
-        """Return the directory of a job's checkpoints, of the run that began with that launch."""
+        """Return the directory of a job's checkpoints, of the run that began with a generation."""
         number = "" if first_generation == 1 else f"-{first_generation}"
         return self.job(name) / f"checkpoints{number}"
 
-    def launch(self, name: str, generation: int) -> Path:
-        """Return the directory of what is known of a launch and its processes."""
-        return self.job(name) / "launches" / f"gen-{generation}"
+    def generation(self, name: str, generation: int) -> Path:
+        """Return the directory of what is known of a generation and its processes."""
+        return self.job(name) / "generations" / f"gen-{generation}"
 
     def log(self, name: str, generation: int, replica: int) -> Path:
         """Return the file that takes what one replica of one generation prints."""

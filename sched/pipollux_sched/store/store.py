@@ -20,8 +20,8 @@ from sqlalchemy.orm import aliased
 
 from pipollux_sched.lifecycle import Event, FirstStep, Intent
 
+from . import generations, journal, retention
 from . import hints as hint_rows
-from . import journal, launches, retention
 from . import nodes as node_rows
 from .database import Database
 from .deletion import Deletions
@@ -176,7 +176,7 @@ class Store:
         """
         query = select(JobRow).order_by(JobRow.id)
         if live:
-            query = query.where(JobRow.phase.not_in(launches.ENDED))
+            query = query.where(JobRow.phase.not_in(generations.ENDED))
         with self._database.read() as session:
             return [job_record(row) for row in session.scalars(query)]
 
@@ -208,7 +208,7 @@ class Store:
         final = (Intent.CANCEL.value, Intent.EXPIRE.value)
         query = select(JobRow).where(
             JobRow.deadline_at <= self._clock(),
-            JobRow.phase.not_in(launches.ENDED),
+            JobRow.phase.not_in(generations.ENDED),
             or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
         )
         with self._database.read() as session:
@@ -234,7 +234,7 @@ class Store:
 
     def hints(self, *, live: bool = False) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON; `live`: of jobs that have not ended."""
-        query = select(HintsRow).where(launches.among_live(HintsRow.job, live=live))
+        query = select(HintsRow).where(generations.among_live(HintsRow.job, live=live))
         with self._database.read() as session:
             return {row.job: row.hints for row in session.scalars(query)}
 
@@ -284,35 +284,35 @@ class Store:
             rows = session.scalars(query)
             return {row.job: journal.point_of(row) for row in rows}
 
-    # Launches
+    # Generations
 
     def generations(self, name: str) -> list[GenerationRecord]:
-        """Return the launches of a job, oldest first."""
+        """Return the generations of a job, oldest first."""
         with self._database.read() as session:
-            return launches.of_job(session, name)
+            return generations.of_job(session, name)
 
-    def num_launches(self, *, live: bool = False) -> dict[str, int]:
-        """Return how often each job was launched; a job that never was is not in it."""
+    def num_generations(self, *, live: bool = False) -> dict[str, int]:
+        """Return how often each job was started; a job that never was is not in it."""
         with self._database.read() as session:
-            return launches.count(session, live=live)
+            return generations.count(session, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
-        """Return the slot-seconds that each job has held: every launch from its start to its end.
+        """Return the slot-seconds of each job: every generation from its start to its end.
 
-        A job that was never launched is not in it.
+        A job that was never started is not in it.
         """
         with self._database.read() as session:
-            return launches.attained_service(session, self._clock(), live=live)
+            return generations.attained_service(session, self._clock(), live=live)
 
     def restart_seconds(self, name: str, default: float) -> float:
         """Return what a restart costs a job: a moving average of its own, `default` before any."""
         with self._database.read() as session:
-            return moving_average(launches.restart_seconds(session, name).get(name, ()), default)
+            return moving_average(generations.restart_seconds(session, name).get(name, ()), default)
 
     def restart_costs(self) -> dict[str, float]:
         """Return the same for all jobs that have not ended and have restarted."""
         with self._database.read() as session:
-            measured = launches.restart_seconds(session)
+            measured = generations.restart_seconds(session)
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
     # Events

@@ -77,7 +77,7 @@ class HintsRow(Base):
 
 
 class GenerationRow(Base):
-    """One launch of a job: where, when, and how it ended."""
+    """One generation of a job: where, when, and how it ended."""
 
     __tablename__ = "generations"
     __table_args__ = (UniqueConstraint("job", "generation"),)
@@ -88,7 +88,7 @@ class GenerationRow(Base):
     nodes: Mapped[list[str]]
     num_replicas: Mapped[int]
     num_stages: Mapped[int]
-    launched_at: Mapped[float]
+    created_at: Mapped[float]
     started_at: Mapped[float | None]
     port: Mapped[int | None]
     first_step_at: Mapped[float | None]

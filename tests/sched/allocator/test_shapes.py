@@ -30,7 +30,7 @@ from pipollux_sched.allocator.job_infos import (
     replica_cap,
     shape_with,
 )
-from pipollux_sched.lifecycle import Exited, Launch, Outcome, Phase, Recover
+from pipollux_sched.lifecycle import Exited, Outcome, Phase, Recover, Start
 from pipollux_sched.planning.plan import plan
 from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, ReplicaShape, make_policy
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
@@ -229,7 +229,7 @@ def first_step(store: Store, generation: int) -> None:
 
 
 def test_stages_outlive_the_scheduler(store: Store) -> None:
-    """The store keeps what was decided: in the state, the launch, the event; through a recovery."""
+    """The store keeps what was decided: state, generation, event; through a recovery."""
     spec = job(stage_choices=[1, 2, 4], max_replicas=1)
     store.submit("toy", spec.model_dump(mode="json"), "token", 3)
     decides = allocator(store, PolicyStrategy(make_policy("exact")))
@@ -244,7 +244,7 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     allocated = store.events(types=["allocated"])[-1]
     assert {key: allocated[key] for key in decision.details} == decision.details
     change = store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
-    assert change.actions == (Launch(2, ("a",), 4),)
+    assert change.actions == (Start(2, ("a",), 4),)
     assert [entry.num_stages for entry in store.generations("toy")] == [1, 4]
     first_step(store, 2)
     (known,) = decides.candidates()

@@ -1,4 +1,4 @@
-"""A scheduler that takes over what the one before had launched, wherever that was interrupted."""
+"""A scheduler that takes over what the one before had started, wherever that was interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
-from pipollux_sched.backend.local.launch import LaunchRecord
+from pipollux_sched.backend.local.generation_file import GenerationFile
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.programs import Forked
@@ -29,7 +29,7 @@ work = ReplicaProgram(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4
 LocalBackend(nodes, directory).apply(work, 1, ["node-b", "node-a"])
 os._exit(9)
 """
-"""Launches a generation and dies, as a scheduler does that is killed."""
+"""Starts a generation and dies, as a scheduler does that is killed."""
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
     backend.shutdown()
 
 
-def launch(state_dir: StateDir, *args: str) -> None:
-    """Launch generation 1 of `toy` from a process that then is no more."""
+def start(state_dir: StateDir, *args: str) -> None:
+    """Start generation 1 of `toy` from a process that then is no more."""
     script = state_dir.path.parent / "launcher.py"
     script.write_text(LAUNCHER)
     with Forked(script, [str(state_dir.path), str(TOY), URL, *args]) as launcher:
@@ -54,7 +54,7 @@ def wait_for_training(state_dir: StateDir) -> None:
 
 
 def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> None:
-    launch(state_dir)
+    start(state_dir)
     wait_for_training(state_dir)
     assert backend.adopt("toy", 1, URL) is None
     assert backend.free() == {"node-a": 0, "node-b": 0}
@@ -79,11 +79,11 @@ def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> Non
 def test_what_ended_meanwhile_is_told_as_it_ended(
     backend: LocalBackend, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
 ) -> None:
-    launch(state_dir, *args)
+    start(state_dir, *args)
     # Where one has failed the other goes on until somebody ends it.
     for replica in range(2 if outcome is Outcome.COMPLETE else 1):
-        wait_for_text(state_dir.launch("toy", 1) / f"replica-{replica}.json", "code")
-    wait_for_text(state_dir.launch("toy", 1) / "replica-1.json", "pid")
+        wait_for_text(state_dir.generation("toy", 1) / f"replica-{replica}.json", "code")
+    wait_for_text(state_dir.generation("toy", 1) / "replica-1.json", "pid")
     assert backend.adopt("toy", 1, URL) is None
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
@@ -99,7 +99,7 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
 
 
 def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
-    launch(state_dir)
+    start(state_dir)
     wait_for_training(state_dir)
     assert backend.adopt("toy", 2, URL), "another generation"
     assert backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
@@ -115,15 +115,17 @@ def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: 
 
 def test_what_was_only_half_started_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
     """The scheduler died between two replicas: the one that is there waits for the other."""
-    launch(state_dir)
+    start(state_dir)
     wait_for_training(state_dir)
-    (state_dir.launch("toy", 1) / "replica-1.json").unlink()
+    (state_dir.generation("toy", 1) / "replica-1.json").unlink()
     assert backend.adopt("toy", 1, URL)
     assert backend.recover(30.0)
 
 
-def test_a_launch_that_was_only_written_down(backend: LocalBackend, state_dir: StateDir) -> None:
-    record = LaunchRecord(
+def test_a_generation_that_was_only_written_down(
+    backend: LocalBackend, state_dir: StateDir
+) -> None:
+    record = GenerationFile(
         job="toy",
         generation=3,
         nodes=("node-a",),
@@ -133,16 +135,16 @@ def test_a_launch_that_was_only_written_down(backend: LocalBackend, state_dir: S
         supervisor_url=URL,
         checkpoints=state_dir.checkpoints("toy"),
     )
-    folder = state_dir.launch("toy", 3)
+    folder = state_dir.generation("toy", 3)
     record.write(folder)
-    assert LaunchRecord.read(folder) == record
+    assert GenerationFile.read(folder) == record
     assert backend.adopt("toy", 3, URL)
-    (folder / "launch.json").write_text('{"job": "toy"}')
-    assert LaunchRecord.read(folder) is None
+    (folder / "generation.json").write_text('{"job": "toy"}')
+    assert GenerationFile.read(folder) is None
     assert backend.adopt("toy", 3, URL)
 
 
-def test_folders_of_earlier_launches_are_dropped(
+def test_folders_of_earlier_generations_are_dropped(
     backend: LocalBackend, state_dir: StateDir
 ) -> None:
     for generation in (1, 2):
@@ -151,4 +153,4 @@ def test_folders_of_earlier_launches_are_dropped(
         exited = wait_for(backend, Exited)
         assert isinstance(exited, Exited)
         assert exited.outcome is Outcome.COMPLETE
-    assert [path.name for path in state_dir.launch("toy", 1).parent.iterdir()] == ["gen-2"]
+    assert [path.name for path in state_dir.generation("toy", 1).parent.iterdir()] == ["gen-2"]

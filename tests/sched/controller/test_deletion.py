@@ -84,7 +84,7 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     store.transition("done", Allocate(["node-a"], "it is free"))
     token = store.job("done").token
     service.client(token).post("/jobs/done/reports", json=report()).raise_for_status()
-    counted = store.overview.launches()
+    counted = store.overview.generation_counts()
     with pytest.raises(ClientError, match="is Running and cannot be deleted; cancel it first, wit"):
         client.delete("done")
     leave_files(service.state_dir, "done")
@@ -92,7 +92,7 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     store.transition("done", Exited(1, Outcome.FAILED, message="it broke"))
     store.transition("done", Allocate(["node-a"], "again"))
     client.cancel("done")
-    counted = store.overview.launches()
+    counted = store.overview.generation_counts()
     assert counted.failures == 1
     gone = client.delete("done")
     assert gone == {"name": "done", "phase": "Failed", "reason": "Cancelled", "left": [str(own)]}
@@ -100,10 +100,10 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     with pytest.raises(ClientError, match="no job is named 'done'"):
         client.delete("done")
     (event,) = store.events(job="done")
-    assert (event["type"], event["phase"], event["num_launches"]) == ("deleted", "Cancelled", 1)
+    assert (event["type"], event["phase"], event["num_generations"]) == ("deleted", "Cancelled", 1)
     assert "done" not in store.hints()
     assert store.overview.points("done", 10) == []
-    assert store.overview.launches() == counted, "counters do not go back"
+    assert store.overview.generation_counts() == counted, "counters do not go back"
     assert store.deletions.pending() == []
     client.submit(JobSpec(name="done", script=SCRIPT))
     assert store.job("done").state.generation == 0

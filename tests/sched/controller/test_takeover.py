@@ -30,7 +30,7 @@ from tests.sched.backend.local.test_backend import wait_for_text
 from tests.sched.processes import processes_of
 from tests.sched.test_scheduler import scheduler_on, toy, types
 
-LAUNCHED = """
+STARTED = """
 import os, sys
 from pathlib import Path
 from tests.sched.test_scheduler import scheduler_on, toy, training
@@ -80,8 +80,8 @@ def test_two_jobs_whose_scheduler_died_and_the_next_one_too(directory: Path) -> 
     The other was ended because the second one listened elsewhere. The third knows that the job is
     not to blame for that, nor anybody outside.
     """
-    run(LAUNCHED, str(directory))
-    wait_for_text(directory / "jobs" / "short" / "launches" / "gen-1" / "replica-0.json", "code")
+    run(STARTED, str(directory))
+    wait_for_text(directory / "jobs" / "short" / "generations" / "gen-1" / "replica-0.json", "code")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]

@@ -22,7 +22,6 @@ from pipollux_sched.lifecycle import (
     HeartbeatLost,
     Intent,
     JobState,
-    Launch,
     NodeLost,
     NotAdopted,
     Outcome,
@@ -34,6 +33,7 @@ from pipollux_sched.lifecycle import (
     Retry,
     Shutdown,
     Stalled,
+    Start,
     Started,
     Stop,
     Submit,
@@ -69,12 +69,12 @@ REQUESTS = (
 def check(before: JobState, event: Event, after: JobState, actions: Sequence[Action]) -> None:
     """Fail unless `after` makes sense, and what is to be done with it."""
     assert broken_rules(after) == []
-    launches = [action for action in actions if isinstance(action, Launch)]
-    if launches:
+    starts = [action for action in actions if isinstance(action, Start)]
+    if starts:
         assert not before.running_on or isinstance(event, Exited)
-        assert [launch.generation for launch in launches] == [before.generation + 1]
-        assert after.running_on == after.assigned == launches[0].nodes != ()
-        assert after.running_stages == after.num_stages == launches[0].num_stages
+        assert [start.generation for start in starts] == [before.generation + 1]
+        assert after.running_on == after.assigned == starts[0].nodes != ()
+        assert after.running_stages == after.num_stages == starts[0].num_stages
         assert not after.suspended
     if isinstance(event, Rerun) and event.from_scratch and before.phase.ended:
         assert after.first_generation == before.generation + 1
@@ -90,7 +90,7 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
 
 
 def alike(state: JobState) -> JobState:
-    """Leave out what no transition looks at: when, how often launched, and what people are told."""
+    """Leave out what no transition looks at: when, how often started, and what people are told."""
     deadline = state.reason if state.reason == "DeadlineExceeded" else ""
     conditions = tuple(
         replace(entry, time=0.0, message="", reason=deadline)
@@ -180,8 +180,8 @@ def test_what_has_ended_is_run_again_and_what_lives_is_not() -> None:
         )
 
 
-def test_a_run_from_scratch_begins_with_a_launch_that_there_is() -> None:
+def test_a_run_from_scratch_begins_with_a_generation_that_there_is() -> None:
     begun, _ = advance(JobState(), Submit(), now=0.0)
-    rule = "a run begins with a launch that there was, or with the next one"
+    rule = "a run begins with a generation that there was, or with the next one"
     for first, broken in ((0, [rule]), (1, []), (2, [rule])):
         assert broken_rules(replace(begun, first_generation=first)) == broken

@@ -68,12 +68,12 @@ def test_what_was_held_at_the_moment_begins_there(place: Path | str) -> None:
     with keep(place, 4) as store:
         run = recorded(run_events.store_events(store, since=50.0))
         assert list(run.jobs) == ["toy"], "the other one had ended"
-        first, second = run.jobs["toy"].launched
+        first, second = run.jobs["toy"].started
         assert (first.started, first.ended, second.started) == (50.0, 60.0, 60.0)
         assert first.nodes == ("a",)
         assert (run.start, run.nodes["a"].slots, run.policy) == (50.0, 2, "P")
         run = recorded(run_events.store_events(store, since=100.0))
-        (only,) = run.jobs["toy"].launched
+        (only,) = run.jobs["toy"].started
         assert (only.number, only.started, only.nodes) == (2, 100.0, ("a", "a"))
         assert [entry.step for entry in run.jobs["toy"].points] == [7, 8, 9]
 

@@ -231,8 +231,8 @@ def test_the_page_of_a_job(tab: Visit) -> None:
     ]
     expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
     expect(page.locator(".why-it table tbody tr")).to_have_count(3)
-    launches = page.locator("section", has_text="Launches").last.locator("tbody tr")
-    assert launches.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
+    generations = page.locator("section", has_text="Generations").last.locator("tbody tr")
+    assert generations.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
     tab.check()
 
 
@@ -358,12 +358,12 @@ def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
     page = tab.open(ADMIN)
     found = page.evaluate("""async () => {
       const { layOut } = await import("/web/gantt.js");
-      const launches = [["late", 3, null, "a", 1], ["first", 0, 4, "a", 1],
+      const generations = [["late", 3, null, "a", 1], ["first", 0, 4, "a", 1],
         ["wide", 1, null, "a", 2],
-        ["gone", 1, 2, "lost", 1]].map(([job, launched_at, ended_at, node, num_stages]) =>
-          ({ job, generation: 1, launched_at, ended_at, nodes: [node], num_stages }));
-      return layOut(launches, { a: { slots: 3 } })
-        .map((block) => [block.launch.job, block.slot, block.slots, block.begin]);
+        ["gone", 1, 2, "lost", 1]].map(([job, created_at, ended_at, node, num_stages]) =>
+          ({ job, generation: 1, created_at, ended_at, nodes: [node], num_stages }));
+      return layOut(generations, { a: { slots: 3 } })
+        .map((block) => [block.generation.job, block.slot, block.slots, block.begin]);
     }""")
     assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]
     tab.check()

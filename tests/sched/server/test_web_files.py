@@ -74,7 +74,7 @@ def test_no_other_file_is_served(service: Service, path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("/overview", "/launches", "/usage"),
+        *("/overview", "/generations", "/usage"),
         *("/jobs/toy/explanation", "/events/stream?told=true"),
     ],
 )
@@ -100,13 +100,13 @@ def test_what_the_page_shows(service: Service) -> None:
     assert ([job["name"] for job in found["jobs"]], found["num_found"]) == (["present"], 2)
     assert found["phases"] == {"Created": 1, "Running": 1, "Complete": 1}, "of all jobs"
     assert found["events"] == []
-    launches = service.admin.get("/launches?since=0").json()
-    assert [launch["job"] for launch in launches] == ["past", "present"]
-    assert launches[0]["number"] == lines["past"]["number"] == 2
-    later = service.admin.get(f"/launches?since={found['time'] + 1}").json()
-    assert [launch["job"] for launch in later] == ["present"]
-    there = service.admin.get("/launches?node=node-a&node=elsewhere").json()
-    assert [launch["job"] for launch in there] == ["past"]
+    generations = service.admin.get("/generations?since=0").json()
+    assert [entry["job"] for entry in generations] == ["past", "present"]
+    assert generations[0]["number"] == lines["past"]["number"] == 2
+    later = service.admin.get(f"/generations?since={found['time'] + 1}").json()
+    assert [entry["job"] for entry in later] == ["present"]
+    there = service.admin.get("/generations?node=node-a&node=elsewhere").json()
+    assert [entry["job"] for entry in there] == ["past"]
     usage = service.admin.get(f"/usage?since={found['time'] - 100}&parts=4").json()
     assert [len(parts) for parts in usage["nodes"].values()] == [4, 4]
     assert usage["until"] - usage["since"] >= 100

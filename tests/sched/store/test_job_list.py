@@ -96,7 +96,7 @@ def test_a_store_without_jobs(store: Store) -> None:
 
 
 def test_how_full_nodes_were(jobs: Store, clock: Clock) -> None:
-    """Launched at 1007: small, Wide, stops go on; broken until 1017, done until 1019."""
+    """Started at 1007: small, Wide, stops go on; broken until 1017, done until 1019."""
     assert clock.now == 1019.0
     found = jobs.overview.node_usage(1000.0, 1024.0, 6)
     # Node a has 1 + 2 + 1 + 1 + 1 slots held from 1007 on, and node b 2 of Wide.
@@ -106,5 +106,5 @@ def test_how_full_nodes_were(jobs: Store, clock: Clock) -> None:
     assert whole == pytest.approx((4 * 17 + 10 + 12) / 24, abs=0.01)
     assert sum(found["a"]) / 6 == pytest.approx(whole, abs=0.01)
     assert jobs.overview.node_usage(1017.5, 1018.5, 2)["a"] == [5.0, 5.0]
-    on_b = [launch.job for launch, _ in jobs.overview.launches_since(0.0, 10, ["b"])]
+    on_b = [record.job for record, _ in jobs.overview.generations_since(0.0, 10, ["b"])]
     assert on_b == ["Wide"]

@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
-from pipollux_sched.store import LaunchCounts, NoisePoint, Store
+from pipollux_sched.store import GenerationCounts, NoisePoint, Store
 from tests.sched.store.stores import Clock, point
 
 
-def launch(store: Store, name: str, node: str = "a") -> int:
+def start(store: Store, name: str, node: str = "a") -> int:
     generation = store.transition(name, Allocate([node], "free")).job.state.generation
     store.transition(name, Started(generation, (1,), 29500))
     return generation
 
 
-def test_launches_and_phases(store: Store, clock: Clock) -> None:
+def test_generations_and_phases(store: Store, clock: Clock) -> None:
     for name in ("moved", "broken", "cancelled", "waits"):
         store.submit(name, {"name": name}, "token", 3)
-    store.add_report("moved", launch(store, "moved"), [point(1)])
-    launch(store, "broken")
-    launch(store, "cancelled")
+    store.add_report("moved", start(store, "moved"), [point(1)])
+    start(store, "broken")
+    start(store, "cancelled")
     clock.now = 1010.0
     store.transition("moved", Allocate(["b"], "it is better"))
     store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
@@ -31,21 +31,21 @@ def test_launches_and_phases(store: Store, clock: Clock) -> None:
     store.transition("cancelled", Cancel())
     store.transition("cancelled", Exited(1, Outcome.FAILED, message="it was killed"))
     overview = store.overview
-    assert overview.launches() == LaunchCounts(restarts=1, reallocations=1, failures=1)
+    assert overview.generation_counts() == GenerationCounts(restarts=1, reallocations=1, failures=1)
     phases = overview.jobs_by_phase()
     assert sum(phases.values()) == 4
     assert (phases["Created"], phases["Failed"]) == (1, 1)
-    assert len(overview.launches_since(0.0, 10)) == 4
-    since = [(each.job, each.generation, n) for each, n in overview.launches_since(1010.0, 10)]
+    assert len(overview.generations_since(0.0, 10)) == 4
+    since = [(each.job, each.generation, n) for each, n in overview.generations_since(1010.0, 10)]
     assert since == [("moved", 2, 1)]
-    assert [each.generation for each, _ in overview.launches_since(0.0, 1)] == [2], "the newest"
+    assert [each.generation for each, _ in overview.generations_since(0.0, 1)] == [2], "the newest"
 
 
 def test_the_goodput_told_last(store: Store) -> None:
     for name in ("runs", "silent", "waits"):
         store.submit(name, {"name": name}, "token", 3)
     for name in ("runs", "silent"):
-        launch(store, name)
+        start(store, name)
     points = [replace(point(step), goodput=10.0 * step) for step in (1, 2, 3)]
     store.add_report("runs", 1, points)
     store.add_report("silent", 1, [replace(point(1), goodput=None)])
@@ -58,7 +58,7 @@ def test_curves_are_thinned_evenly(store: Store, total: int, most: int) -> None:
     """Both ends are kept, and no gap is more than one longer than another."""
     for name in ("other", "toy"):
         store.submit(name, {"name": name}, "token", 3)
-        launch(store, name)
+        start(store, name)
         store.add_report(name, 1, [point(step) for step in range(total)])
     kept = [each.step for each in store.overview.points("toy", most)]
     assert len(kept) == min(total, most)
@@ -73,7 +73,7 @@ def test_curves_are_thinned_evenly(store: Store, total: int, most: int) -> None:
 
 def test_the_noise_of_the_gradient(store: Store, clock: Clock) -> None:
     store.submit("toy", {"name": "toy"}, "token", 3)
-    launch(store, "toy")
+    start(store, "toy")
     gradient = {"gradParams": {"norm": 2.0, "var": 6.0}}
     told = [
         {"initBatchSize": 32, **gradient},

@@ -259,7 +259,7 @@ def test_a_deadline_counts_from_the_last_submission(store: Store, clock: Clock) 
 
 
 def test_what_a_job_has_held(store: Store, clock: Clock) -> None:
-    """Slots of every launch, from its start to its end, or until now."""
+    """Slots of every generation, from its start to its end, or until now."""
     submit(store)
     assert store.attained_service() == {}
     store.transition("toy", Allocate(["a", "b"], "free", num_stages=2))
@@ -346,6 +346,6 @@ def test_jobs_that_have_ended_can_be_left_out(store: Store, clock: Clock) -> Non
     assert [job.name for job in store.jobs(live=True)] == ["runs", "waits"]
     assert store.hints().keys() == {"done", "failed", "runs"}
     assert store.hints(live=True).keys() == {"runs"}
-    assert store.num_launches(live=True) == {"runs": 1}
+    assert store.num_generations(live=True) == {"runs": 1}
     assert store.attained_service(live=True) == {"runs": 10.0}
     assert store.attained_service()["done"] == 10.0

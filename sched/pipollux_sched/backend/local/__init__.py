@@ -1,1 +1,1 @@
-"""Launches as processes of this machine: one torchrun agent per replica."""
+"""Generations as processes of this machine: one torchrun agent per replica."""

@@ -28,7 +28,7 @@ from pipollux_sched.utils.atomic_write import PRIVATE
 
 from . import processes
 from .environment import Devices, marks, replica_environment
-from .launch import LaunchRecord, drop_earlier, error_files, status_files
+from .generation_file import GenerationFile, drop_earlier, error_files, status_files
 from .replica_group import ReplicaGroup
 from .replica_process import ReplicaProcess
 from .slots import SlotLedger
@@ -181,49 +181,49 @@ class LocalBackend(Backend):
             return group.finished() if group and group.generation == generation else set()
 
     def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Keep it in the folder of the launch: see `Backend`."""
-        with suppress(OSError):  # a full disk, or a launch that is over
-            (self._state_dir.launch(job, generation) / f"heard-{replica}").touch(PRIVATE)
+        """Keep it in the folder of the record: see `Backend`."""
+        with suppress(OSError):  # a full disk, or a generation that is over
+            (self._state_dir.generation(job, generation) / f"heard-{replica}").touch(PRIVATE)
 
     def heard(self, job: str, generation: int) -> list[int]:
         """Read what `note_heard` has kept."""
-        files = self._state_dir.launch(job, generation).glob("heard-*")
+        files = self._state_dir.generation(job, generation).glob("heard-*")
         return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
         """Read what the replica of rank 0 has left beside its checkpoints: see `Backend`."""
-        launch = LaunchRecord.read(self._state_dir.launch(job, generation))
-        if launch is None:
+        record = GenerationFile.read(self._state_dir.generation(job, generation))
+        if record is None:
             return None
         try:
-            with (launch.checkpoints / "unsent_report.json").open(encoding="utf-8") as file:
+            with (record.checkpoints / "unsent_report.json").open(encoding="utf-8") as file:
                 report = json.loads(file.read(_REPORT_LIMIT))
         except (OSError, ValueError, RecursionError):
             return None
         return report if isinstance(report, dict) else None
 
     def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
-        """Look after a generation that an earlier scheduler launched: see `Backend`."""
-        folder = self._state_dir.launch(job, generation)
-        launch = LaunchRecord.read(folder)
-        if launch is None or (launch.job, launch.generation) != (job, generation):
+        """Look after a generation that an earlier scheduler started: see `Backend`."""
+        folder = self._state_dir.generation(job, generation)
+        record = GenerationFile.read(folder)
+        if record is None or (record.job, record.generation) != (job, generation):
             return "The scheduler before this one died before it had started the job."
-        replicas = [ReplicaProcess(path) for path in status_files(folder, len(launch.nodes))]
+        replicas = [ReplicaProcess(path) for path in status_files(folder, len(record.nodes))]
         if not all(replica.pid for replica in replicas):
             return "The scheduler before this one died while it started the job."
-        reports_here = launch.supervisor_url == supervisor_url
+        reports_here = record.supervisor_url == supervisor_url
         if not reports_here and any(replica.poll() is None for replica in replicas):
             return (
                 f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
-                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+                f"{record.supervisor_url}: it is stopped, and goes on from its checkpoint."
             )
         with self._lock:
-            if not self._has_same_slots(launch):
+            if not self._has_same_slots(record):
                 return (
                     "The cluster no longer has the slots that the job runs on: it is stopped, and "
                     "goes on from its checkpoint."
                 )
-            self._groups[job] = self._group(launch, replicas)
+            self._groups[job] = self._group(record, replicas)
         return None
 
     def recover(self, grace: float) -> list[str]:
@@ -233,9 +233,9 @@ class LocalBackend(Backend):
             adopted = {(job, str(group.generation)) for job, group in self._groups.items()}
 
         def left_behind(environment: Mapping[str, str]) -> bool:
-            launch = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
+            known = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
             here = environment.get("PIPOLLUX_STATE_DIR") == place
-            return here and launch[1] is not None and launch not in adopted
+            return here and known[1] is not None and known not in adopted
 
         found = [_describe(process) for process in processes.marked(left_behind)]
         if found and not processes.end(lambda: processes.marked(left_behind), grace):
@@ -267,7 +267,7 @@ class LocalBackend(Backend):
             return
         del self._pending[job]
         try:
-            group = self._launch(pending, slots)
+            group = self._start(pending, slots)
         except (OSError, ValueError) as error:  # ValueError: NUL in an argument
             self._ledger.release(job)
             message = f"The processes could not be started: {error}"
@@ -278,11 +278,11 @@ class LocalBackend(Backend):
         started = Started(pending.generation, group.pids, group.port)
         self._reports.append(Report(job, started))
 
-    def _launch(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
+    def _start(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
         """Start a generation: what it is to be is on the disk before its first process is there."""
         workload, generation, nodes = pending
         first = workload.first_generation
-        launch = LaunchRecord(
+        record = GenerationFile(
             job=workload.job,
             generation=generation,
             nodes=nodes,
@@ -292,22 +292,22 @@ class LocalBackend(Backend):
             supervisor_url=workload.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
             checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job, first),
         )
-        folder = self._state_dir.launch(workload.job, generation)
-        logs = self._logs(launch)
-        for needed in (launch.checkpoints, logs[0].parent, folder):
+        folder = self._state_dir.generation(workload.job, generation)
+        logs = self._logs(record)
+        for needed in (record.checkpoints, logs[0].parent, folder):
             needed.mkdir(mode=0o700, parents=True, exist_ok=True)
         drop_earlier(folder, list(folder.parent.iterdir()))
-        launch.write(folder)
+        record.write(folder)
         errors = error_files(folder, len(nodes))
         replicas = start(
             workload,
-            launch,
+            record,
             folder=folder,
             logs=logs,
             environments=[
                 replica_environment(
                     workload,
-                    launch,
+                    record,
                     replica,
                     state_dir=str(self._state_dir.path),
                     error_file=error_file,
@@ -316,35 +316,35 @@ class LocalBackend(Backend):
                 for replica, error_file in enumerate(errors)
             ],
         )
-        return self._group(launch, replicas)
+        return self._group(record, replicas)
 
-    def _group(self, launch: LaunchRecord, replicas: Sequence[ReplicaProcess]) -> ReplicaGroup:
-        wanted = marks(str(self._state_dir.path), launch.job, launch.generation).items()
+    def _group(self, record: GenerationFile, replicas: Sequence[ReplicaProcess]) -> ReplicaGroup:
+        wanted = marks(str(self._state_dir.path), record.job, record.generation).items()
 
         def find_marked() -> set[psutil.Process]:
             return processes.marked(lambda environment: wanted <= environment.items())
 
-        folder = self._state_dir.launch(launch.job, launch.generation)
+        folder = self._state_dir.generation(record.job, record.generation)
         return ReplicaGroup(
-            launch,
+            record,
             replicas,
-            logs=self._logs(launch),
-            errors=error_files(folder, len(launch.nodes)),
+            logs=self._logs(record),
+            errors=error_files(folder, len(record.nodes)),
             find_marked=find_marked,
         )
 
-    def _logs(self, launch: LaunchRecord) -> list[Path]:
-        replicas = range(len(launch.nodes))
-        return [self._state_dir.log(launch.job, launch.generation, r) for r in replicas]
+    def _logs(self, record: GenerationFile) -> list[Path]:
+        replicas = range(len(record.nodes))
+        return [self._state_dir.log(record.job, record.generation, r) for r in replicas]
 
-    def _has_same_slots(self, launch: LaunchRecord) -> bool:
-        """Take the slots of a launch again, if the cluster has them still, on the same devices."""
-        if not all(name in self._nodes for name in launch.nodes):
+    def _has_same_slots(self, record: GenerationFile) -> bool:
+        """Take a generation's slots again, if the cluster has them still, on the same devices."""
+        if not all(name in self._nodes for name in record.nodes):
             return False
-        devices = tuple(map(self._devices.of, launch.nodes, launch.slots))
-        if devices != launch.devices:
+        devices = tuple(map(self._devices.of, record.nodes, record.slots))
+        if devices != record.devices:
             return False
-        return self._ledger.restore(launch.job, launch.nodes, launch.slots)
+        return self._ledger.restore(record.job, record.nodes, record.slots)
 
 
 def _describe(process: psutil.Process) -> str:

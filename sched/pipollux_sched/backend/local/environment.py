@@ -11,8 +11,8 @@ import psutil
 
 from pipollux_sched.backend.base import Node, ReplicaProgram
 
+from .generation_file import GenerationFile
 from .inherited import inherited
-from .launch import LaunchRecord
 
 
 class Devices:
@@ -56,7 +56,7 @@ def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
 
 def replica_environment(
     workload: ReplicaProgram,
-    launch: LaunchRecord,
+    record: GenerationFile,
     replica: int,
     *,
     state_dir: str,
@@ -67,7 +67,7 @@ def replica_environment(
 
     Args:
         workload: what it runs.
-        launch: which launch.
+        record: which record.
         replica: which of its replicas.
         state_dir: where the scheduler keeps everything.
         error_file: where what ended the script is written.
@@ -77,14 +77,14 @@ def replica_environment(
         **inherited(os.environ, pass_on),
         "PYTHONUNBUFFERED": "1",
         **_meet_on(loopback_interface()),
-        **launch.devices[replica],
+        **record.devices[replica],
         **workload.environment,
         # How long a replica may take to save is decided by the scheduler, not by torchrun.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
-        **marks(state_dir, launch.job, launch.generation),
-        "PIPOLLUX_CHECKPOINT_DIR": str(launch.checkpoints),
-        "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
+        **marks(state_dir, record.job, record.generation),
+        "PIPOLLUX_CHECKPOINT_DIR": str(record.checkpoints),
+        "PIPOLLUX_NUM_NODES": str(len(set(record.nodes))),
         "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
     }
 

@@ -20,7 +20,7 @@ import psutil
 
 from pipollux_sched.lifecycle import Exited, Outcome
 
-from .launch import LaunchRecord
+from .generation_file import GenerationFile
 from .processes import descendants, kill
 from .replica_log import last_words
 from .replica_process import ReplicaProcess
@@ -38,7 +38,7 @@ class ReplicaGroup:
     """The running processes of one generation.
 
     Args:
-        launch: what it was launched as.
+        record: what it was started as.
         replicas: its processes, in the order of replicas.
         logs: file that takes what each replica prints.
         errors: file that says what ended each replica's script, if an exception did.
@@ -47,19 +47,19 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        launch: LaunchRecord,
+        record: GenerationFile,
         replicas: Sequence[ReplicaProcess],
         *,
         logs: Sequence[Path],
         errors: Sequence[Path],
         find_marked: Callable[[], set[psutil.Process]],
     ) -> None:
-        self.generation = launch.generation
-        self.nodes = launch.nodes
-        self.port = launch.port
+        self.generation = record.generation
+        self.nodes = record.nodes
+        self.port = record.port
         self._logs = list(logs)
         self._errors = list(errors)
-        self._checkpoints = launch.checkpoints
+        self._checkpoints = record.checkpoints
         self._find_marked = find_marked
         self._replicas = list(replicas)
         self._deadline: float | None = None

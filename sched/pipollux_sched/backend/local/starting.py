@@ -1,4 +1,4 @@
-"""Starting the processes of a launch: one torchrun agent per pipeline replica, below its runner."""
+"""Starting the processes of a record: one torchrun agent per pipeline replica, below its runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pipollux_sched.backend.base import ReplicaProgram
 
 from . import script_main
-from .launch import LaunchRecord, status_files
+from .generation_file import GenerationFile, status_files
 from .processes import descendants, kill
 from .replica_process import ReplicaProcess
 
@@ -24,17 +24,17 @@ _AGENT = Path(__file__).with_name("agent.py")
 
 def start(
     workload: ReplicaProgram,
-    launch: LaunchRecord,
+    record: GenerationFile,
     *,
     folder: Path,
     logs: Sequence[Path],
     environments: Sequence[Mapping[str, str]],
 ) -> list[ReplicaProcess]:
-    """Start the replicas of a launch.
+    """Start the replicas of a record.
 
     Args:
         workload: what they run.
-        launch: which launch.
+        record: which record.
         folder: where their runners say how they are.
         logs: file that takes what each replica prints.
         environments: complete environment of each replica.
@@ -44,9 +44,9 @@ def start(
     """
     replicas: list[ReplicaProcess] = []
     try:
-        for replica, status in enumerate(status_files(folder, len(launch.nodes))):
+        for replica, status in enumerate(status_files(folder, len(record.nodes))):
             process = ReplicaProcess.start(
-                _command(workload, launch, replica),
+                _command(workload, record, replica),
                 status=status,
                 log=logs[replica],
                 environment=environments[replica],
@@ -61,13 +61,13 @@ def start(
     return replicas
 
 
-def _command(workload: ReplicaProgram, launch: LaunchRecord, replica: int) -> list[str]:
+def _command(workload: ReplicaProgram, record: GenerationFile, replica: int) -> list[str]:
     return [
         *(sys.executable, "-P", str(_AGENT)),
-        f"--nnodes={len(launch.nodes)}",
+        f"--nnodes={len(record.nodes)}",
         "--nproc-per-node=1",
         "--rdzv-backend=pipollux",
-        f"--rdzv-endpoint={_LOOPBACK}:{launch.port}",
+        f"--rdzv-endpoint={_LOOPBACK}:{record.port}",
         f"--rdzv-conf=rank={replica}",
         "--max-restarts=0",
         # From here on nothing is the agent's, however much it looks like an option of its.

@@ -81,11 +81,11 @@ class JobScreen(_Details):
         end = found["ended_at"] or now
         spans = [
             Span(
-                launch["launched_at"],
-                launch["ended_at"] or now,
-                len(launch["nodes"]) * launch["num_stages"],
+                entry["created_at"],
+                entry["ended_at"] or now,
+                len(entry["nodes"]) * entry["num_stages"],
             )
-            for launch in found["launches"]
+            for entry in found["generations"]
         ]
         window = window_for(end - found["submitted_at"])
         most = max((span.slots for span in spans), default=1)

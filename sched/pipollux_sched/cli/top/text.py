@@ -27,11 +27,11 @@ def print_once(store: Store, directory: StateDir) -> None:
     records = {record.name: record for record in store.jobs()}
     shown = [records[job.name] for job in view.jobs.jobs if job.name in records]
     points = {job.name: job.point for job in view.jobs.jobs if job.point is not None}
-    launches = {job.name: job.generation for job in view.jobs.jobs}
+    generations = {job.name: job.generation for job in view.jobs.jobs}
     typer.echo(headline(view))
     typer.echo(f"\nJobs: {spell_phases(view) or 'none yet; pipollux submit FILE'}")
     if shown:
-        print_result(job_table(shown, points, launches, output_console()))
+        print_result(job_table(shown, points, generations, output_console()))
     if view.jobs.num_found > len(shown):
         typer.echo(f"and {count(view.jobs.num_found - len(shown), 'more job')}: pipollux jobs")
     typer.echo(f"\nNodes: {spell_slots(view)}")

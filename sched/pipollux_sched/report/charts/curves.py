@@ -76,7 +76,7 @@ def _restarts(job: JobRun) -> list[tuple[Generation, float, int]]:
     """Return the generations after the first that trained: from what time and step on."""
     trained = [
         (g, g.first_step, g.first_step_number)
-        for g in job.launched
+        for g in job.started
         if g.first_step is not None and g.first_step_number is not None
     ]
     return [(g, time, step) for g, time, step in trained[1:] if time is not None]
@@ -130,7 +130,7 @@ def _limits(values: Iterable[float]) -> tuple[float, float]:
 
 def _pauses(drawing: Drawing, panel: Panel, job: JobRun, colour: int) -> None:
     """Hatch the times in which the job held its slots or waited for them, but did not train."""
-    trained = [g for g in job.launched if g.first_step is not None]
+    trained = [g for g in job.started if g.first_step is not None]
     for before, after in pairwise(trained):
         begin = before.stopping or before.ended
         if begin is None or after.first_step is None:
@@ -261,13 +261,13 @@ def _draw_measure(
 
 def _draw_replicas(drawing: Drawing, x: Scale, top: float, job: JobRun, colour: int) -> Panel:
     """Fill the number of replicas in training over time."""
-    most = max((g.num_replicas for g in job.launched), default=1)
+    most = max((g.num_replicas for g in job.started), default=1)
     panel = Panel(x, Scale(0, max(1, most), top + 40, top))
     panel.draw_y(drawing, whole_ticks(0, most, 2), amount)
     drawing.text(0, top + 12, "replicas", "label strong")
     drawing.text(0, top + 28, "in training", "tick")
     shade = colour_class(colour)
-    for generation in job.launched:
+    for generation in job.started:
         if generation.first_step is None:
             continue
         end = generation.stopping or generation.ended or x.high

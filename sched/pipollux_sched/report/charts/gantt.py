@@ -46,7 +46,7 @@ def holds(run: Run) -> list[Hold]:
         return []
     wanted = []
     for job in run.jobs.values():
-        for generation in job.launched:
+        for generation in job.started:
             start = generation.started or 0.0
             end = run.end if generation.ended is None else generation.ended
             for node in generation.nodes:

@@ -1,6 +1,6 @@
 """What a run consists of, as its events tell it: nodes, jobs, generations, what was measured.
 
-A generation moves through these moments (generation = one launch of a job); each is None until, or
+A generation moves through these moments (generation = one start of a job); each is None until, or
 unless, it is seen:
 
     allocated --> started --> first_step --> stopping --> ended
@@ -76,7 +76,7 @@ class AllocationRecord(NamedTuple):
 
 @dataclass
 class Generation:
-    """One launch of a job. All moments are unix times; None is a moment that was not seen."""
+    """One start of a job. All moments are unix times; None is a moment that was not seen."""
 
     number: int
     nodes: tuple[str, ...]
@@ -98,7 +98,7 @@ class Generation:
 
     @property
     def active(self) -> bool:
-        """Whether it has been launched and has not ended."""
+        """Whether it has been started and has not ended."""
         return self.started is not None and self.ended is None
 
 
@@ -123,14 +123,14 @@ class JobRun:
     timelines: list[StepTimeline] = field(default_factory=list)
 
     @property
-    def launched(self) -> list[Generation]:
+    def started(self) -> list[Generation]:
         """Generations whose processes were started."""
         return [g for g in self.generations if g.started is not None]
 
     @property
     def num_restarts(self) -> int:
-        """Launches after the first."""
-        return max(0, len(self.launched) - 1)
+        """Generations after the first."""
+        return max(0, len(self.started) - 1)
 
     @property
     def current(self) -> Generation | None:

@@ -231,8 +231,8 @@ def _end(job: JobRun, event: Event, time: float, outcome: str) -> None:
 def _stopped(job: JobRun, event: Event, time: float) -> None:
     _end(job, event, time, "stopped")
     if job.phase not in FINISHED:
-        to_be_launched = any(g.started is None for g in job.generations)
-        job.phase = "Restarting" if to_be_launched else "Suspended"
+        to_be_started = any(g.started is None for g in job.generations)
+        job.phase = "Restarting" if to_be_started else "Suspended"
 
 
 def _restarting(job: JobRun, event: Event, time: float) -> None:

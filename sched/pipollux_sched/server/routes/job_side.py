@@ -94,7 +94,7 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
     job = services.store.job(name)
     num_replicas = len(job.state.running_on)
     check_replica(name, job.state.generation, num_replicas, heartbeat.generation, heartbeat.replica)
-    # Loading, compiling and measuring before a launch's first step may take their time.
+    # Loading, compiling and measuring before a generation's first step may take their time.
     hang_timeout = job.spec.get("hang_timeout") if job.state.training else None
     services.control.heard(
         name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout

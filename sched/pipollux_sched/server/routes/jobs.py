@@ -59,7 +59,7 @@ def jobs(store: StoreDep) -> list[dict[str, Any]]:
 def job(
     name: str, store: StoreDep, control: ControlDep, points: _Points = MOST_POINTS
 ) -> dict[str, Any]:
-    """With its launches, latest hints, replicas, progress and gradient noise."""
+    """With its generations, latest hints, replicas, progress and gradient noise."""
     return views.describe_job(store, control.heartbeats, store.job(name), points)
 
 

@@ -1,4 +1,4 @@
-"""What the web page asks for: the cluster at a glance, launches, how full nodes were."""
+"""What the web page asks for: the cluster at a glance, generations, how full nodes were."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
-from pipollux_sched.server.schemas import LaunchLine, OverviewReply, UsageReply
-from pipollux_sched.server.views import describe_all, describe_launches, describe_usage
+from pipollux_sched.server.schemas import GenerationLine, OverviewReply, UsageReply
+from pipollux_sched.server.views import describe_all, describe_generations, describe_usage
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 
 MOST_JOBS = 500
@@ -58,10 +58,10 @@ def overview(
     return describe_all(store, control, query, events)
 
 
-@router.get("/launches", response_model=list[LaunchLine], summary="Who held what")
-def launches(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[dict[str, Any]]:
-    """The launches that held something after a moment, 5000 at most, the oldest first."""
-    return describe_launches(store, since, node)
+@router.get("/generations", response_model=list[GenerationLine], summary="Who held what")
+def generations(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[dict[str, Any]]:
+    """The generations that held something after a moment, 5000 at most, the oldest first."""
+    return describe_generations(store, since, node)
 
 
 @router.get("/usage", response_model=UsageReply, summary="How full the nodes were")

@@ -32,7 +32,7 @@ export class Gantt {
     this.svg.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** @param view { nodes: {name: {slots, condition}}, launches, from, to, now } */
+  /** @param view { nodes: {name: {slots, condition}}, generations, from, to, now } */
   update(view) {
     this.view = view;
     this.draw();
@@ -40,7 +40,7 @@ export class Gantt {
 
   draw() {
     if (!this.width || !this.view) return;
-    const { nodes, launches, from, to } = this.view;
+    const { nodes, generations, from, to } = this.view;
     const names = Object.keys(nodes);
     const slots = names.reduce((sum, name) => sum + nodes[name].slots, 0);
     const row = Math.max(4, Math.min(22, Math.floor(460 / Math.max(slots, 1))));
@@ -53,7 +53,7 @@ export class Gantt {
       height += nodes[name].slots * row + GAP;
     }
     this.x = (time) => left + ((time - from) / (to - from)) * (this.width - left - EDGE);
-    this.blocks = layOut(launches, nodes);
+    this.blocks = layOut(generations, nodes);
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("height", height + AXIS);
     this.svg.setAttribute("aria-label", this.#describe(slots));
@@ -68,8 +68,8 @@ export class Gantt {
   }
 
   #describe(slots) {
-    const now = this.blocks.filter((block) => block.launch.ended_at === null);
-    const jobs = new Set(now.map((block) => block.launch.job));
+    const now = this.blocks.filter((block) => block.generation.ended_at === null);
+    const jobs = new Set(now.map((block) => block.generation.job));
     return `Who held which of ${count(slots, "slot")} when: ${count(jobs.size, "job")} now; arrow keys read it`;
   }
 
@@ -98,14 +98,14 @@ export class Gantt {
   }
 
   #block(block, { row, tops }) {
-    const { launch } = block;
+    const { generation } = block;
     const { from, now } = this.view;
     const y = tops.get(block.node) + block.slot * row;
     const height = block.slots * row - 1;
-    const end = launch.ended_at ?? now;
+    const end = generation.ended_at ?? now;
     const at = (time) => this.x(Math.max(Math.min(time, end), from));
-    const trained = launch.first_step_at ?? end;
-    const stopping = Math.max(launch.stopping_at ?? end, trained);
+    const trained = generation.first_step_at ?? end;
+    const stopping = Math.max(generation.stopping_at ?? end, trained);
     const [x0, x1, x2, x3] = [block.begin, Math.max(trained, block.begin), stopping, end].map(at);
     const group = s("g", { class: `block ${colour(block.number)}${block.key === this.selected ? " chosen" : ""}` });
     const part = (kind, a, b) => {
@@ -116,10 +116,10 @@ export class Gantt {
     part("pause", x2, x3);
     for (const piece of group.querySelectorAll(".pause")) piece.setAttribute("fill", `url(#hatch-${(block.number - 1) % 8})`);
     if (x3 - x0 <= 2) part("train", x0, Math.max(x3, x0 + 2));
-    if (hasFailed(launch)) group.append(s("rect", { class: "broken", x: x3 - 1.5, y, width: 3, height }));
+    if (hasFailed(generation)) group.append(s("rect", { class: "broken", x: x3 - 1.5, y, width: 3, height }));
     const room = Math.floor((x2 - x1 - 12) / LETTER);
     if (height >= 13 && room >= 3) {
-      const { job } = launch;
+      const { job } = generation;
       const text = job.length > room ? `${job.slice(0, room - 1)}…` : job;
       group.append(s("text", { class: "on-block", x: x1 + 6, y: y + height / 2 + 4.5 }, text));
     }
@@ -143,17 +143,17 @@ export class Gantt {
     }
     const block = this.blocks?.find((one) => one.key === key);
     if (!block) return this.hover.hide();
-    const { launch } = block;
-    const end = launch.ended_at ?? this.view.now;
-    const x = event ? event.offsetX : this.x(Math.max((Math.max(launch.launched_at, this.view.from) + end) / 2, 0));
+    const { generation } = block;
+    const end = generation.ended_at ?? this.view.now;
+    const x = event ? event.offsetX : this.x(Math.max((Math.max(generation.created_at, this.view.from) + end) / 2, 0));
     const y = event ? event.offsetY + 16 : 8;
     return this.hover.show(x, y, [
-      `${launch.job} · generation ${launch.generation}`,
-      ["where", places(launch.nodes)],
-      ["replicas × stages", `${launch.nodes.length} × ${launch.num_stages}`],
-      ["from", moment(launch.launched_at)],
-      ["for", duration(end - launch.launched_at)],
-      ["", state(launch)],
+      `${generation.job} · generation ${generation.generation}`,
+      ["where", places(generation.nodes)],
+      ["replicas × stages", `${generation.nodes.length} × ${generation.num_stages}`],
+      ["from", moment(generation.created_at)],
+      ["for", duration(end - generation.created_at)],
+      ["", state(generation)],
     ]);
   }
 
@@ -171,38 +171,38 @@ export class Gantt {
 
   #open() {
     const block = this.blocks?.find((one) => one.key === this.selected);
-    if (block) location.hash = `#/jobs/${encodeURIComponent(block.launch.job)}`;
+    if (block) location.hash = `#/jobs/${encodeURIComponent(block.generation.job)}`;
   }
 }
 
-function state(launch) {
-  if (launch.ended_at !== null) return `ended: ${outcome(launch) ?? "not known how"}`;
-  if (launch.stopping_at !== null) return "is being stopped";
-  return launch.first_step_at === null ? "starts" : "trains";
+function state(generation) {
+  if (generation.ended_at !== null) return `ended: ${outcome(generation) ?? "not known how"}`;
+  if (generation.stopping_at !== null) return "is being stopped";
+  return generation.first_step_at === null ? "starts" : "trains";
 }
 
 /**
- * Give every replica slots of its node, the lowest that are free, oldest launch first. Which of a
+ * Give every replica slots of its node, the lowest that are free, oldest generation first. Which of a
  * node's slots a replica is drawn in is a matter of layout: the scheduler tells nodes, not slots.
  */
-export function layOut(launches, nodes) {
+export function layOut(generations, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));
   const blocks = [];
-  const ordered = [...launches].sort((a, b) => a.launched_at - b.launched_at);
-  for (const launch of ordered) {
-    launch.nodes.forEach((node, replica) => {
+  const ordered = [...generations].sort((a, b) => a.created_at - b.created_at);
+  for (const generation of ordered) {
+    generation.nodes.forEach((node, replica) => {
       const ends = taken.get(node);
       if (!ends) return; // the node is gone
-      const order = ends.map((end, slot) => [end > launch.launched_at ? end : -Infinity, slot]);
+      const order = ends.map((end, slot) => [end > generation.created_at ? end : -Infinity, slot]);
       order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] : a[0] - b[0]));
-      const chosen = order.slice(0, launch.num_stages).map(([, slot]) => slot).sort((a, b) => a - b);
+      const chosen = order.slice(0, generation.num_stages).map(([, slot]) => slot).sort((a, b) => a - b);
       // It may have been decided on while those before it still save: it holds them from then on.
-      const left = chosen.map((slot) => ends[slot]).filter((end) => end < (launch.ended_at ?? Infinity));
-      const begin = Math.max(launch.launched_at, ...left);
-      for (const slot of chosen) ends[slot] = launch.ended_at ?? Infinity;
+      const left = chosen.map((slot) => ends[slot]).filter((end) => end < (generation.ended_at ?? Infinity));
+      const begin = Math.max(generation.created_at, ...left);
+      for (const slot of chosen) ends[slot] = generation.ended_at ?? Infinity;
       for (const [slot, slots] of runs(chosen)) {
-        const key = `${launch.job} ${launch.generation} ${replica} ${slot}`;
-        blocks.push({ key, launch, node, slot, slots, begin, number: launch.number });
+        const key = `${generation.job} ${generation.generation} ${replica} ${slot}`;
+        blocks.push({ key, generation, node, slot, slots, begin, number: generation.number });
       }
     });
   }

@@ -1,4 +1,4 @@
-// One job: what it has and why, its curves, launches, conditions, log.
+// One job: what it has and why, its curves, generations, conditions, log.
 
 import { actionButton } from "./actions.js";
 import { Away, Refusal, ask } from "./api.js";
@@ -40,7 +40,7 @@ export class JobPage {
     this.logs = [];
     this.why = h("div", { class: "why-it" });
     this.tiles = new Tiles(["Has", "Epoch", "Loss", "Goodput", "Batch size", "Restarts"]);
-    this.launches = new Table(LAUNCHES, { key: (launch) => launch.generation, most: 50, none: "never launched yet" });
+    this.generations = new Table(GENERATIONS, { key: (generation) => generation.generation, most: 50, none: "none yet" });
     this.conditions = new Table(CONDITIONS, { key: (condition) => condition.type });
     this.fault = h("p", { class: "fault", role: "alert", hidden: true });
     this.body = h("div", { hidden: true }, this.#body());
@@ -83,9 +83,9 @@ export class JobPage {
       h("header", { class: "head" }, h("h1", {}, this.name), this.mark, this.buttons),
       this.message,
       this.tiles.element,
-      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "launched anew")), h("div", { class: "curves" }, ...all)),
+      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "started again")), h("div", { class: "curves" }, ...all)),
       section("What it has or had, and why", this.why),
-      section("Launches", this.launches.element),
+      section("Generations", this.generations.element),
       section("Conditions", this.conditions.element),
       section("Log", h("div", { class: "choice" }, this.which), this.lines));
   }
@@ -100,7 +100,7 @@ export class JobPage {
     say(this.message, job.message.split("\n", 1)[0]);
     this.#figures(job);
     this.#curves(job);
-    this.launches.update([...job.generations].reverse());
+    this.generations.update([...job.generations].reverse());
     this.conditions.update([...job.conditions].sort((a, b) => b.time - a.time));
   }
 
@@ -130,9 +130,9 @@ export class JobPage {
 
   #curves(job) {
     const { generations, points } = job;
-    const begin = Math.min(...generations.map((one) => one.launched_at), ...points.map((one) => one.time), this.live.now);
+    const begin = Math.min(...generations.map((one) => one.created_at), ...points.map((one) => one.time), this.live.now);
     const end = job.ended_at ?? Math.max(this.live.now, begin + 10);
-    const marks = generations.slice(1).map((one) => ({ time: one.launched_at, label: `generation ${one.generation}` }));
+    const marks = generations.slice(1).map((one) => ({ time: one.created_at, label: `generation ${one.generation}` }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
     goodput.update([byTime(points, "goodput")], shape);
@@ -177,27 +177,27 @@ function split(point) {
   return `${point.num_replicas} × ${point.atomic_bsz}${times}`;
 }
 
-/** How many slots a job held when: [[time, slots], …], 0 between launches. */
+/** How many slots a job held when: [[time, slots], …], 0 between generations. */
 function held(generations, end) {
   const found = [];
   for (const one of generations) {
     const last = found.at(-1);
-    if (last && one.launched_at <= last[0]) found.pop();
-    found.push([one.launched_at, one.nodes.length * one.num_stages]);
+    if (last && one.created_at <= last[0]) found.pop();
+    found.push([one.created_at, one.nodes.length * one.num_stages]);
     if (one.ended_at !== null) found.push([one.ended_at, 0]);
   }
   if (found.length && found.at(-1)[0] < end) found.push([end, found.at(-1)[1]]);
   return found;
 }
 
-const LAUNCHES = [
+const GENERATIONS = [
   { title: "Generation", head: true, text: (one) => String(one.generation) },
-  { title: "Launched", kind: "short", text: (one) => moment(one.launched_at) },
+  { title: "Created", kind: "short", text: (one) => moment(one.created_at) },
   { title: "R×K", kind: "n", text: (one) => `${one.nodes.length}×${one.num_stages}` },
   { title: "Nodes", text: (one) => places(one.nodes), fill: fillPlaces },
-  { title: "To first step", kind: "n short", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.launched_at)) },
+  { title: "To first step", kind: "n short", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.created_at)) },
   { title: "Restart took", kind: "n short", text: (one) => seconds(one.restart_seconds) },
-  { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.launched_at)) },
+  { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.created_at)) },
   { title: "Ended", text: (one) => outcome(one) ?? DASH },
   { title: "Because", text: (one) => one.intent ?? DASH },
 ];

@@ -11,16 +11,16 @@ const SPANS = { "2 min": 120, "5 min": 300, "15 min": 900, "1 h": 3600, "3 h": 1
 const PARTS = 120;
 const SELDOM_MS = 2000;
 const FEW_SLOTS = 24; // where there are no more, every node is open until it is closed
-const MOST_NAMED = 100; // of more open nodes than that, launches are asked for without naming them
+const MOST_NAMED = 100; // of more open nodes than that, generations are asked for without naming them
 
 export class Nodes {
   constructor(live) {
     this.live = live;
-    this.span = null; // as chosen; null: what shows the launches of all jobs that run
+    this.span = null; // as chosen; null: what shows the generations of all jobs that run
     this.rows = new Map();
     this.opened = live.opened ??= new Map(); // whether, by name; as the reader left it
     this.usage = null;
-    this.launches = [];
+    this.generations = [];
     this.list = h("div", { class: "nodes-list" });
     this.about = h("span", { class: "about" });
     this.from = h("span");
@@ -40,7 +40,7 @@ export class Nodes {
     say(this.about, `${count(names.length, "node")}${away ? `, ${away} not ready` : ""}`);
     for (const [name, row] of this.rows) this.#tell(name, row, nodes[name]);
     this.#askUsage();
-    this.#askLaunches();
+    this.#askGenerations();
     this.draw();
   }
 
@@ -53,12 +53,12 @@ export class Nodes {
     say(this.from, moment(from));
     for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.span === this.span));
     for (const [name, row] of this.rows) {
-      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, launches: this.#on(name), from, to, now: to });
+      row.gantt?.update({ nodes: { [name]: data.nodes[name] }, generations: this.#on(name), from, to, now: to });
     }
   }
 
   #seconds(now) {
-    const oldest = this.live.data.oldest_launch ?? now;
+    const oldest = this.live.data.oldest_generation ?? now;
     return this.span ?? Math.min(Math.max((now - oldest) * 1.04, SPANS["2 min"] / 2), SPANS["1 d"]);
   }
 
@@ -127,14 +127,14 @@ export class Nodes {
       row.actions.replaceChildren(actionButton(kind, name, () => this.live.refresh()), h("span", { class: "reason" }, since));
     }
     row.actions.told = node.condition + since;
-    const holds = this.#on(name).filter((launch) => launch.ended_at === null);
-    const text = holds.map((launch) => launch.job).join();
-    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((launch) => jobLink(launch.job, launch.number)));
+    const holds = this.#on(name).filter((generation) => generation.ended_at === null);
+    const text = holds.map((generation) => generation.job).join();
+    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((generation) => jobLink(generation.job, generation.number)));
     row.holders.told = text;
   }
 
   #on(name) {
-    return this.launches.filter((launch) => launch.nodes.includes(name));
+    return this.generations.filter((generation) => generation.nodes.includes(name));
   }
 
   // What is asked for besides
@@ -157,17 +157,17 @@ export class Nodes {
     }
   }
 
-  async #askLaunches() {
+  async #askGenerations() {
     const open = [...this.rows].filter(([, row]) => row.gantt).map(([name]) => name);
     if (!open.length || this.asking || this.live.awaySince !== null) return;
     this.asking = true;
     const since = (this.live.now - this.#seconds(this.live.now)).toFixed(0);
     const named = open.length > MOST_NAMED ? [] : open.map((name) => ["node", name]);
-    const found = await quietly(`/launches?${new URLSearchParams([["since", since], ...named])}`);
+    const found = await quietly(`/generations?${new URLSearchParams([["since", since], ...named])}`);
     this.asking = false;
     if (!found) return;
-    this.launches = found;
-    this.live.note(found.map((launch) => [launch.job, launch.number]));
+    this.generations = found;
+    this.live.note(found.map((generation) => [generation.job, generation.number]));
     for (const [name, row] of this.rows) if (row.gantt && this.live.data.nodes[name]) this.#tellMore(name, row, this.live.data.nodes[name]);
     this.draw();
   }

@@ -9,14 +9,14 @@ export function phase(job) {
   return job.phase;
 }
 
-/** Whether a launch failed; one that was to end did not, though it may not have saved. */
-export function hasFailed(launch) {
-  return launch.outcome === "failed" && !launch.intent;
+/** Whether a generation failed; one that was to end did not, though it may not have saved. */
+export function hasFailed(generation) {
+  return generation.outcome === "failed" && !generation.intent;
 }
 
-/** How a launch ended, as people are told it. */
-export function outcome(launch) {
-  return launch.outcome === "failed" && launch.intent ? "ended unsaved" : launch.outcome;
+/** How a generation ended, as people are told it. */
+export function outcome(generation) {
+  return generation.outcome === "failed" && generation.intent ? "ended unsaved" : generation.outcome;
 }
 
 export const ORDER = ["Running", "Stopping", "Restarting", "Created", "Queued", "Suspended", "Failed", "Cancelled", "Complete"];

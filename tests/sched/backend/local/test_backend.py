@@ -188,7 +188,7 @@ def test_recover_ends_what_another_instance_left(
     assert (state_dir.checkpoints("toy") / "stopped.json").exists()
 
 
-def test_a_launch_waits_for_its_slots(backend: LocalBackend, state_dir: StateDir) -> None:
+def test_a_generation_waits_for_its_slots(backend: LocalBackend, state_dir: StateDir) -> None:
     """What was decided for two jobs at once need not come about at once."""
     backend.apply(workload(job="first"), 1, ["node-a", "node-a"])
     backend.apply(workload(job="second"), 1, ["node-a"])

@@ -1,4 +1,4 @@
-"""What the launches of jobs come to: how many there were, and what they held.
+"""What the generations of jobs come to: how many there were, and what they held.
 
 These are the questions that the methods of the store are made of; each is asked within a session
 that the store has begun.
@@ -20,19 +20,19 @@ ENDED = tuple(phase.value for phase in Phase if phase.ended)
 """Phases of jobs that have ended: of a store that was kept for months nearly all."""
 
 
-class LaunchCounts(NamedTuple):
-    """How often jobs were launched, and why again, since the store was made."""
+class GenerationCounts(NamedTuple):
+    """How often jobs were started, and why again, since the store was made."""
 
     restarts: int
-    """Launches of a job after its first."""
+    """Generations of a job after its first."""
     reallocations: int
     """Generations that were stopped for the job to go on elsewhere."""
     failures: int
     """Generations that failed by themselves."""
 
 
-def totals(session: Session, name: str | None = None) -> LaunchCounts:
-    """Return how often a job was launched, and why again; without a name, of all that there are."""
+def totals(session: Session, name: str | None = None) -> GenerationCounts:
+    """Return how often a job was started, and why again; without a name, of all that there are."""
     row = GenerationRow
     failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
     query = select(
@@ -42,7 +42,7 @@ def totals(session: Session, name: str | None = None) -> LaunchCounts:
     ).select_from(row)
     if name is not None:
         query = query.where(row.job == name)
-    return LaunchCounts(*session.execute(query).one())
+    return GenerationCounts(*session.execute(query).one())
 
 
 def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:
@@ -53,19 +53,19 @@ def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement
 
 
 def of_job(session: Session, name: str) -> list[GenerationRecord]:
-    """Return the launches of a job, oldest first."""
+    """Return the generations of a job, oldest first."""
     query = select(GenerationRow).where(GenerationRow.job == name).order_by(GenerationRow.id)
     return [generation_record(row) for row in session.scalars(query)]
 
 
 def count(session: Session, *, live: bool) -> dict[str, int]:
-    """Return how often each job was launched."""
+    """Return how often each job was started."""
     counts = (
-        select(GenerationRow.job, func.count().label("launches"))
+        select(GenerationRow.job, func.count().label("generations"))
         .where(among_live(GenerationRow.job, live=live))
         .group_by(GenerationRow.job)
     )
-    return {row.job: row.launches for row in session.execute(counts)}
+    return {row.job: row.generations for row in session.execute(counts)}
 
 
 def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
@@ -88,8 +88,8 @@ def restart_seconds(session: Session, name: str | None = None) -> dict[str, list
 
 
 def attained_service(session: Session, now: float, *, live: bool) -> dict[str, float]:
-    """Return the slot-seconds that each job has held: every launch from its start to its end."""
-    held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.launched_at
+    """Return the slot-seconds of each job: every generation from its start to its end."""
+    held = func.coalesce(GenerationRow.ended_at, now) - GenerationRow.created_at
     slots = GenerationRow.num_replicas * GenerationRow.num_stages
     service = func.sum(case((held > 0, held), else_=0.0) * slots).label("service")
     sums = (

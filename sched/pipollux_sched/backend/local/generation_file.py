@@ -1,7 +1,7 @@
-"""What a launch of a job was meant to be, written down before its first process is started.
+"""What a generation of a job was meant to be, written down before its first process is started.
 
-`jobs/NAME/launches/gen-G/launch.json` says what a scheduler that comes after has to know to look
-after the generation; `replica-R.json` beside it is what the runner of replica R says of itself.
+`jobs/NAME/generations/gen-G/generation.json` says what the next scheduler has to know to look after
+the generation; `replica-R.json` beside it is what the runner of replica R says of itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRecord:
-    """One launch of a job."""
+class GenerationFile:
+    """What is to be known of a generation to look after it."""
 
     job: str
     generation: int
@@ -37,19 +37,21 @@ class LaunchRecord:
     """Where they save."""
 
     def write(self, folder: Path) -> None:
-        """Keep it in a launch's folder, on the disk when this returns.
+        """Keep it in the generation's folder, on the disk when this returns.
 
         Raises:
             OSError: it cannot be written.
         """
         data = {**asdict(self), "checkpoints": str(self.checkpoints)}
-        write_aside(folder / "launch.json", (json.dumps(data) + "\n").encode(), PRIVATE)
+        write_aside(folder / "generation.json", (json.dumps(data) + "\n").encode(), PRIVATE)
 
     @classmethod
-    def read(cls, folder: Path) -> LaunchRecord | None:
+    def read(cls, folder: Path) -> GenerationFile | None:
         """Read it; None where it was never written, or not by this version."""
         try:
-            data: dict[str, Any] = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
+            data: dict[str, Any] = json.loads(
+                (folder / "generation.json").read_text(encoding="utf-8")
+            )
             return cls(
                 job=str(data["job"]),
                 generation=int(data["generation"]),
@@ -75,7 +77,7 @@ def error_files(folder: Path, num_replicas: int) -> list[Path]:
 
 
 def drop_earlier(folder: Path, others: Sequence[Path]) -> None:
-    """Remove the folders of launches that are over and done with."""
+    """Remove the folders of generations that are over and done with."""
     for other in others:
         if other != folder:
             with suppress(OSError):
