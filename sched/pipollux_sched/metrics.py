@@ -12,20 +12,20 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = ["Meters"]
+__all__ = ["Metrics"]
 
 POLICY_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds: the exact policy takes milliseconds, the genetic one up to minutes."""
 
 
-class Meters:
+class Metrics:
     """Counters and clocks of one scheduler, in a registry of their own; safe for any thread.
 
     Example:
-        >>> meters = Meters()
-        >>> with meters.deciding():
+        >>> metrics = Metrics()
+        >>> with metrics.deciding():
         ...     pass
-        >>> meters.registry.get_sample_value("pipollux_policy_seconds_count")
+        >>> metrics.registry.get_sample_value("pipollux_policy_seconds_count")
         1.0
     """
 

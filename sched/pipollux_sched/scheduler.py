@@ -42,7 +42,7 @@ from pipollux_sched.utils.vital_thread import VitalThreads
 
 from .backend import Backend, LocalBackend, Node
 from .lifecycle import Allocate
-from .metrics import Meters
+from .metrics import Metrics
 from .policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
 from .server import create_app, end_waiting
 from .store import JobRecord, ServerInfo, StateDir, Store
@@ -140,7 +140,7 @@ class Scheduler:
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
             "PIPOLLUX_HEARTBEAT_INTERVAL": f"{heartbeat_timeout / 6:g}",
         }
-        self._meters = Meters()
+        self._metrics = Metrics()
         self._resources = ExitStack()
         self._started = self._serving = self._stopping = self._abandoned = False
         self._deciding = threading.Lock()
@@ -168,7 +168,7 @@ class Scheduler:
             resources.enter_context(self.state_dir.lock())
             where = self.state_dir.store if self._store_url is None else self._store_url
             self._store = resources.enter_context(Store(where, create=True))
-            self._store.claim()
+            self._store.acquire_leader_lock()
             if self._store_url is None:
                 self.state_dir.check_known(where, self._store.last_event())
             if self._store_url is not None:
@@ -341,7 +341,7 @@ class Scheduler:
             self._control,
             state_dir=self.state_dir,
             admin_token=self.admin_token,
-            meters=self._meters,
+            metrics=self._metrics,
             open_metrics=self._open_metrics,
             hosts=self._hosts,
         )
@@ -381,7 +381,7 @@ class Scheduler:
             self._strategy,
             carry_out=self._carry_out,
             restart_seconds=self._restart_seconds,
-            meters=self._meters,
+            metrics=self._metrics,
         )
         return AllocationLoop(
             allocator,

@@ -24,7 +24,7 @@ from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.lifecycle import Allocate, JobState, Phase
-from pipollux_sched.metrics import Meters
+from pipollux_sched.metrics import Metrics
 from pipollux_sched.policy import Allocation, violations
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
@@ -232,7 +232,7 @@ class Allocator:
         carry_out: lets jobs be allocated, all at once.
         restart_seconds: what a restart is taken to cost before a job's own was measured.
         clock: tells the time, in seconds since the epoch.
-        meters: where decisions are counted and timed; None: nowhere that anybody sees.
+        metrics: where decisions are counted and timed; None: nowhere that anybody sees.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Allocator:
         carry_out: Callable[[Sequence[tuple[str, Allocate]]], object],
         restart_seconds: float,
         clock: Callable[[], float] = time.time,
-        meters: Meters | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._store = store
         self._stated = dict(nodes)
@@ -254,7 +254,7 @@ class Allocator:
         self._carry_out = carry_out
         self._restart_seconds = restart_seconds
         self._clock = clock
-        self._meters = meters or Meters()
+        self._metrics = metrics or Metrics()
         self._doubted: dict[str, str] = {}
         self._read = _Read()
 
@@ -368,13 +368,13 @@ class Allocator:
         candidates: Sequence[Candidate],
     ) -> list[Decision]:
         try:
-            with self._meters.deciding():
+            with self._metrics.deciding():
                 decisions = decide(candidates, self._nodes, self._strategy)
         except Exception:  # policies are other people's code
-            self._meters.policy_failures.inc()
+            self._metrics.policy_failures.inc()
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
-        self._meters.decisions.inc(len(decisions))
+        self._metrics.decisions.inc(len(decisions))
         self._let(
             [
                 (each.job, Allocate(each.nodes, each.why, each.details, each.num_stages))

@@ -39,7 +39,7 @@ def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
     """
     while not interruption.wait(LOOK_INTERVAL):
         try:
-            scheduler.store.check_claim()
+            scheduler.store.check_leader_lock()
         except StoreUnavailableError:
             pass  # whose it is cannot be asked; it goes on when the database is back
         except StoreTakenError:

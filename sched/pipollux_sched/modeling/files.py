@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipollux_sched.utils.user_text import not_text, read_user_text
+from pipollux_sched.utils.text_file import not_text, read_text_file
 
 from .errors import ModelingError
 
@@ -49,7 +49,7 @@ def read_text(path: str | Path) -> tuple[str, str]:
         ModelingError: it is missing, cannot be read, or is not UTF-8.
     """
     if str(path) != STANDARD_INPUT:
-        return read_user_text(Path(path), ModelingError), str(path)
+        return read_text_file(Path(path), ModelingError), str(path)
     name = "<stdin>"
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig"), name

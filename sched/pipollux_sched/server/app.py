@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.metrics import Meters
+from pipollux_sched.metrics import Metrics
 from pipollux_sched.store import StateDir, Store
 
 from .dependencies import NeedsAdmin, Services
@@ -30,7 +30,7 @@ def create_app(
     *,
     state_dir: StateDir,
     admin_token: str,
-    meters: Meters | None = None,
+    metrics: Metrics | None = None,
     limits: Limits | None = None,
     open_metrics: bool = False,
     hosts: Collection[str] = (),
@@ -42,19 +42,19 @@ def create_app(
         control: carries out what is asked.
         state_dir: where the jobs' logs are.
         admin_token: opens everything.
-        meters: what the scheduler counts; None: new ones.
+        metrics: what the scheduler counts; None: new ones.
         limits: how much is answered; None: the usual.
         open_metrics: whether `/metrics` needs no token.
         hosts: names that are answered to, besides those of the loopback interface.
     """
-    meters = meters or Meters()
+    metrics = metrics or Metrics()
     app = FastAPI(title="Pipollux", openapi_url=None)
     app.state.services = Services(
-        store, control, state_dir, admin_token, meters, limits or Limits()
+        store, control, state_dir, admin_token, metrics, limits or Limits()
     )
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     app.add_middleware(HostCheck, hosts=hosts)
-    app.add_middleware(RefusedCounter, meters=meters)
+    app.add_middleware(RefusedCounter, metrics=metrics)
     answer_errors(app)
     for part in (job_side, jobs, nodes, events, overview, service):
         app.include_router(part.router)
@@ -67,7 +67,7 @@ def create_app(
 def end_waiting(app: FastAPI) -> None:
     """End the streams and long polls of an application, because its server is about to stop."""
     services: Services = app.state.services
-    services.news.close()
+    services.changes.close()
 
 
 def _add_docs(app: FastAPI) -> None:

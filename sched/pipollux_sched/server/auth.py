@@ -44,7 +44,7 @@ class JobTokens:
             return None
 
 
-class Gate:
+class Auth:
     """Lets requests in by their token, and counts them against the limits.
 
     Args:

@@ -17,7 +17,7 @@ PAUSE = 0.1
 """Seconds between two awakenings: what is committed in between is told at once."""
 
 
-class News:
+class ChangeWatch:
     """Wakes coroutines of one event loop when the store has changed.
 
     As long as somebody listens, one thread waits for the store on behalf of all.
@@ -46,7 +46,7 @@ class News:
         self._loop = asyncio.get_running_loop()
         self._num_listening += 1
         if self._task is None:
-            self._task = self._loop.create_task(self._watch(), name="pipollux-news")
+            self._task = self._loop.create_task(self._watch(), name="pipollux-change-watch")
         try:
             yield
         finally:

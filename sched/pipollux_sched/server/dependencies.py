@@ -14,11 +14,11 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.metrics import Meters
+from pipollux_sched.metrics import Metrics
 from pipollux_sched.store import StateDir, Store
 
-from .auth import Gate
-from .change_watch import News
+from .auth import Auth
+from .change_watch import ChangeWatch
 from .event_stream import Tail
 from .hints_batcher import HintsInbox
 from .limits import Limits, Places
@@ -33,7 +33,7 @@ class Services:
         control: carries out what is asked.
         state_dir: where the jobs' logs are.
         admin_token: opens everything.
-        meters: what the scheduler counts.
+        metrics: what the scheduler counts.
         limits: how much is answered.
     """
 
@@ -43,16 +43,16 @@ class Services:
         control: Control,
         state_dir: StateDir,
         admin_token: str,
-        meters: Meters,
+        metrics: Metrics,
         limits: Limits,
     ) -> None:
         self.store = store
         self.control = control
         self.state_dir = state_dir
-        self.meters = meters
+        self.metrics = metrics
         self.limits = limits
-        self.gate = Gate(store, state_dir, admin_token, limits)
-        self.news = News(store)
+        self.auth = Auth(store, state_dir, admin_token, limits)
+        self.changes = ChangeWatch(store)
         self.hints = HintsInbox(store)
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store, control)
@@ -111,14 +111,14 @@ AdminToken = Annotated[
 
 async def require_admin(request: Request, services: ServicesDep, token: AdminToken) -> None:
     """Let the admin in, and nobody else."""
-    services.gate.admit_admin(request, token)
+    services.auth.admit_admin(request, token)
 
 
 async def require_job(
     name: str, request: Request, services: ServicesDep, job: JobToken, admin: AdminToken
 ) -> None:
     """Let the job of the path in, or the admin."""
-    await services.gate.admit_job(name, request, job or admin)
+    await services.auth.admit_job(name, request, job or admin)
 
 
 NeedsAdmin = Depends(require_admin)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pipollux_sched.report.event_text import event_text
 from pipollux_sched.store import Store, StoreError
 
-from .change_watch import News
+from .change_watch import ChangeWatch
 from .limits import Places
 
 RETRY_MS = 2000
@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
     id: int
     job: str | None
     text: str
-    told: str | None
+    summary: str | None
     """What people are told of it; None: nothing."""
 
 
@@ -97,30 +97,36 @@ class Tail:
 
 
 async def stream(
-    news: News, tail: Tail, after: int, job: str | None, keep_alive: float, *, told: bool = False
+    changes: ChangeWatch,
+    tail: Tail,
+    after: int,
+    job: str | None,
+    keep_alive: float,
+    *,
+    summary: bool = False,
 ) -> AsyncGenerator[str]:
     """Yield the text of a stream of events, until the server stops.
 
     Args:
-        news: tells when there is something to read.
+        changes: tells when there is something to read.
         tail: what is read.
         after: id of the last event that is not wanted.
         job: only events of this job; None: all.
         keep_alive: seconds of silence after which a comment is sent.
-        told: only what people are told, as `told_object` has it.
+        summary: only what people are told, as `event_summary` has it.
     """
     yield f"retry: {RETRY_MS}\n\n"
-    async with news.listening():
-        while not news.closed:
-            version = news.version
+    async with changes.listening():
+        while not changes.closed:
+            version = changes.version
             try:
                 entries, after, more = await tail.read(after, job)
             except StoreError:  # it was closed, and with it goes the server
                 return
-            text = "".join((entry.told or "") if told else entry.text for entry in entries)
+            text = "".join((entry.summary or "") if summary else entry.text for entry in entries)
             if text:
                 yield text
-            if not more and not await news.wait(version, keep_alive):
+            if not more and not await changes.wait(version, keep_alive):
                 yield ": nothing new\n\n"
 
 
@@ -146,7 +152,7 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-def told_object(event: Mapping[str, Any]) -> dict[str, Any] | None:
+def event_summary(event: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return an event as people are told of it, with a sentence; None where they are not."""
     sentence = event_text(event)
     if sentence is None:
@@ -158,8 +164,8 @@ def told_object(event: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _entry(event: dict[str, Any]) -> _Entry:
-    told = told_object(event)
-    shown = None if told is None else _message(told)
+    summary = event_summary(event)
+    shown = None if summary is None else _message(summary)
     return _Entry(event["id"], event["job"], _message(event), shown)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from pipollux_sched.store import Store, ToldHints
+from pipollux_sched.store import ReceivedHints, Store
 
 PAUSE = 0.005
 """Seconds from one writing to the next; hints that come meanwhile wait so long at the most."""
@@ -28,7 +28,7 @@ class HintsInbox:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: list[tuple[ToldHints, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[ReceivedHints, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, job: str, generation: int, hints: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class HintsInbox:
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((ToldHints(job, generation, hints), done))
+        self._waiting.append((ReceivedHints(job, generation, hints), done))
         if self._task is None:
             self._task = loop.create_task(self._write(), name="pipollux-hints")
         await done
@@ -57,7 +57,7 @@ class HintsInbox:
             self._task = None
 
     async def _write_batch(
-        self, batch: list[tuple[ToldHints, asyncio.Future[None]]], own: CapacityLimiter
+        self, batch: list[tuple[ReceivedHints, asyncio.Future[None]]], own: CapacityLimiter
     ) -> None:
         told = [each for each, _ in batch]
         outcomes: list[Exception | None]

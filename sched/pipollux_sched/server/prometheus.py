@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.metrics import Meters
+from pipollux_sched.metrics import Metrics
 from pipollux_sched.store import NodeCondition, Store
 
 REASONS = {
@@ -37,12 +37,12 @@ class RefusedCounter:
 
     Args:
         app: the application.
-        meters: where they are counted.
+        metrics: where they are counted.
     """
 
-    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
-        self._refused = meters.refused
+        self._refused = metrics.refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -116,8 +116,8 @@ class SchedulerCollector(Collector):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
 
 
-def render(meters: Meters, collector: SchedulerCollector) -> bytes:
+def render(metrics: Metrics, collector: SchedulerCollector) -> bytes:
     """Return everything in Prometheus' text format."""
     read = CollectorRegistry()
     read.register(collector)
-    return generate_latest(meters.registry) + generate_latest(read)
+    return generate_latest(metrics.registry) + generate_latest(read)

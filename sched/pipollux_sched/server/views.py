@@ -28,7 +28,7 @@ from pipollux_sched.store import (
     Store,
 )
 
-from .event_stream import told_object
+from .event_stream import event_summary
 
 MOST_GENERATIONS = 5000
 """Generations of all jobs together: more than a picture has room for."""
@@ -58,7 +58,7 @@ def describe_all(
     last_event = store.last_event()  # first, so that whoever listens on from there misses nothing
     glance, page = store.overview.glance(), store.overview.jobs(query, time.time())
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
-    told = (told_object(event) for event in found)
+    told = (event_summary(event) for event in found)
     cluster = control.cluster()
     return {
         "time": time.time(),

@@ -25,7 +25,7 @@ from pydantic import (
 from pipollux_perfmodel import SchedHints
 from pipollux_sched.utils.units import parse_bytes, parse_duration
 from pipollux_sched.utils.validation import problem_at, problems
-from pipollux_sched.utils.yaml_file import Document, SpecError, read_document
+from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
 
 from .hints import HintsField
 from .image_reference import check_image
@@ -195,8 +195,8 @@ class JobSpec(_Spec):
     hang_timeout: Annotated[float | None, BeforeValidator(parse_duration)] = Field(
         default=None, description="a duration such as 30m"
     )
-    """Seconds without a further step, from the first step of a generation on, after which its processes
-    are ended and it is started again; None: it may stand still for ever."""
+    """Seconds without a further step, from the first step of a generation on, after which its
+    processes are ended and the job is started again; None: it may stand still for ever."""
     hints: HintsField | None = None
     """What is known of the job beforehand."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
@@ -320,7 +320,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
     """
-    return _load(read_document(path, "nodes:"), ClusterSpec)
+    return _load(read_yaml_file(path, "nodes:"), ClusterSpec)
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
@@ -329,7 +329,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
     """
-    return list(_load(read_document(path, "jobs:"), JobBatch).jobs)
+    return list(_load(read_yaml_file(path, "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
@@ -352,7 +352,7 @@ def parse_job(data: Any, source: str = "job") -> JobSpec:
 M = TypeVar("M", bound=BaseModel)
 
 
-def _load(document: Document, model: type[M]) -> M:
+def _load(document: YamlFile, model: type[M]) -> M:
     try:
         return model.model_validate(document.data)
     except ValidationError as error:

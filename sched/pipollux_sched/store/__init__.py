@@ -17,7 +17,7 @@ from .errors import (
     UnknownNodeError,
 )
 from .generations import GenerationCounts
-from .hints import ToldHints
+from .hints import ReceivedHints
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
 from .queries import Glance, NoisePoint, Overview
@@ -51,6 +51,7 @@ __all__ = [
     "Overview",
     "PendingDeletion",
     "Point",
+    "ReceivedHints",
     "ReplicaAddresses",
     "ServerInfo",
     "StaleGenerationError",
@@ -62,7 +63,6 @@ __all__ = [
     "StoreUnavailableError",
     "Submission",
     "Timeline",
-    "ToldHints",
     "UnknownJobError",
     "UnknownNodeError",
     "UnknownReplicaError",

@@ -1,7 +1,7 @@
 """The database under the store: how transactions begin and end, and who is told of them.
 
-Within this process writers queue for a lock, and whoever waits for news is woken by a commit. What
-keeps writers of several processes apart is said in `engines.py`.
+Within this process writers queue for a lock, and a commit wakes whoever waits for changes.
+`engines.py` says what keeps writers of several processes apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from . import schema
 from .engines import make_engine, reading, writing
 from .errors import StoreError, StoreUnavailableError
-from .leader_lock import Claim
+from .leader_lock import LeaderLock
 from .location import Location
 
 
@@ -42,10 +42,10 @@ class Database:
         self._reader, self._writer = reading(self._engine), writing(self._engine)
         self._hasty_writer = writing(self._engine, durable=False)
         self._lock = threading.RLock()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._version = 0
         self._closed = False
-        self._claim: Claim | None = None
+        self._leader_lock: LeaderLock | None = None
         try:
             self._open(create)
         except BaseException as error:  # also Ctrl-C: nothing stays open
@@ -61,39 +61,39 @@ class Database:
         """Where the store is."""
         return self._location
 
-    def claim(self) -> None:
+    def acquire_leader_lock(self) -> None:
         """Let nobody else serve the store until this is closed.
 
         Raises:
             StoreTakenError: another scheduler serves it.
         """
         with self._available():
-            claim = Claim(self._engine, self._location)
+            lock = LeaderLock(self._engine, self._location)
         try:
             with self.write() as session:
-                claim.leave_mark(session)
+                lock.write_token(session)
         except BaseException:  # also Ctrl-C: nobody else could have the store
-            claim.close()
+            lock.close()
             raise
-        self._claim = claim
+        self._leader_lock = lock
 
-    def check_claim(self) -> None:
+    def check_leader_lock(self) -> None:
         """Look whether the store is still this one's, if it ever was.
 
         Raises:
             StoreTakenError: another scheduler has taken the store over.
             StoreUnavailableError: the database cannot say it now.
         """
-        if self._claim is not None:
+        if self._leader_lock is not None:
             with self.read() as session:
-                self._claim.check_mark(session)
+                self._leader_lock.check_token(session)
 
     def close(self) -> None:
         """Close every connection; from then on every transaction is refused."""
         with self._lock:
             self._closed = True
-        if self._claim is not None:
-            self._claim.close()
+        if self._leader_lock is not None:
+            self._leader_lock.close()
         self._engine.dispose()
 
     @contextmanager
@@ -111,12 +111,12 @@ class Database:
         self._check_open()
         writer = self._writer if durable else self._hasty_writer
         with self._available(), self._lock, Session(writer) as session, session.begin():
-            if self._claim is not None:
-                self._claim.check_mark(session)
+            if self._leader_lock is not None:
+                self._leader_lock.check_token(session)
             yield session
-        with self._news:
+        with self._changed:
             self._version += 1
-            self._news.notify_all()
+            self._changed.notify_all()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -153,8 +153,8 @@ class Database:
         Returns:
             The version to wait for next.
         """
-        with self._news:
-            self._news.wait_for(lambda: self._version != version, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version, timeout)
             return self._version
 
     @contextmanager

@@ -21,12 +21,12 @@ _HINTS = Base.metadata.tables[HintsRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 """Tables, not classes: rows that nobody reads again need no objects."""
 
-_PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("told")).join(
-    _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
-)
+_PRESENT = select(
+    _JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("received")
+).join(_HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True)
 
 
-class ToldHints(NamedTuple):
+class ReceivedHints(NamedTuple):
     """The hints of one job, as they came."""
 
     job: str
@@ -35,16 +35,18 @@ class ToldHints(NamedTuple):
     """As JSON."""
 
 
-def keep(session: Session, told: Sequence[ToldHints], now: float) -> list[StoreError | None]:
+def keep(
+    session: Session, received: Sequence[ReceivedHints], now: float
+) -> list[StoreError | None]:
     """Keep hints; of several of one job, the last, and an event for each.
 
     Returns:
         For each of them why it was not kept: `UnknownJobError`, `StaleGenerationError`; None where
         it was.
     """
-    present, known = _present(session, {each.job for each in told})
-    problems = [_problem(session, present, each) for each in told]
-    kept = [each for each, problem in zip(told, problems, strict=True) if problem is None]
+    present, known = _present(session, {each.job for each in received})
+    problems = [_problem(session, present, each) for each in received]
+    kept = [each for each, problem in zip(received, problems, strict=True) if problem is None]
     latest = {each.job: _row(each, now) for each in kept}
     _execute(session, insert(_HINTS), [row for job, row in latest.items() if job not in known])
     for job in latest.keys() & known:
@@ -54,34 +56,36 @@ def keep(session: Session, told: Sequence[ToldHints], now: float) -> list[StoreE
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the present generation of each job, and the jobs that told hints before."""
+    """Return the present generation of each job, and the jobs that received hints before."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
-    return {row.name: row.generation for row in rows}, {row.name for row in rows if row.told}
+    return {row.name: row.generation for row in rows}, {row.name for row in rows if row.known}
 
 
-def _problem(session: Session, present: Mapping[str, int], told: ToldHints) -> StoreError | None:
-    if present.get(told.job) == told.generation:
+def _problem(
+    session: Session, present: Mapping[str, int], received: ReceivedHints
+) -> StoreError | None:
+    if present.get(received.job) == received.generation:
         return None
     try:
-        journal.check_present(journal.find_job(session, told.job), told.generation)
+        journal.check_present(journal.find_job(session, received.job), received.generation)
     except StoreError as error:
         return error
     return None
 
 
-def _row(told: ToldHints, now: float) -> dict[str, Any]:
+def _row(received: ReceivedHints, now: float) -> dict[str, Any]:
     return {
-        "job": told.job,
-        "generation": told.generation,
+        "job": received.job,
+        "generation": received.generation,
         "time": now,
-        "hints": dict(told.hints),
+        "hints": dict(received.hints),
     }
 
 
-def _event(told: ToldHints, now: float) -> dict[str, Any]:
+def _event(received: ReceivedHints, now: float) -> dict[str, Any]:
     # Layers are many, and measured once: the log would keep them again every few seconds.
-    kept = {key: value for key, value in told.hints.items() if key != "layers"}
-    entry = {**_row(told, now), "type": "hints", "data": {"hints": kept}}
+    kept = {key: value for key, value in received.hints.items() if key != "layers"}
+    entry = {**_row(received, now), "type": "hints", "data": {"hints": kept}}
     del entry["hints"]
     return entry
 

@@ -2,8 +2,8 @@
 
 The lock is one that ends with its process: of a file beside an SQLite file, of a session of
 PostgreSQL. The latter also ends when the server is started again, or a network breaks; another
-scheduler may take the store over then. So it leaves a mark of its own in the store, and every
-writing transaction of a scheduler begins by looking whether the mark is still its own.
+scheduler may take the store over then. So it leaves a fencing token in the store, and every
+writing transaction of a scheduler begins by looking whether the token is still its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SERVING_LOCK = 0x50697079
 _KEY = "scheduler"
 
 
-class Claim:
+class LeaderLock:
     """The right of one scheduler to serve a store, until `close`.
 
     Raises:
@@ -36,7 +36,7 @@ class Claim:
 
     def __init__(self, engine: Engine, location: Location) -> None:
         self._location = location
-        self._mark = secrets.token_hex(16)
+        self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         file = location.file
         try:
@@ -51,14 +51,14 @@ class Claim:
                 "another with --store or --state-dir"
             )
 
-    def leave_mark(self, session: Session) -> None:
+    def write_token(self, session: Session) -> None:
         """Take the store over, within a writing transaction."""
-        session.merge(MetaRow(key=_KEY, value=self._mark))
+        session.merge(MetaRow(key=_KEY, value=self._token))
 
-    def check_mark(self, session: Session) -> None:
+    def check_token(self, session: Session) -> None:
         """Raise `StoreTakenError` where another scheduler has taken the store over."""
         found = session.scalar(select(MetaRow.value).where(MetaRow.key == _KEY))
-        if found != self._mark:
+        if found != self._token:
             raise StoreTakenError(
                 f"another scheduler has taken over the store {self._location}; this one may not "
                 "write to it any more, and ends without touching the jobs"

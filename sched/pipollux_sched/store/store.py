@@ -26,7 +26,7 @@ from . import nodes as node_rows
 from .database import Database
 from .deletion import Deletions
 from .errors import StoreError
-from .hints import ToldHints
+from .hints import ReceivedHints
 from .journal import Change
 from .queries import Overview
 from .records import (
@@ -79,18 +79,18 @@ class Store:
         self.deletions = Deletions(self._database, clock)
         """Deletes jobs that have ended."""
 
-    def claim(self) -> None:
+    def acquire_leader_lock(self) -> None:
         """Be the one scheduler that serves the store, until it is closed.
 
         Raises:
             StoreTakenError: another scheduler serves it. Whoever has to give way to another later
                 on, because its connection was lost, is told so by whatever writes.
         """
-        self._database.claim()
+        self._database.acquire_leader_lock()
 
-    def check_claim(self) -> None:
+    def check_leader_lock(self) -> None:
         """Raise `StoreTakenError` where another scheduler has taken the store over."""
-        self._database.check_claim()
+        self._database.check_leader_lock()
 
     def close(self) -> None:
         """Close the store; it must not be used afterwards."""
@@ -223,14 +223,14 @@ class Store:
             UnknownJobError: there is no job of this name.
             StaleGenerationError: `generation` is not the present one.
         """
-        (problem,) = self.put_all_hints([ToldHints(name, generation, hints)])
+        (problem,) = self.put_all_hints([ReceivedHints(name, generation, hints)])
         if problem is not None:
             raise problem
 
-    def put_all_hints(self, told: Sequence[ToldHints]) -> list[StoreError | None]:
+    def put_all_hints(self, received: Sequence[ReceivedHints]) -> list[StoreError | None]:
         """Keep hints of many jobs at once: for each, why it was not kept; None where it was."""
         with self._database.write(durable=False) as session:
-            return hint_rows.keep(session, told, self._clock())
+            return hint_rows.keep(session, received, self._clock())
 
     def hints(self, *, live: bool = False) -> dict[str, dict[str, Any]]:
         """Return the latest hints by job, as JSON; `live`: of jobs that have not ended."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from .user_text import read_user_text
+from .text_file import read_text_file
 
 
 class SpecError(ValueError):
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlFile:
     """One YAML file: its data, and the line that each piece of it stands in."""
 
     path: Path
@@ -73,7 +73,7 @@ class Document:
         return line + 1
 
 
-def read_document(path: str | Path, example: str) -> Document:
+def read_yaml_file(path: str | Path, example: str) -> YamlFile:
     """Read one YAML file.
 
     Args:
@@ -84,7 +84,7 @@ def read_document(path: str | Path, example: str) -> Document:
         SpecError: the file is missing, unreadable, empty, or not YAML.
     """
     path = Path(path)
-    text = read_user_text(path, SpecError)
+    text = read_text_file(path, SpecError)
     try:
         loader = _Loader(text)
         try:
@@ -107,4 +107,4 @@ def read_document(path: str | Path, example: str) -> Document:
         raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
     if root is None or data is None:
         raise SpecError(f"{path}: the file is empty; it must begin with '{example}'")
-    return Document(path, data, root)
+    return YamlFile(path, data, root)

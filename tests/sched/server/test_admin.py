@@ -10,7 +10,7 @@ import pytest
 
 from pipollux_sched.client import Client, ClientError
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
-from pipollux_sched.metrics import Meters
+from pipollux_sched.metrics import Metrics
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
 from tests.sched.supervised import ADMIN, POINT, SCRIPT, Service, detail, report
@@ -183,7 +183,7 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
     service.store.transition("counted", Allocate(["node-b"], "it is better"))
     service.store.transition("counted", Exited(1, Outcome.STOPPED, step=1))
     service.store.transition("counted", Exited(2, Outcome.FAILED, message="it fell over"))
-    with service.meters.deciding():
+    with service.metrics.deciding():
         pass
     after = figures(client.metrics())
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
@@ -231,7 +231,7 @@ def test_figures_may_be_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_a_decision_that_fails_is_timed_as_well() -> None:
-    meters = Meters()
-    with pytest.raises(ValueError, match="no"), meters.deciding():
+    metrics = Metrics()
+    with pytest.raises(ValueError, match="no"), metrics.deciding():
         raise ValueError("no")
-    assert meters.registry.get_sample_value("pipollux_policy_seconds_count") == 1.0
+    assert metrics.registry.get_sample_value("pipollux_policy_seconds_count") == 1.0

@@ -12,10 +12,10 @@ import pytest
 from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.server.hints_batcher import HintsInbox
 from pipollux_sched.store import (
+    ReceivedHints,
     StaleGenerationError,
     Store,
     StoreUnavailableError,
-    ToldHints,
     UnknownJobError,
 )
 
@@ -25,14 +25,14 @@ JOBS = [f"job-{number}" for number in range(20)]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store(tmp_path / "pipollux.db", create=True) as store:
-        store.claim()
+        store.acquire_leader_lock()
         for name in JOBS:
             store.submit(name, {"name": name}, "token", 3)
             store.transition(name, Allocate(["node-a"], "it is free"))
         yield store
 
 
-def put_all(store: Store, told: list[ToldHints]) -> list[Any]:
+def put_all(store: Store, told: list[ReceivedHints]) -> list[Any]:
     """Put hints at the same moment; return what each came to: None, or what was raised."""
 
     async def put() -> list[Any]:
@@ -45,7 +45,7 @@ def put_all(store: Store, told: list[ToldHints]) -> list[Any]:
 
 def test_what_comes_together_is_one_transaction_and_all_of_it_is_kept(store: Store) -> None:
     before, first = store.version, store.last_event()
-    told = [ToldHints(name, 1, {"numStages": n + 1}) for n, name in enumerate(JOBS)]
+    told = [ReceivedHints(name, 1, {"numStages": n + 1}) for n, name in enumerate(JOBS)]
     assert put_all(store, told) == [None] * len(JOBS)
     assert store.version == before + 1
     assert store.hints() == {each.job: each.hints for each in told}
@@ -53,13 +53,13 @@ def test_what_comes_together_is_one_transaction_and_all_of_it_is_kept(store: Sto
     assert [(event["job"], event["hints"]) for event in events] == [
         (each.job, each.hints) for each in told
     ]
-    put_all(store, [ToldHints(JOBS[0], 1, {"numStages": 9}), ToldHints(JOBS[1], 1, {})])
+    put_all(store, [ReceivedHints(JOBS[0], 1, {"numStages": 9}), ReceivedHints(JOBS[1], 1, {})])
     kept = store.hints()
     assert (kept[JOBS[0]], kept[JOBS[1]], kept[JOBS[2]]) == ({"numStages": 9}, {}, {"numStages": 3})
 
 
 def test_of_several_of_one_job_the_last_is_kept_and_each_is_an_event(store: Store) -> None:
-    told = [ToldHints("job-0", 1, {"numStages": n, "layers": [n]}) for n in (1, 2, 3)]
+    told = [ReceivedHints("job-0", 1, {"numStages": n, "layers": [n]}) for n in (1, 2, 3)]
     assert put_all(store, told) == [None] * 3
     assert store.hints() == {"job-0": {"numStages": 3, "layers": [3]}}
     events = store.events(job="job-0", types=["hints"])
@@ -68,10 +68,10 @@ def test_of_several_of_one_job_the_last_is_kept_and_each_is_an_event(store: Stor
 
 def test_one_that_is_refused_holds_up_no_other(store: Store) -> None:
     told = [
-        ToldHints("job-0", 1, {"numStages": 1}),
-        ToldHints("job-1", 2, {"numStages": 2}),
-        ToldHints("nobody", 1, {"numStages": 3}),
-        ToldHints("job-3", 1, {"numStages": 4}),
+        ReceivedHints("job-0", 1, {"numStages": 1}),
+        ReceivedHints("job-1", 2, {"numStages": 2}),
+        ReceivedHints("nobody", 1, {"numStages": 3}),
+        ReceivedHints("job-3", 1, {"numStages": 4}),
     ]
     first, stale, unknown, last = put_all(store, told)
     assert (first, last) == (None, None)
@@ -93,7 +93,7 @@ def test_a_store_that_fails_is_told_to_each_and_the_next_is_kept(
         await inbox.put(JOBS[2], 1, {"numStages": 1})
         return outcomes
 
-    def fail(told: list[ToldHints]) -> None:
+    def fail(told: list[ReceivedHints]) -> None:
         raise StoreUnavailableError("the disk is full")
 
     outcomes = asyncio.run(put())

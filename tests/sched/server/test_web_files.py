@@ -75,7 +75,7 @@ def test_no_other_file_is_served(service: Service, path: str) -> None:
     "path",
     [
         *("/overview", "/generations", "/usage"),
-        *("/jobs/toy/explanation", "/events/stream?told=true"),
+        *("/jobs/toy/explanation", "/events/stream?summary=true"),
     ],
 )
 def test_what_the_page_asks_needs_the_token(service: Service, path: str) -> None:
@@ -134,7 +134,7 @@ def test_what_people_are_told_as_it_happens(service: Service) -> None:
     after = service.store.last_event()
     told = service.submit("told", ["node-a"])
     told.post("/jobs/told/reports", json=report()).raise_for_status()
-    asked = f"/events/stream?told=true&job=told&after={after}"
+    asked = f"/events/stream?summary=true&job=told&after={after}"
     with service.admin.stream("GET", asked) as stream:
         lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
         heard = [json.loads(next(lines)) for _ in range(3)]

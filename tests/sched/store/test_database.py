@@ -26,12 +26,12 @@ from pipollux_sched.store import (
 from pipollux_sched.store.location import Location
 from tests.sched.store.postgresql import Server
 
-CLAIM = """
+LOCK = """
 import sys
 from pipollux_sched.store import Store
 store = Store(sys.argv[1], create=True)
-store.claim()
-print("claimed", flush=True)
+store.acquire_leader_lock()
+print("locked", flush=True)
 sys.stdin.read()
 """
 
@@ -120,48 +120,48 @@ def test_writers_do_not_see_each_other_half_done(place: Path | str) -> None:
 
 
 def test_one_scheduler_a_store(place: Path | str) -> None:
-    """Others may read, and write as users do; a claim ends with its process, however that ends."""
-    claim = [sys.executable, "-c", CLAIM, str(place)]
+    """Others may read, and write as users do; the lock ends with its process, however that ends."""
+    command = [sys.executable, "-c", LOCK, str(place)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(claim, **pipes) as first, Store(place, create=True) as second:
+    with subprocess.Popen(command, **pipes) as first, Store(place, create=True) as second:
         assert first.stdout is not None
-        assert first.stdout.readline() == "claimed\n"
+        assert first.stdout.readline() == "locked\n"
         with pytest.raises(StoreTakenError, match="another scheduler already serves the store"):
-            second.claim()
+            second.acquire_leader_lock()
         assert second.jobs() == []
         first.kill()
         first.wait()
-        until_claimed(second)
+        until_locked(second)
     with Store(place) as third:
-        until_claimed(third)
+        until_locked(third)
         third.submit("toy", {}, "token", 0)
 
 
-def until_claimed(store: Store) -> None:
+def until_locked(store: Store) -> None:
     """A server needs a moment to notice that somebody is gone."""
     for _ in range(1000):
         try:
-            store.claim()
+            store.acquire_leader_lock()
         except StoreTakenError:
             store.wait(store.version, 0.01)
         else:
             return
-    raise AssertionError("the claim of one that has ended is still held")
+    raise AssertionError("the lock of one that has ended is still held")
 
 
 def test_whoever_lost_the_store_writes_no_more(postgresql: Server) -> None:
     """The lock is gone with a connection that broke; another scheduler takes the store over."""
     place = postgresql.new_database()
     with Store(place, create=True) as first, Store(place) as second:
-        first.claim()
+        first.acquire_leader_lock()
         first.submit("toy", {}, "token", 0)
         postgresql.end_connections()
-        until_claimed(second)
+        until_locked(second)
         with pytest.raises(StoreTakenError, match=r"has taken over the store .* without touching"):
             first.submit("other", {}, "token", 0)
         with pytest.raises(StoreTakenError, match=r"has taken over the store"):
-            first.check_claim()
-        second.check_claim()
+            first.check_leader_lock()
+        second.check_leader_lock()
         assert [job.name for job in first.jobs()] == ["toy"]
         second.submit("other", {}, "token", 0)
 
@@ -170,7 +170,7 @@ def test_a_server_that_is_started_again(postgresql: Server) -> None:
     """What was acknowledged is there, and the store works on; meanwhile it says what is wrong."""
     place = postgresql.new_database()
     with Store(place, create=True) as store:
-        store.claim()
+        store.acquire_leader_lock()
         store.submit("before", {}, "token", 0)
         postgresql.stop()
         try:

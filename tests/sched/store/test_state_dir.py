@@ -35,7 +35,7 @@ def test_what_is_open_to_others_is_closed(tmp_path: Path, caplog: pytest.LogCapt
     directory.create()
     token = directory.admin_token()
     with directory.lock(), Store(directory.database, create=True) as store:
-        store.claim()
+        store.acquire_leader_lock()
     assert [mode(directory.path / name) for name in names] == [0o600] * 3
     assert (mode(directory.path), mode(directory.database)) == (0o700, 0o600)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

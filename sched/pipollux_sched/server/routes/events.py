@@ -15,7 +15,7 @@ _After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger
 _Since = Annotated[
     int | None, Query(ge=0, le=2**62, description="Only events of larger ids; 0: from the first.")
 ]
-_Told = Annotated[
+_Summary = Annotated[
     bool, Query(description="Only what people are told, each with a sentence, `text`.")
 ]
 _Limit = Annotated[int, Query(ge=1, le=10_000, description="So many at most.")]
@@ -38,7 +38,7 @@ async def follow(
     services: ServicesDep,
     after: _Since = None,
     job: _Job = None,
-    told: _Told = False,
+    summary: _Summary = False,
 ) -> EventStream:
     """Server-sent events, each with its `id`; who comes back with `Last-Event-ID` misses none.
 
@@ -49,7 +49,7 @@ async def follow(
     if since is None:
         since = await run_in_threadpool(services.store.last_event)
     keep_alive = services.limits.keep_alive
-    text = stream(services.news, services.tail, since, job, keep_alive, told=told)
+    text = stream(services.changes, services.tail, since, job, keep_alive, summary=summary)
     return EventStream(text, services.listening)
 
 

@@ -74,7 +74,7 @@ async def put_hints(
 ) -> None:
     """The scheduler keeps the latest hints; they decide what the job is worth giving."""
     await services.hints.put(name, generation, hints.to_json_object())
-    services.meters.hints.inc()
+    services.metrics.hints.inc()
 
 
 @router.post("/reports", status_code=204, summary="Report progress")
@@ -83,7 +83,7 @@ def post_report(name: str, services: ServicesDep, report: TrainingReport) -> Non
     first = services.store.add_report(
         name, report.generation, report.stored_points(), report.stored_timeline()
     )
-    services.meters.reports.inc()
+    services.metrics.reports.inc()
     if first:
         services.control.note_training(name)
 
@@ -99,7 +99,7 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
     services.control.heard(
         name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout
     )
-    services.meters.heartbeats.inc()
+    services.metrics.heartbeats.inc()
 
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")
@@ -129,14 +129,14 @@ async def get_replicas(
 
 
 async def _discover(services: Services, name: str, generation: int, wait: float) -> Discovery:
-    store, news = services.store, services.news
+    store, changes = services.store, services.changes
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait
-    async with news.listening():
+    async with changes.listening():
         while True:
-            version = news.version
+            version = changes.version
             found = await run_in_threadpool(store.replicas.find, name, generation)
             left = deadline - clock()
-            if found.complete or left <= 0 or news.closed:
+            if found.complete or left <= 0 or changes.closed:
                 return found
-            await news.wait(version, left)
+            await changes.wait(version, left)

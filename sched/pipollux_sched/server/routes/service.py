@@ -23,4 +23,4 @@ async def healthz() -> dict[str, str]:
 @metrics_router.get("/metrics", response_class=Response, summary="Figures for Prometheus")
 def metrics(services: ServicesDep) -> Response:
     """In Prometheus' text format."""
-    return Response(render(services.meters, services.collector), media_type=CONTENT_TYPE_LATEST)
+    return Response(render(services.metrics, services.collector), media_type=CONTENT_TYPE_LATEST)

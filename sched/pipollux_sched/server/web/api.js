@@ -34,7 +34,7 @@ export async function ask(path, { method = "GET", body } = {}) {
 /** Listen to what people are told, from the event after `last`, until the stream ends. */
 export async function* listen(last, signal, onOpen) {
   const headers = { "Last-Event-ID": String(last) };
-  const response = await within(send("/events/stream?told=true", { headers, signal }), PATIENCE_MS);
+  const response = await within(send("/events/stream?summary=true", { headers, signal }), PATIENCE_MS);
   onOpen();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

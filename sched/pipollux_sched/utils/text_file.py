@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def read_user_text(path: Path, refuse: Callable[[str], Exception]) -> str:
+def read_text_file(path: Path, refuse: Callable[[str], Exception]) -> str:
     """Return the text of a file, without a byte order mark.
 
     Args:
