@@ -22,11 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pipollux_sched.allocator.allocator import Allocator, FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.autoscaler import Autoscaler
 from pipollux_sched.allocator.expander import Expander
 from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.allocator.loop import AllocationLoop
+from pipollux_sched.allocator.snapshot import SnapshotReader
+from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.local.hardware import check_gpus
 from pipollux_sched.controller.admission import workload
 from pipollux_sched.controller.commands import Control
@@ -327,7 +329,8 @@ class Scheduler:
             for node in self._cluster.nodes
         )
         described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
-        self._store.add_event("cluster", {"nodes": described, "policy": self._policy_name})
+        settings = {"policy": self._policy_name, "restart_seconds": self._restart_seconds}
+        self._store.add_event("cluster", {"nodes": described, **settings})
 
     def _end_processes(self) -> None:
         # Where starting fails, or the store was lost, what runs is left to the next scheduler.
@@ -376,16 +379,13 @@ class Scheduler:
 
     def _allocation(self) -> AllocationLoop:
         allocator = Allocator(
-            self._store,
-            self._nodes,
+            SnapshotReader(self._store, restart_seconds=self._restart_seconds),
             self._strategy,
             carry_out=self._carry_out,
-            restart_seconds=self._restart_seconds,
             metrics=self._metrics,
         )
         return AllocationLoop(
             allocator,
-            self._control.present_nodes,
             interval=self._interval,
             reconsider=self._reconsider,
             ending=self._ending,

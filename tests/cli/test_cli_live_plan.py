@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipollux_sched.allocator.allocator import Allocator
-from pipollux_sched.allocator.snapshot import LiveState, policy_named
+from pipollux_sched.allocator.snapshot import Snapshot, SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.cli import main
-from pipollux_sched.planning.dry_run import plan_live
+from pipollux_sched.planning.dry_run import plan_live, policy_named
 from pipollux_sched.policy import POLICIES, ExactPolicy, make_policy
 from pipollux_sched.store import NodeCondition, Store
 
@@ -42,7 +42,7 @@ def contents(store: Store) -> tuple[Any, ...]:
 
 def test_the_plan_is_what_the_allocator_then_does(store: Store) -> None:
     before = contents(store)
-    state = LiveState.read(store)
+    state = Snapshot.read(store)
     planned = {
         change.job: (change.nodes, change.num_stages, change.why)
         for change in plan_live(state, PolicyStrategy(ExactPolicy()))
@@ -51,13 +51,8 @@ def test_the_plan_is_what_the_allocator_then_does(store: Store) -> None:
     assert contents(store) == before
     assert set(planned) >= {"new"}
 
-    allocator = Allocator(
-        store,
-        state.nodes,
-        PolicyStrategy(ExactPolicy()),
-        carry_out=store.transition_all,
-        restart_seconds=30.0,
-    )
+    reader, strategy = SnapshotReader(store, restart_seconds=30.0), PolicyStrategy(ExactPolicy())
+    allocator = Allocator(reader, strategy, carry_out=store.transition_all)
     done = {one.job: (one.nodes, one.num_stages, one.why) for one in allocator.run_once()}
     assert done == planned
 
@@ -65,7 +60,7 @@ def test_the_plan_is_what_the_allocator_then_does(store: Store) -> None:
 def test_dead_nodes_are_not_planned_with(store: Store) -> None:
     store.set_node_condition("node-c", NodeCondition.DEAD)
     store.set_node_condition("node-b", NodeCondition.DRAINING)
-    nodes = LiveState.read(store).nodes
+    nodes = Snapshot.read(store).nodes
     assert {name: node.draining for name, node in nodes.items()} == {
         "node-a": False,
         "node-b": True,
@@ -113,7 +108,7 @@ def test_apply_asks_and_lets_the_scheduler_do_it(cli: Cli) -> None:
 
     def would_grow() -> bool:
         with Store(cli.state_dir / "pipollux.db") as store:
-            planned = plan_live(LiveState.read(store), PolicyStrategy(ExactPolicy()))
+            planned = plan_live(Snapshot.read(store), PolicyStrategy(ExactPolicy()))
             return [len(one.nodes) for one in planned if one.changes] == [2]
 
     wait_until(would_grow)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from .allocator import Allocator
 from .autoscaler import Autoscaler
-from .strategy import Nodes
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,7 +17,6 @@ class AllocationLoop:
 
     Args:
         allocator: decides on all jobs.
-        nodes: tells the nodes as they are now.
         interval: seconds between two decisions.
         reconsider: set when a job or node has changed, so that a decision is due at once.
         ending: set when the scheduler ends.
@@ -29,7 +26,6 @@ class AllocationLoop:
     def __init__(
         self,
         allocator: Allocator,
-        nodes: Callable[[], Nodes],
         *,
         interval: float,
         reconsider: threading.Event,
@@ -37,7 +33,6 @@ class AllocationLoop:
         autoscaler: Autoscaler | None = None,
     ) -> None:
         self._allocator = allocator
-        self._nodes = nodes
         self._interval = interval
         self._reconsider = reconsider
         self._ending = ending
@@ -59,7 +54,6 @@ class AllocationLoop:
             self._reconsider.wait(self._interval)
 
     def _decide(self) -> None:
-        self._allocator.set_nodes(self._nodes())
         self._allocator.run_once()
         if self._autoscaler is not None and self._allocator.adjust(self._autoscaler):
             self._reconsider.set()

@@ -1,56 +1,172 @@
-"""What the store of a scheduler knows, in the form that decisions are made of; changes nothing."""
+"""What a scheduler knows at one moment, read from its store in the form that decisions are made of.
+
+Reading changes nothing. A job whose generation has not taken its first step, or is being stopped,
+is pinned: it would be moved on the strength of nothing, and moved again soon. A job gets at most
+twice the replicas that its step time was measured on (`job_infos.replica_cap`), so that a model
+that is optimistic about what it has not seen is never trusted far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any
 
-from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.policy import POLICIES, NodeInfo, Policy
-from pipollux_sched.spec.job import NodeSpec
-from pipollux_sched.store import NodeCondition, NodeRecord, Store
+from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_sched.lifecycle import JobState, Phase
+from pipollux_sched.policy import DEFAULT_RESTART_SECONDS, NodeInfo
+from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
+from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 
-from .allocator import (
-    Allocator,
-    Candidate,
-    Decision,
-    FixedStrategy,
-    Strategy,
-    place_new,
-    reallocate,
-)
-from .job_infos import node_info
+from .job_infos import hints_worth, job_info, node_info
+from .strategy import Candidate
 
-RESTART_SECONDS = 30.0
-"""What a restart is taken to cost before a job's own was measured."""
+__all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LiveState:
-    """One moment of a scheduler, as its allocator sees it."""
+class Snapshot:
+    """One moment of a scheduler."""
 
     candidates: tuple[Candidate, ...]
-    """Jobs that can be decided on: neither ended, nor suspended by their users, nor being ended."""
+    """Jobs that can be decided on, in the order they came: neither ended, nor suspended by their
+    users, nor being ended."""
     nodes: Mapping[str, NodeInfo]
     """Nodes that are not dead; some may drain."""
+    busy: frozenset[str] = frozenset()
+    """Nodes that something still runs on."""
 
     @classmethod
-    def read(cls, store: Store) -> LiveState:
-        """Read it from a store.
+    def read(cls, store: Store) -> Snapshot:
+        """Read the moment as the scheduler that serves the store, or did last, would.
 
         Raises:
             SpecError: the store holds a node or a job that this version cannot read.
         """
-        nodes = present_nodes(store.nodes())
-        allocator = Allocator(
-            store, nodes, FixedStrategy({}), carry_out=_refuse, restart_seconds=RESTART_SECONDS
-        )
-        return cls(tuple(allocator.candidates()), nodes)
+        served = store.latest_events(1, types=["cluster"])
+        seconds = served[0].get("restart_seconds") if served else None
+        known = float(seconds) if isinstance(seconds, int | float) else DEFAULT_RESTART_SECONDS
+        return SnapshotReader(store, restart_seconds=known).read()
 
     def candidate(self, name: str) -> Candidate | None:
         """Return a job; None if it cannot be decided on."""
         return next((job for job in self.candidates if job.name == name), None)
+
+
+class SnapshotReader:
+    """Reads snapshots; specs and hints that have not changed since the last are not parsed again.
+
+    Args:
+        store: knows the jobs and nodes.
+        restart_seconds: what a restart is taken to cost before a job's own was measured.
+        clock: tells the time, in seconds since the epoch.
+    """
+
+    def __init__(
+        self, store: Store, *, restart_seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._restart_seconds = restart_seconds
+        self._clock = clock
+        self._parsed: dict[str, tuple[Any, Any, JobSpec, SchedHints | None]] = {}
+        self._doubted: dict[str, str] = {}
+
+    def read(self, leaving: Collection[str] = ()) -> Snapshot:
+        """Read what is known now.
+
+        Args:
+            leaving: nodes that are to be given back, so that they drain.
+
+        Raises:
+            SpecError: the store holds a node or a job that this version cannot read.
+        """
+        store = self._store
+        hints, generations = store.hints(live=True), store.num_generations(live=True)
+        service, costs = store.attained_service(live=True), store.restart_costs()
+        jobs = store.jobs(live=True)
+        candidates = [
+            self._candidate(
+                job,
+                hints.get(job.name),
+                generations=generations.get(job.name, 0),
+                service=service.get(job.name, 0.0),
+                restart=costs.get(job.name, self._restart_seconds),
+            )
+            for job in jobs
+            if not job.state.suspended
+        ]
+        for gone in self._parsed.keys() - {job.name for job in candidates}:
+            del self._parsed[gone]
+        nodes = {
+            name: replace(node, draining=node.draining or name in leaving)
+            for name, node in present_nodes(store.nodes()).items()
+        }
+        return Snapshot(
+            # Pinned to nothing: it is being stopped, and can be weighed again when it has.
+            tuple(job for job in candidates if job.allocation or not job.pinned),
+            nodes,
+            frozenset(node for job in jobs for node in job.state.running_on),
+        )
+
+    def _candidate(
+        self,
+        job: JobRecord,
+        hints: Mapping[str, Any] | None,
+        *,
+        generations: int,
+        service: float,
+        restart: float,
+    ) -> Candidate:
+        spec, believed = self._parse(job.name, job.spec, hints)
+        told = believed or spec.hints
+        self._note_doubt(job.name, hints_worth(spec, told).doubt)
+        info = job_info(
+            spec,
+            told,
+            age=max(self._clock() - job.submitted_at, 0.0),
+            created=job.submitted_at,
+            num_restarts=max(generations - 1, 0),
+            restart_seconds=restart,
+            attained_service=service,
+            num_stages=job.state.num_stages if job.state.assigned else None,
+        )
+        return Candidate(
+            job.name,
+            info,
+            job.state.assigned,
+            pinned=is_pinned(job.state),
+            suspended=job.phase is Phase.SUSPENDED,
+            num_stages=job.state.num_stages,
+            is_new=job.phase is Phase.CREATED,
+        )
+
+    def _note_doubt(self, job: str, doubt: str | None) -> None:
+        """Say that a job's hints are left aside, once for every reason."""
+        if doubt is None:
+            self._doubted.pop(job, None)
+        elif self._doubted.get(job) != doubt:
+            self._doubted[job] = doubt
+            _LOG.warning(
+                "the hints of job %s %s; they are left aside, and it is planned for as if it had "
+                "sent none",
+                job,
+                doubt,
+            )
+
+    def _parse(
+        self, job: str, spec: Mapping[str, Any], hints: Mapping[str, Any] | None
+    ) -> tuple[JobSpec, SchedHints | None]:
+        """Return what a job's spec and hints say, given as JSON."""
+        known = self._parsed.get(job)
+        if known is None or known[0] != spec or known[1] != hints:
+            same = known is not None and known[0] == spec
+            parsed = known[2] if known is not None and same else parse_job(spec)
+            known = self._parsed[job] = (spec, hints, parsed, _believed(job, hints))
+        return known[2], known[3]
 
 
 def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
@@ -64,34 +180,17 @@ def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
     return found
 
 
-def preview(state: LiveState, strategy: Strategy) -> list[Decision]:
-    """Say what the allocator would change now: `Allocator.run_once`, without carrying it out.
-
-    Raises:
-        ValueError: what the strategy came to is impossible; the text says why.
-    """
-    started = place_new(state.candidates, state.nodes, strategy)
-    given = {decision.job: decision for decision in started}
-    after = [_started(job, given.get(job.name)) for job in state.candidates]
-    return [*started, *reallocate(after, state.nodes, strategy)]
+def is_pinned(state: JobState) -> bool:
+    """Say whether a job is to be left where it is: it starts, stops, or waits after a failure."""
+    if state.phase is Phase.RESTARTING or state.intent is not None:
+        return True
+    return bool(state.running_on) and not state.training
 
 
-def policy_named(class_name: str, make: Callable[[str], Policy]) -> str | None:
-    """Return the name of the policy of that class, None if there is none: events tell the class."""
-    return next((name for name in POLICIES if type(make(name)).__name__ == class_name), None)
-
-
-def serving_policy(events: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the class of the policy that the last `cluster` event names."""
-    return next((str(event["policy"]) for event in reversed(events) if "policy" in event), None)
-
-
-def _started(job: Candidate, decision: Decision | None) -> Candidate:
-    """Return a job as it is when it has just been started: left alone until its first step."""
-    if decision is None:
-        return job
-    return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)
-
-
-def _refuse(events: Sequence[tuple[str, Allocate]]) -> NoReturn:
-    raise AssertionError(f"jobs were to be moved by somebody who only looks: {events}")
+def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
+    """Read hints; those that an older version left and this one cannot read are as good as none."""
+    try:
+        return SchedHints.from_json_object(hints) if hints else None
+    except HintsError as error:
+        _LOG.warning("the hints of job %s are left aside: %s", job, error)
+        return None

@@ -34,14 +34,14 @@ def print_live_plan(
     Raises:
         CommandError: there is no store, or the policy failed.
     """
-    from pipollux_sched.allocator.snapshot import LiveState, policy_named, serving_policy
+    from pipollux_sched.allocator.snapshot import Snapshot
     from pipollux_sched.allocator.strategy import PolicyStrategy
-    from pipollux_sched.planning.dry_run import changed, plan_live
+    from pipollux_sched.planning.dry_run import changed, plan_live, policy_named, serving_policy
     from pipollux_sched.policy import DEFAULT_POLICY, make_policy
 
     with one_sentence(), Store(directory.store) as store:
         served_by = serving_policy(store.latest_events(1, types=["cluster"]))
-        state = LiveState.read(store)
+        state = Snapshot.read(store)
     name = policy or (policy_named(served_by, make_policy) if served_by else None)
     strategy = PolicyStrategy(make_policy(name or DEFAULT_POLICY, seed=seed))
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,17 +243,6 @@ class Control:
         if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
             _LOG.debug("job %s trains while others wait", name)
             self._reconsider()
-
-    def present_nodes(self) -> dict[str, NodeInfo]:
-        """Return the nodes as policies see them: the dead are not there, others may drain."""
-        conditions = {name: node.condition for name, node in self._store.nodes().items()}
-        return {
-            name: replace(
-                node, draining=node.draining or conditions[name] is NodeCondition.DRAINING
-            )
-            for name, node in self._nodes.items()
-            if conditions[name] is not NodeCondition.DEAD
-        }
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
         """Refuse a job that would save over what is not its own."""

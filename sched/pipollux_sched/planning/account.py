@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pipollux_sched.allocator.snapshot import LiveState
+from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import free_of
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
@@ -32,7 +32,7 @@ def find_standing(store: Store, job: JobRecord) -> Standing:
     if job.phase.ended:
         return Standing(None, None, None, None, (), None)
     pin = pinned_because(job.state)
-    live = LiveState.read(store)
+    live = Snapshot.read(store)
     candidate = live.candidate(job.name)
     if candidate is None:
         waits = (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipollux_sched.allocator.allocator import Candidate, Decision
+from pipollux_sched.allocator.decide import Decision, place_new, reallocate
 from pipollux_sched.allocator.reasons import explain
-from pipollux_sched.allocator.snapshot import LiveState, preview
-from pipollux_sched.allocator.strategy import Strategy, free_of
-from pipollux_sched.policy import Allocation, NodeInfo
+from pipollux_sched.allocator.snapshot import Snapshot
+from pipollux_sched.allocator.strategy import Candidate, Strategy, free_of
+from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, Policy
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlannedChange:
         return {**asdict(self), "previous": list(self.previous), "nodes": list(self.nodes)}
 
 
-def plan_live(state: LiveState, strategy: Strategy) -> list[PlannedChange]:
+def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
     """Say of every job that can be decided on what it would have; touch nothing.
 
     Raises:
@@ -52,6 +52,35 @@ def plan_live(state: LiveState, strategy: Strategy) -> list[PlannedChange]:
         _change(old, new, decided.get(old.name), state.nodes, free)
         for old, new in zip(state.candidates, after, strict=True)
     ]
+
+
+def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
+    """Say what the allocator would change now: `Allocator.run_once`, without carrying it out.
+
+    Raises:
+        ValueError: what the strategy came to is impossible; the text says why.
+    """
+    started = place_new(state.candidates, state.nodes, strategy)
+    given = {decision.job: decision for decision in started}
+    after = [_started(job, given.get(job.name)) for job in state.candidates]
+    return [*started, *reallocate(after, state.nodes, strategy)]
+
+
+def policy_named(class_name: str, make: Callable[[str], Policy]) -> str | None:
+    """Return the name of the policy of that class, None if there is none: events tell the class."""
+    return next((name for name in POLICIES if type(make(name)).__name__ == class_name), None)
+
+
+def serving_policy(events: Sequence[Mapping[str, object]]) -> str | None:
+    """Return the class of the policy that the last `cluster` event names."""
+    return next((str(event["policy"]) for event in reversed(events) if "policy" in event), None)
+
+
+def _started(job: Candidate, decision: Decision | None) -> Candidate:
+    """Return a job as it is when it has just been started: left alone until its first step."""
+    if decision is None:
+        return job
+    return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)
 
 
 def _given(job: Candidate, decision: Decision | None, nodes: Mapping[str, NodeInfo]) -> Candidate:

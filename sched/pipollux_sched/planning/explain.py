@@ -121,7 +121,7 @@ def standing(
 
 
 def pinned_because(state: JobState) -> Limit | None:
-    """Say why the allocator leaves a job where it is: see `allocator.is_pinned`; None if not."""
+    """Say why the allocator leaves a job where it is: see `snapshot.is_pinned`; None if not."""
     if state.suspended:
         return Limit(
             LimitKind.SUSPENDED, "Its user suspended it; it gets nothing until it is resumed."

@@ -21,9 +21,9 @@ _HINTS = Base.metadata.tables[HintsRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 """Tables, not classes: rows that nobody reads again need no objects."""
 
-_PRESENT = select(
-    _JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("received")
-).join(_HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True)
+_PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("known")).join(
+    _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
+)
 
 
 class ReceivedHints(NamedTuple):

@@ -9,22 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.allocator.allocator import (
-    Allocator,
-    Candidate,
-    FixedStrategy,
-    PolicyStrategy,
-    is_pinned,
-    place_new,
-    reallocate,
-    why_waiting,
-)
+from pipollux_sched.allocator.allocator import Allocator
+from pipollux_sched.allocator.decide import place_new, reallocate, why_waiting
 from pipollux_sched.allocator.job_infos import linear_speedup
+from pipollux_sched.allocator.snapshot import SnapshotReader, is_pinned
+from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
 from tests.sched.allocator.test_hints import NOTHING_FITS
+from tests.sched.store.stores import serve_nodes
 
 NODES = {"a": NodeInfo({"slots": 2}), "b": NodeInfo({"slots": 2})}
 
@@ -66,7 +61,8 @@ def test_new_jobs_start_on_what_is_free_in_the_order_they_came() -> None:
     assert decisions[0].details["num_stages"] == 1
     waiting = candidates[3]
     held = [replace(job("x", "b", "b"))]
-    assert why_waiting(waiting, [*candidates[:1], *held], NODES).startswith("waits: needs 1 slot")
+    (why,) = why_waiting([waiting], [*candidates[:1], *held], NODES)
+    assert why.startswith("waits: needs 1 slot")
 
 
 def test_only_changes_are_decisions() -> None:
@@ -165,20 +161,19 @@ class World:
     def __init__(self, path: Path) -> None:
         self.now = 1000.0
         self.store = Store(path, create=True, clock=lambda: self.now)
+        serve_nodes(self.store, a=2, b=2)
+        self.reader = SnapshotReader(self.store, restart_seconds=30.0, clock=lambda: self.now)
 
     def submit(self, name: str, **fields: object) -> None:
         spec = JobSpec.model_validate({"name": name, "script": "x.py", **fields})
         self.store.submit(name, spec.model_dump(mode="json"), "token", 3)
 
     def allocator(self, policy: Answer | PolluxPolicy) -> Allocator:
-        return Allocator(
-            self.store,
-            NODES,
-            PolicyStrategy(policy),
-            carry_out=self.store.transition_all,
-            restart_seconds=30.0,
-            clock=lambda: self.now,
-        )
+        carry_out = self.store.transition_all
+        return Allocator(self.reader, PolicyStrategy(policy), carry_out=carry_out)
+
+    def candidates(self) -> list[Candidate]:
+        return list(self.reader.read().candidates)
 
     def step(self, name: str, step: int) -> None:
         point = Point(
@@ -243,7 +238,7 @@ def test_what_the_policy_is_told(world: World) -> None:
     world.store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
     world.now += 6
     world.step("toy", 2)
-    (candidate,) = allocator.candidates()
+    (candidate,) = world.candidates()
     assert candidate.allocation == ("a", "b")
     assert not candidate.pinned
     info = candidate.info
@@ -269,12 +264,12 @@ def test_jobs_that_are_being_stopped_are_not_decided_on(world: World) -> None:
     world.step("toy", 1)
     allocator.run_once()
     assert world.store.job("toy").state.intent is not None
-    assert allocator.candidates() == []
+    assert world.candidates() == []
     world.store.transition("toy", Exited(1, Outcome.STOPPED, step=1))
     assert world.store.job("toy").phase is Phase.SUSPENDED
-    assert [candidate.pinned for candidate in allocator.candidates()] == [False]
+    assert [candidate.pinned for candidate in world.candidates()] == [False]
     world.store.transition("toy", Cancel())
-    assert allocator.candidates() == []
+    assert world.candidates() == []
 
 
 def test_a_policy_that_fails_changes_nothing(
@@ -299,7 +294,7 @@ def test_hints_that_cannot_be_read_are_left_aside(
     allocator.run_once()
     world.store.put_hints("toy", 1, {"fromAnotherVersion": True})
     with caplog.at_level(logging.WARNING):
-        (candidate,) = allocator.candidates()
+        (candidate,) = world.candidates()
     assert candidate.info.speedup_fn is linear_speedup
     assert "fromAnotherVersion" in caplog.text
 

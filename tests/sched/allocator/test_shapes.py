@@ -12,15 +12,8 @@ import pytest
 
 from pipollux_perfmodel import LayerProfile, PerfParams, SchedHints, SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import Layer
-from pipollux_sched.allocator.allocator import (
-    Allocator,
-    Candidate,
-    FixedStrategy,
-    PolicyStrategy,
-    Strategy,
-    place_new,
-    reallocate,
-)
+from pipollux_sched.allocator.allocator import Allocator
+from pipollux_sched.allocator.decide import place_new, reallocate
 from pipollux_sched.allocator.job_infos import (
     free_resources,
     job_info,
@@ -30,11 +23,14 @@ from pipollux_sched.allocator.job_infos import (
     replica_cap,
     shape_with,
 )
+from pipollux_sched.allocator.snapshot import SnapshotReader
+from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
 from pipollux_sched.lifecycle import Exited, Outcome, Phase, Recover, Start
 from pipollux_sched.planning.plan import plan
 from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, ReplicaShape, make_policy
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
 from pipollux_sched.store import Point, Store
+from tests.sched.store.stores import serve_nodes
 
 LAYERS = LayerProfile.from_layers(
     [Layer(1e-4, 1e-3, 1e-4, 2e-3, parameter_bytes=1e6, activation_bytes=1e4) for _ in range(8)]
@@ -210,15 +206,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def allocator(store: Store, strategy: Strategy) -> Allocator:
-    return Allocator(
-        store,
-        NODES,
-        strategy,
-        carry_out=store.transition_all,
-        restart_seconds=30.0,
-        clock=lambda: 2e5,
-    )
+def reader(store: Store) -> SnapshotReader:
+    serve_nodes(store, a=4, b=4)
+    return SnapshotReader(store, restart_seconds=30.0, clock=lambda: 2e5)
 
 
 def first_step(store: Store, generation: int) -> None:
@@ -232,7 +222,8 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     """The store keeps what was decided: state, generation, event; through a recovery."""
     spec = job(stage_choices=[1, 2, 4], max_replicas=1)
     store.submit("toy", spec.model_dump(mode="json"), "token", 3)
-    decides = allocator(store, PolicyStrategy(make_policy("exact")))
+    reads, strategy = reader(store), PolicyStrategy(make_policy("exact"))
+    decides = Allocator(reads, strategy, carry_out=store.transition_all)
     decides.run_once()
     assert store.job("toy").state.running_stages == 1
     first_step(store, 1)
@@ -247,7 +238,7 @@ def test_stages_outlive_the_scheduler(store: Store) -> None:
     assert change.actions == (Start(2, ("a",), 4),)
     assert [entry.num_stages for entry in store.generations("toy")] == [1, 4]
     first_step(store, 2)
-    (known,) = decides.candidates()
+    (known,) = reads.read().candidates
     assert known.held.num_stages == 4
     assert decides.run_once() == []
     store.transition("toy", Recover())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.allocator.allocator import reallocate
+from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase

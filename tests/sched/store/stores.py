@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipollux_sched.store import Point
+from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.store import Point, Store
 
 
 class Clock:
@@ -13,6 +14,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def serve_nodes(store: Store, **slots: int) -> None:
+    """Let a store know nodes, with so many slots each."""
+    nodes = [NodeSpec(name=name, slots=count) for name, count in slots.items()]
+    store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
 
 
 def point(step: int) -> Point:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.allocator.allocator import Allocator, PolicyStrategy
+from pipollux_sched.allocator.allocator import Allocator
+from pipollux_sched.allocator.snapshot import SnapshotReader
+from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.client import Client, ClientError
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase
-from pipollux_sched.policy import ExactPolicy, NodeInfo
+from pipollux_sched.policy import ExactPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import ServerInfo, Store, Submission
+from tests.sched.store.stores import serve_nodes
 from tests.sched.supervised import ADMIN, SCRIPT, Service
 
 
@@ -99,14 +102,10 @@ def test_a_round_is_as_many_transactions_for_a_thousand_jobs_as_for_one(tmp_path
     with Store(tmp_path / "store.db", create=True) as store:
         plain = spec("any", max_replicas=1).model_dump(mode="json")
         store.submit_all([Submission(f"job-{n}", plain, "", 0) for n in range(60)])
-        nodes = {"a": NodeInfo({"slots": 4})}
-        allocator = Allocator(
-            store,
-            nodes,
-            PolicyStrategy(ExactPolicy()),
-            carry_out=store.transition_all,
-            restart_seconds=30.0,
-        )
+        serve_nodes(store, a=4)
+        reader = SnapshotReader(store, restart_seconds=30.0)
+        strategy = PolicyStrategy(ExactPolicy())
+        allocator = Allocator(reader, strategy, carry_out=store.transition_all)
         before = store.version
         assert len(allocator.run_once()) == 4
         assert store.version <= before + 3  # started at once, weighed, and told why they wait
@@ -132,12 +131,8 @@ def test_a_narrow_job_does_not_start_before_a_wide_one_that_waits(tmp_path: Path
                 started.append(str(job_info.num_stages))
                 return super().allocate_job(job_info, nodes)
 
-        allocator = Allocator(
-            store,
-            {"a": NodeInfo({"slots": 2})},
-            PolicyStrategy(Watched()),
-            carry_out=store.transition_all,
-            restart_seconds=30.0,
-        )
+        serve_nodes(store, a=2)
+        reader = SnapshotReader(store, restart_seconds=30.0)
+        allocator = Allocator(reader, PolicyStrategy(Watched()), carry_out=store.transition_all)
         allocator.run_once()
         assert started == ["2"]  # the narrow one is weighed with all, not put where room is

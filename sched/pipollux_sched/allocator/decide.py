@@ -1,0 +1,155 @@
+"""What jobs are to hold, as a pure function of what they hold and of a strategy's answers.
+
+* A job that has just come starts at once where something is free (`place_new`).
+* All jobs are weighed against each other at every interval, and when one has come or ended
+  (`reallocate`).
+* Whatever a strategy answers is checked against nodes, slots and bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipollux_sched.policy import Allocation, violations
+
+from .reasons import explain
+from .strategy import Candidate, FixedStrategy, Nodes, Strategy, free_of, jobs_of
+
+__all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one job is to get, and why."""
+
+    job: str
+    nodes: tuple[str, ...]
+    previous: tuple[str, ...] = ()
+    why: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """num_stages; where they can be predicted, num_microbatches, atomic_bsz, accum_steps,
+    batch_size and speedup, and previous_speedup: by the same model, of what it had until now."""
+    num_stages: int | None = None
+    """K of each replica; None where it gets nothing."""
+
+
+def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+    """Start jobs that hold nothing on what is free, those that came first before the others.
+
+    Where one that came before waits, those after it do too: were they put where something is free
+    for a moment, there would never be room enough for one that needs more. Who goes first then is
+    for the strategy to weigh (`reallocate`). What was decided beforehand waits for nobody.
+
+    Raises:
+        ValueError: what the strategy came to is impossible; the text says why.
+    """
+    placed = {job.name: job for job in candidates}
+    free = _with_resources(nodes, free_of(nodes, candidates))
+    queues = not isinstance(strategy, FixedStrategy)
+    for job in candidates:
+        if job.allocation or job.pinned:
+            continue
+        given = job if job.suspended else job.given(strategy.place(job, free), nodes)
+        if given.allocation:
+            placed[job.name] = given
+            free = _with_resources(nodes, free_of(nodes, list(placed.values())))
+        elif queues:
+            break
+    return _decisions(candidates, list(placed.values()), nodes, strategy)
+
+
+def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
+    """Decide anew on all jobs; the decisions are those that change something.
+
+    Raises:
+        ValueError: what the strategy came to is impossible; the text says why.
+    """
+    if not candidates:
+        return []
+    result = strategy.optimize(candidates, nodes)
+    after = [job.given(result.get(job.name, ()), nodes) for job in candidates]
+    return _decisions(candidates, after, nodes, strategy)
+
+
+def why_waiting(
+    waiting: Sequence[Candidate], candidates: Sequence[Candidate], nodes: Nodes
+) -> list[str]:
+    """Say why jobs that hold nothing get nothing at the moment.
+
+    Args:
+        waiting: those jobs.
+        candidates: all jobs.
+        nodes: all nodes.
+    """
+    free = free_of(nodes, candidates)
+    return [explain(job.info, (), (), nodes, free) for job in waiting]
+
+
+def _decisions(
+    before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes, strategy: Strategy
+) -> list[Decision]:
+    """Return what changes, with reasons, once it is known to be possible."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
+    if not pairs:
+        return []
+    if isinstance(strategy, FixedStrategy):
+        # What was decided beforehand is not held to what has been measured since, and a job that
+        # may stay on a node that drains is started there.
+        before, after = ([_uncapped(job) for job in jobs] for jobs in (before, after))
+        _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
+    else:
+        _check(before, after, nodes)
+    free = free_of(nodes, after)
+    return [_decision(old, new, nodes, free) for old, new in pairs]
+
+
+def _differ(old: Candidate, new: Candidate) -> bool:
+    if sorted(old.allocation) != sorted(new.allocation):
+        return True
+    return bool(new.allocation) and old.held.num_stages != new.held.num_stages
+
+
+def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
+    """Refuse what breaks a rule that was not broken already: a cap may have shrunk meanwhile."""
+    jobs = jobs_of(after)  # with every shape that one of them is given
+    base = {job.name: job.held for job in before}
+    broken = violations(jobs, nodes, base, base)
+    new = violations(jobs, nodes, base, {job.name: job.held for job in after})
+    found = [sentence for sentence in new if sentence not in broken]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _uncapped(job: Candidate) -> Candidate:
+    most = max(job.info.max_replicas, len(job.allocation))
+    return replace(job, info=replace(job.info, max_replicas=most))
+
+
+def _decision(
+    old: Candidate, new: Candidate, nodes: Nodes, free: Mapping[str, Mapping[str, int]]
+) -> Decision:
+    given = new.held
+    known = given.configuration
+    details = {
+        "num_stages": given.num_stages or new.info.num_stages,
+        "num_microbatches": known.num_microbatches if known else None,
+        "atomic_bsz": known.atomic_bsz if known else None,
+        "accum_steps": known.accum_steps if known else None,
+        "batch_size": known.batch_size if known else None,
+        "speedup": _predicted_speedup(given),
+        "previous_speedup": _predicted_speedup(old.held),
+    }
+    why = explain(new.info, old.held, given, nodes, free)
+    return Decision(new.name, new.allocation, old.allocation, why, details, given.num_stages)
+
+
+def _predicted_speedup(held: Allocation) -> float | None:
+    known = held.configuration
+    return known.speedup if known and math.isfinite(known.speedup) else None
+
+
+def _with_resources(nodes: Nodes, resources: Mapping[str, Mapping[str, int]]) -> Nodes:
+    return {name: replace(node, resources=resources[name]) for name, node in nodes.items()}
