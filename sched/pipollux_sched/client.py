@@ -85,7 +85,7 @@ class Client:
         return dict(self._ask("DELETE", f"/jobs/{name}"))
 
     def suspend(self, name: str) -> dict[str, Any]:
-        """Let a job save and hold nothing; return it as the scheduler now knows it."""
+        """Suspend a job; return it as the scheduler now knows it."""
         return dict(self._ask("POST", f"/jobs/{name}/suspend"))
 
     def resume(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How decisions are come by: by asking a policy, or because they were fixed beforehand."""
+"""Allocation strategies: ask a policy, or keep to an allocation that is given."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Candidate:
 
 
 class Strategy(Protocol):
-    """How decisions are come by; answers are `Allocation` where K is not the job's own."""
+    """An allocation strategy; answers are `Allocation` where K is not the job's own."""
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
         """Give a job that holds nothing a start on what is free, or nothing."""

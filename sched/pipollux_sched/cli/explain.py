@@ -1,4 +1,4 @@
-"""`pipollux explain`: why a job has what it has, in words."""
+"""`pipollux explain`: a job's allocation explained in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import JobName, StateDirectory, TextOutput
 def explain(
     name: JobName, output: TextOutput = TextFormat.text, state_dir: StateDirectory = None
 ) -> None:
-    """Say why a job has what it has, or what it waits for.
+    """Explain a job's allocation, or why it is queued.
 
     Tells the last decision on it, what one replica more or fewer would be
     worth by the model that the job has sent (its hints), and what limits it.

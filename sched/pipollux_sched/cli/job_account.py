@@ -1,4 +1,4 @@
-"""Why a job has what it has, told in words for a terminal."""
+"""The explanation of a job's allocation, in words for a terminal."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _head(job: Mapping[str, Any], now: float) -> RenderableType:
         rows.append(("Is stopped for", str(job["intent"])))
     rows += [
         ("Generation", str(job["generation"])),
-        ("Failures", f"{job['failures']} of {job['max_restarts']} that are made good"),
+        ("Failures", f"{job['failures']} of {job['max_restarts']} restarts used"),
         ("Submitted", spell_moment(job["submitted_at"], now)),
     ]
     if job["ended_at"] is not None:

@@ -26,7 +26,7 @@ def print_live_plan(
 
     Args:
         directory: whose jobs and nodes.
-        policy: who decides; None: the one that the scheduler was started with.
+        policy: allocation policy; None: the one that the scheduler was started with.
         seed: of the policy, if it draws.
         diff: print only what would change.
         output: how.

@@ -86,7 +86,7 @@ PolicyName: TypeAlias = Annotated[
         metavar="NAME",
         callback=_known_policy,
         autocompletion=complete_policies,
-        help="Who decides: pollux, exact, fifo, tiresias, optimus or sia.",
+        help="Allocation policy: pollux, exact, fifo, tiresias, optimus or sia.",
         show_default="the scheduler's own",
     ),
 ]

@@ -117,7 +117,7 @@ def print_table(plan: Plan) -> None:
     each = ", ".join(f"{node.node} {node.used}/{node.slots}" for node in plan.nodes)
     console.print(Text(f"Slots used: {used} of {slots} ({each})."))
     if plan.desired_nodes != len(plan.nodes):
-        advice = f"These jobs would make good use of {plan.desired_nodes} such nodes"
+        advice = f"These jobs would use {plan.desired_nodes} such nodes"
         console.print(Text(f"{advice}; there are {len(plan.nodes)}."))
 
 

@@ -223,7 +223,7 @@ def _layers(
 
 
 def _model(path: str, **given: Any) -> ModelFile:
-    """Read the file; what the options give goes before what it says."""
+    """Read the file; options override what it says."""
     from pipollux_sched.modeling.params_file import read_model
 
     said = {name: value for name, value in given.items() if value is not None}

@@ -38,7 +38,7 @@ def cancel(
 def suspend(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Let jobs save and hold nothing until they are resumed.
+    """Suspend jobs: they checkpoint and release their slots.
 
     pipollux suspend char-lm
     pipollux resume char-lm
@@ -49,7 +49,7 @@ def suspend(
 def resume(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Let jobs that were suspended go on as soon as there is room for them.
+    """Resume suspended jobs as soon as there is room for them.
 
     A job that was not suspended by its user stays as it is; one that has ended is
     refused.
@@ -61,7 +61,7 @@ def rerun(
     names: JobNames,
     from_scratch: Annotated[
         bool,
-        typer.Option("--from-scratch", help="Begin anew; its old checkpoints are not used."),
+        typer.Option("--from-scratch", help="Start from scratch; old checkpoints are not used."),
     ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,

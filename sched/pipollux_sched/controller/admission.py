@@ -42,7 +42,7 @@ def workload(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
 
     Args:
         job: the job.
-        environment: what the scheduler tells all jobs; goes before what the user set.
+        environment: what the scheduler tells all jobs; overrides what the user set.
     """
     spec = parse_job(job.spec)
     return ReplicaProgram(

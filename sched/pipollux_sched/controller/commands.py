@@ -123,7 +123,7 @@ class Control:
         return self._executor.handle(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
-        """Let a job save and hold nothing until it is resumed.
+        """Suspend a job: it checkpoints and releases its slots.
 
         Raises:
             UnknownJobError: there is no job of this name.

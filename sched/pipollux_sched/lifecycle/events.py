@@ -82,7 +82,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Somebody wants the job to save and hold nothing until it is resumed."""
+    """A request to suspend the job: to checkpoint and release its slots."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class JobState:
     failures: int = 0
     """How often a generation ended by itself without being complete, since one trained for long."""
     max_restarts: int = 3
-    """How many such failures are made good by a restart."""
+    """How many such failures lead to a restart."""
     first_generation: int = 1
     """Number of the generation that the present run begins with: what was saved before it is left
     alone."""

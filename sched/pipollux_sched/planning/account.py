@@ -1,4 +1,4 @@
-"""Why a job has what it has: found in the store, as data for programs and pages."""
+"""The explanation of a job's allocation, from the store, as data for programs and pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .explain import (
 
 
 def find_standing(store: Store, job: JobRecord) -> Standing:
-    """Say why a job of a store has what it has.
+    """Explain the allocation of a job in a store.
 
     Raises:
         SpecError: the store holds a node or a job that this version cannot read.

@@ -1,4 +1,4 @@
-"""Why a job has what it has: what it would get from one replica more or fewer, and what limits it.
+"""Explain allocations: the speedup of one replica more or fewer, and what limits a job.
 
 `standing` is pure. It works on the job as the allocator sees it, so what it foretells is what the
 policy is told, and on the room that all jobs leave.
@@ -77,7 +77,7 @@ class ReplicaBounds:
 
 @dataclass(frozen=True)
 class Standing:
-    """Why a job has what it has."""
+    """The explanation of a job's allocation."""
 
     speedup: float | None
     """Predicted, of what it has; None: nothing is known."""
@@ -98,7 +98,7 @@ def standing(
     bounds: ReplicaBounds,
     pin: Limit | None,
 ) -> Standing:
-    """Say why a job has what it has.
+    """Explain a job's allocation.
 
     Args:
         job: as the allocator sees it.

@@ -174,7 +174,7 @@ def _advised_nodes(
     nodes: Mapping[str, NodeInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> int:
-    """Return how many nodes these jobs would make good use of, up to twice those there are."""
+    """Return how many nodes these jobs would use, up to twice those there are."""
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()

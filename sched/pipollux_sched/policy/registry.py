@@ -19,7 +19,7 @@ Factory: TypeAlias = Callable[[int], Policy]
 """Makes a policy for a seed; those that draw nothing take no notice of it."""
 
 DEFAULT_POLICY = "exact"
-"""Who decides where nobody is named."""
+"""The policy where none is named."""
 
 POLICIES: Mapping[str, Factory] = {
     "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # draws nothing

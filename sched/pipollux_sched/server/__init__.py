@@ -10,9 +10,9 @@ POST     /jobs                       admin   submit a job (`JobSpec`)
 GET      /jobs                       admin   all jobs
 GET      /jobs/{name}                admin   one job, with its generations, hints and curves
 DELETE   /jobs/{name}                admin   cancel a job
-POST     /jobs/{name}/suspend        admin   let it save and hold nothing
+POST     /jobs/{name}/suspend        admin   suspend it: checkpoint and release its slots
 POST     /jobs/{name}/resume         admin   let it go on
-GET      /jobs/{name}/explanation    admin   why it has what it has
+GET      /jobs/{name}/explanation    admin   why it has its allocation
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /nodes                      admin   nodes, their condition, and who is there
 PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again

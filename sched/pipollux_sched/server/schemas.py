@@ -144,7 +144,7 @@ class LimitReply(_Reply):
 
 
 class ExplanationReply(_Reply):
-    """Why a job has what it has; speedups are predicted, over one replica."""
+    """The explanation of a job's allocation; speedups are predicted, over one replica."""
 
     name: str
     phase: Phase

@@ -118,7 +118,7 @@ def describe_job(
 
 
 def explain_job(store: Store, job: JobRecord) -> dict[str, Any]:
-    """Say why a job has what it has, as `pipollux explain --output json` does."""
+    """Explain a job's allocation, as `pipollux explain --output json` does."""
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     return account_object(job, find_standing(store, job), decisions[-1] if decisions else None)
 

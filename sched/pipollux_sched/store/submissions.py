@@ -32,7 +32,7 @@ class Submission:
     token: str
     """What its processes show to the supervisor."""
     max_restarts: int
-    """How many failures are made good by a restart."""
+    """How many failures lead to a restart."""
     deadline: float | None = None
     """Seconds from now on after which the job is ended; None: never."""
 

@@ -1,4 +1,4 @@
-"""Why a job has what it has: what one replica more or fewer would be, and what limits it."""
+"""Explanations of allocations: what one replica more or fewer would be, and what limits a job."""
 
 from __future__ import annotations
 

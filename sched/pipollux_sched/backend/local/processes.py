@@ -64,7 +64,7 @@ def end(find: Callable[[], set[psutil.Process]], grace: float, limit: float = 10
     """Ask processes to end, and kill those that have not after `grace` seconds.
 
     Only those that no other one of them has started are asked: an agent passes the signal on, and a
-    worker that gets it twice would take the second for impatience.
+    worker that gets a second one exits at once.
 
     Args:
         find: tells which processes are to end; asked again and again.

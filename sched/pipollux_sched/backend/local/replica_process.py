@@ -72,7 +72,7 @@ class ReplicaProcess:
             return None if code is None else read_status(self._status).get("code", code)
         if self._is_there():
             return None
-        # Who ended without a word was killed.
+        # An agent that left no status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
 
     def signal(self, number: signal.Signals) -> None:

@@ -74,7 +74,7 @@ def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
 
     def pass_on(number: int, _frame: object) -> None:
         # Once: a scheduler that adopts a replica cannot know whether the one before has asked it to
-        # stop, and a script takes a second SIGTERM for impatience.
+        # stop, and a second SIGTERM makes a script exit at once.
         if not asked and child is not None:
             child.send_signal(number)
         asked.append(number)

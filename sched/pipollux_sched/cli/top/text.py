@@ -44,7 +44,7 @@ def print_once(store: Store, directory: StateDir) -> None:
 
 
 def headline(view: ClusterView) -> str:
-    """Spell who decides, what all come to, and whether a scheduler runs."""
+    """Return the policy, the total goodput, and whether a scheduler runs."""
     parts = ["Pipollux"]
     if view.policy:
         parts.append(f"policy {view.policy}")

@@ -31,7 +31,7 @@ class Worth(Protocol):
 
 
 class Objective(Protocol):
-    """What is to be as great as possible."""
+    """The objective to maximise."""
 
     def promise(self, instance: Instance) -> Promises:
         """Say which jobs are to get something before any gain counts, and where there is room."""

@@ -52,7 +52,7 @@ class ExactPolicy:
     """Allocates by exact optimisation.
 
     Args:
-        objective: what is to be as great as possible; None: `CompletionTime()`. With
+        objective: the objective to maximise; None: `CompletionTime()`. With
             `FairSpeedup()` it solves Pollux's own problem.
 
     Example:

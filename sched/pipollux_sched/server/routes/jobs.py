@@ -26,7 +26,7 @@ _Points = Annotated[
     int, Query(ge=0, le=MOST_POINTS, description="Points of each curve at most; 0: no curves.")
 ]
 _FromScratch = Annotated[
-    bool, Query(description="Begin anew, and do not go on from its last checkpoint.")
+    bool, Query(description="Start from scratch, not from its last checkpoint.")
 ]
 _Tail = Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
@@ -96,7 +96,7 @@ def delete(name: str, control: ControlDep) -> dict[str, Any]:
 
 
 @router.get(
-    "/{name}/explanation", response_model=ExplanationReply, summary="Why a job has what it has"
+    "/{name}/explanation", response_model=ExplanationReply, summary="Explain a job's allocation"
 )
 def explanation(name: str, store: StoreDep) -> dict[str, Any]:
     """What `pipollux explain` tells: the last decision, alternatives, limits."""

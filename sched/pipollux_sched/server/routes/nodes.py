@@ -57,5 +57,5 @@ def decide(control: ControlDep) -> dict[str, str]:
 
 @router.get("/cluster", response_model=ClusterReply, summary="The cluster as the policy has it")
 def cluster(control: ControlDep) -> Mapping[str, Any]:
-    """Nodes with their free slots, and who decides on them."""
+    """Nodes with their free slots, and the policy that allocates them."""
     return control.cluster()

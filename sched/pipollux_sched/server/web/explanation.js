@@ -1,4 +1,4 @@
-// Why a job has what it has, as `pipollux explain` tells it.
+// The explanation of a job's allocation, as `pipollux explain` prints it.
 
 import { h } from "./dom.js";
 import { DASH, count, moment, places, thousands } from "./format.js";
