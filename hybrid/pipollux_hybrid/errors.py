@@ -1,4 +1,4 @@
-"""What goes wrong inside a job, as a small tree of exceptions; and what arguments may be.
+"""The exceptions of a job, and checks of arguments.
 
 ::
 
@@ -33,7 +33,7 @@ LONGEST = 60
 
 
 class PipolluxError(Exception):
-    """Everything this package raises on its own account."""
+    """The base class of the errors that this package raises."""
 
 
 class ConfigurationError(PipolluxError, ValueError):
@@ -45,7 +45,7 @@ class CheckpointError(PipolluxError):
 
 
 class SynchronizationError(PipolluxError, RuntimeError):
-    """The training loop uses the model in a way whose gradients cannot be averaged rightly."""
+    """The training loop uses the model in a way whose gradients cannot be averaged correctly."""
 
 
 class Allowed(NamedTuple):
@@ -73,17 +73,17 @@ def check_values(table: Mapping[str, Allowed], values: Mapping[str, Any]) -> Non
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer; a truth value is none."""
+    """Return whether a value is an integer and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value is a list, a tuple or the like, and no text."""
+    """Return whether a value is a list, a tuple or the like, and not a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def at_least(least: float, words: str, *, whole: bool = False) -> Allowed:
-    """A finite number from a least one on; an integer if ``whole`` is set."""
+    """Return the check for a finite number of at least a bound; an integer if ``whole``."""
 
     def holds(value: Any) -> bool:
         number = is_whole(value) or (isinstance(value, float) and not whole)
@@ -93,7 +93,7 @@ def at_least(least: float, words: str, *, whole: bool = False) -> Allowed:
 
 
 def switch(words: str = "True or False is needed") -> Allowed:
-    """A truth value."""
+    """Return the check for a truth value."""
     return Allowed(lambda value: isinstance(value, bool), words)
 
 

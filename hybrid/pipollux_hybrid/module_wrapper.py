@@ -1,4 +1,4 @@
-"""What may be wrapped and called, and what the wrapped model still shows of the plain one.
+"""What may be wrapped and called, and the plain model's interface on the wrapped one.
 
 Its layers, and state under their names; whatever else a model is wrapped with or called with is
 refused in one sentence.
@@ -40,19 +40,19 @@ class ModuleWrapper(nn.Module):
         self.module = module
 
     def __len__(self) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         return len(self.module)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """A layer by its place."""
+        """Return a layer by its place."""
         return self.module[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The layers in order."""
+        """Return the layers in order."""
         return iter(self.module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's state, keyed by its own layer names whatever the balance."""
+        """Return the plain module's state, keyed by its own layer names whatever the balance."""
         state = self.module.state_dict(*args, **kwargs)
         for name in list(state):  # all are put back, so that their order stays
             state[plain_name(name)] = state.pop(name)
@@ -86,11 +86,11 @@ class ModuleWrapper(nn.Module):
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> NoReturn:  # noqa: ARG002  # the base class's signature
-        """Refused, as stages have their devices."""
+        """Refuse the move, as stages have their devices."""
         _refuse_to_move()
 
     def cpu(self) -> NoReturn:
-        """Refused, as stages have their devices."""
+        """Refuse the move, as stages have their devices."""
         _refuse_to_move()
 
 
@@ -102,7 +102,7 @@ def _refuse_to_move() -> NoReturn:
 
 
 def _is_object_with(*methods: str) -> Callable[[Any], bool]:
-    """A test for objects, not classes, that can do something."""
+    """Return a test for objects, not classes, that can do something."""
     return lambda value: (
         not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in methods)
     )
@@ -154,7 +154,7 @@ OPTIONS = {
 
 
 def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTree:
-    """The batch that a model was called with: its argument, or the tuple of several.
+    """Return the batch that a model was called with: its argument, or the tuple of several.
 
     Raises:
         ConfigurationError: There are keyword arguments; it shows how to pass them.
@@ -178,7 +178,7 @@ def check_single(ctx: JobContext) -> None:
         raise ConfigurationError(
             "there is a HybridParallel in this process already: a job has one pipeline, one "
             "optimizer and one batch size; in a notebook call destroy_process_group() before "
-            "wrapping anew"
+            "wrapping again"
         )
 
 

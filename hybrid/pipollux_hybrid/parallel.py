@@ -60,7 +60,7 @@ class HybridParallel(ModuleWrapper):
         model = HybridParallel(model, optimizer, num_stages=2, num_microbatches=4)
 
     Args:
-        module: The layers. Each takes and gives a nest of tensors of shape [batch, …].
+        module: The layers. Each takes and gives a PyTree of tensors of shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
         num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
             it.
@@ -336,7 +336,7 @@ class HybridParallel(ModuleWrapper):
         return self._norm
 
     def _sizes(self, batch_size: int) -> list[int]:
-        """Samples of each micro-batch."""
+        """Return the samples of each micro-batch."""
         spec = self._context.pipeline
         fewest = spec.fewest_samples if spec.microbatches_follow else 1
         if any(layer.training for layer in self._deferred):
@@ -344,7 +344,7 @@ class HybridParallel(ModuleWrapper):
         return cut_sizes(batch_size, self.num_microbatches, fewest)
 
     def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
-        """What the backward of a forward of micro-batches of these sizes is for."""
+        """Return what the backward of a forward of micro-batches of these sizes is for."""
         self._same_samples.note(batch)
         micro_step = self._batch.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync

@@ -1,4 +1,4 @@
-"""Saving beside the training: states are copied at a step boundary, and a thread writes them.
+"""Asynchronous saves: states are copied at a step boundary, and a thread writes them.
 
 One save is under way at a time. What goes wrong in it is printed, as for every periodic save, and
 training goes on; the next one is tried after the same interval.
@@ -88,7 +88,7 @@ class StagingBuffers:
         self._events: list[torch.cuda.Event] = []
 
     def take(self, content: Any) -> Any:
-        """The same structure with all tensors on the host.
+        """Return the same structure with all tensors on the host.
 
         Copies from CUDA devices are queued behind the kernels that are under way, and before those
         that change the tensors next; :meth:`wait` until they are done before reading them.

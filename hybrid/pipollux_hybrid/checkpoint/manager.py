@@ -172,7 +172,7 @@ def _snapshot(state: State) -> Callable[[BinaryIO], None]:
 
 
 def checkpoint_to_restore(ctx: JobContext) -> Path | None:
-    """The checkpoint all replicas restore from: the newest good one that rank 0 sees.
+    """Return the checkpoint all replicas restore from: the newest good one that rank 0 sees.
 
     The first call looks for it, on all replicas at the same place of the script, and tries whether
     the next one can be written.
@@ -193,7 +193,7 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
 
 
 def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
-    """What rank 0 finds in the directory, told to all."""
+    """Return what rank 0 finds in the directory, told to all."""
     probe = f".probe-{secrets.token_hex(8)}"
     plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
     if ctx.env.rank == 0:
@@ -228,7 +228,7 @@ def _check_shared(ctx: JobContext, root: Path, probe: str | None) -> None:
     """Refuse a directory that is another one on another node.
 
     Nothing would go wrong in this run, but the next one might have its replica 0 on a node without
-    checkpoints and begin anew without a word.
+    checkpoints and silently start from scratch.
     """
     seen = probe is None or (root / probe).exists()
     everyone = [bool(x.item()) for x in ctx.control.gather(torch.tensor([int(seen)]))]

@@ -113,14 +113,14 @@ class ModelState(State):
 
 
 def _kind_of(lr_scheduler: Any) -> str:
-    """The class of a scheduler, and of those within: ``SequentialLR(LinearLR, StepLR)``."""
+    """Return the class of a scheduler, and of those within: ``SequentialLR(LinearLR, StepLR)``."""
     inner = ", ".join(_kind_of(each) for each in getattr(lr_scheduler, "_schedulers", ()))
     name = type(lr_scheduler).__name__
     return f"{name}({inner})" if inner else name
 
 
 def _difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """The first way in which a checkpoint's model differs from the script's, None if none."""
+    """Return how a checkpoint's model first differs from the script's, None if it does not."""
     for name, value in ours.items():
         if name not in saved:
             return f"{name!r} is missing in the checkpoint"

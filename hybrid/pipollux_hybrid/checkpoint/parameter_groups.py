@@ -37,7 +37,7 @@ class ParameterGroups:
         self._optimizer = optimizer
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state, keyed by names of parameters instead of by numbers."""
+        """Return the optimizer's state, keyed by names of parameters instead of by numbers."""
         packed = self._optimizer.state_dict()
         groups = self._names()
         flat = [name for group in groups for name in group]
@@ -51,7 +51,7 @@ class ParameterGroups:
         }
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave.
+        """Restore what :meth:`state` returned.
 
         Raises:
             CheckpointError: It is of another optimizer; the first difference is named.
@@ -70,7 +70,7 @@ class ParameterGroups:
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def _names(self) -> list[list[str]]:
-        """Names of the parameters of each group."""
+        """Return the names of the parameters of each group."""
         names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -122,7 +122,7 @@ class ParameterGroups:
 
 
 def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
-    """Have ``add_param_group`` know the groups that are there already, each once."""
+    """Make ``add_param_group`` recognise the groups that exist already, each once."""
     original = optimizer.add_param_group
 
     def add_param_group(_: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def _expect(optimizer: torch.optim.Optimizer, made: list[set[Any]]) -> None:
 
 
 def foreign_parameter(parameter: object) -> ConfigurationError:
-    """The error for an optimizer's parameter that the model does not have."""
+    """Return the error for an optimizer's parameter that the model does not have."""
     shape = tuple(parameter.shape) if isinstance(parameter, torch.Tensor) else None
     what = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
     return ConfigurationError(
@@ -149,7 +149,7 @@ def foreign_parameter(parameter: object) -> ConfigurationError:
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or buffer without the traces of ``torch.compile``.
+    """Return the name of a parameter or buffer without the traces of ``torch.compile``.
 
     Example:
         >>> plain_name("0._orig_mod.weight")

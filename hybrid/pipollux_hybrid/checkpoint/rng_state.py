@@ -1,4 +1,4 @@
-"""Random numbers that go on after a restart as if there had been none."""
+"""Random states that continue over restarts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RandomState(State):
 
 
 def random_state(ctx: JobContext) -> RandomState:
-    """The job's random state, registered at its first use."""
+    """Return the job's random state, registered at its first use."""
     state = ctx.component(States).get(STATE_NAME)
     if state is None:
         state = RandomState(ctx)
@@ -85,7 +85,7 @@ def random_state(ctx: JobContext) -> RandomState:
 
 
 def _read(devices: Sequence[torch.device]) -> list[Tensor]:
-    """The generators' states as bytes, uint8 tensors of shape [length]."""
+    """Return the generators' states as bytes, uint8 tensors of shape [length]."""
     _, words, gauss = random.getstate()
     python = _bytes(np.array(words, np.uint32), gauss)
     legacy: Any = np.random.get_state(legacy=True)
@@ -121,7 +121,7 @@ def _seed(index: int, seed: int, devices: Sequence[torch.device]) -> None:
 
 
 def _bytes(words: np.ndarray[Any, Any], gauss: float | None) -> Tensor:
-    """Words of a Mersenne twister and the second half of a pair of normal numbers, if any."""
+    """Return a Mersenne twister's words, and the second of a pair of normal numbers, if any."""
     half = np.array([np.nan if gauss is None else gauss])
     return torch.frombuffer(bytearray(words.tobytes() + half.tobytes()), dtype=torch.uint8)
 
@@ -133,7 +133,7 @@ def _words(state: Tensor) -> tuple[np.ndarray[Any, Any], float | None]:
 
 
 def _derived(state: Tensor, index: int) -> int:
-    """A seed that depends on a generator's state, different for each index."""
+    """Return a seed that depends on a generator's state, different for each index."""
     generator = torch.Generator()
     generator.set_state(state)
     return int(torch.randint(1 << 62, (index + 1,), generator=generator)[index].item())

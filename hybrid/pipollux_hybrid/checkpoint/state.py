@@ -120,7 +120,7 @@ def check_loadable(name: str, content: Any) -> None:
 
 
 def _without_elements(value: Any) -> Any:
-    """The same nest with empty tensors: an average of a large model is not written twice."""
+    """Return the same PyTree with empty tensors: large tensors are not written twice."""
     if type(value) in (Tensor, nn.Parameter):
         return torch.empty(0, dtype=value.dtype)
     if type(value) in (dict, OrderedDict):

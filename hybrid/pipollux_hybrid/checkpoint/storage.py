@@ -1,4 +1,4 @@
-"""Checkpoints on disk: directories that appear whole, carry checksums, and give way to newer ones.
+"""Checkpoints on disk: directories that appear atomically, with checksums; old ones are pruned.
 
 A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums. It is
 written as ``.checkpoint-00000042``, flushed to the disk and renamed; it is renamed again before it
@@ -53,7 +53,7 @@ KEPT = 2
 
 
 DISK_ERRORS = (*NO_SPACE, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Those that are the disk's fault, whoever wrote."""
+"""Errors of the disk, whatever was written."""
 
 
 class Found(NamedTuple):
@@ -62,7 +62,7 @@ class Found(NamedTuple):
     directory: Path | None
     """The newest good checkpoint; None where there is nothing to restore."""
     refusal: str | None
-    """Why nothing may be restored nor begun anew, one sentence; None if all is well."""
+    """Why nothing may be restored or started, one sentence; None if all is well."""
 
 
 class StateError(Exception):
@@ -111,7 +111,7 @@ class CheckedFile(io.BufferedWriter):
         return super().seek(target, whence)
 
     def finish(self) -> tuple[str, int]:
-        """Flush to the disk; the file's sha256 and its size in bytes."""
+        """Flush to the disk; return the file's sha256 and its size in bytes."""
         try:
             self.flush()
             os.fsync(self.fileno())
@@ -130,7 +130,7 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generat
     Args:
         root: The directory of checkpoints, made if need be.
         writers: For each file's name, what writes it.
-        generation: Number of the job's launch, for whoever looks into the manifest.
+        generation: Number of the job's launch, for readers of the manifest.
 
     Raises:
         CheckpointError: The disk does not take it; the checkpoints before are untouched.
@@ -205,7 +205,7 @@ def remove_probe(root: Path, probe: str) -> None:
 
 
 def find(root: Path) -> Found:
-    """The checkpoint to restore from: the newest that is whole."""
+    """Return the checkpoint to restore from: the newest that is whole."""
     directories, faults = _versions(root), []
     for directory in directories:
         newer = _newer_format(directory)
@@ -226,7 +226,7 @@ def find(root: Path) -> Found:
 
 
 def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
-    """Why a checkpoint cannot be trusted, None if it can.
+    """Return why a checkpoint is not whole, None if it is.
 
     Args:
         directory: The checkpoint.
@@ -309,12 +309,12 @@ def _close(fileobj: CheckedFile) -> None:
 
 
 def directory_of(root: Path, version: int) -> Path:
-    """The directory of a checkpoint by its number."""
+    """Return the directory of a checkpoint by its number."""
     return root / f"{PREFIX}{version:08d}"
 
 
 def version_of(directory: Path | None) -> int | None:
-    """The number of a checkpoint of ours; None for other names, such as ``checkpoint-500``."""
+    """Return the number of our checkpoint; None for other names, such as ``checkpoint-500``."""
     if directory is None:
         return None
     digits = directory.name.removeprefix(PREFIX)
@@ -324,7 +324,7 @@ def version_of(directory: Path | None) -> int | None:
 
 
 def _versions(root: Path) -> list[Path]:
-    """Directories of checkpoints, newest first."""
+    """Return the directories of checkpoints, newest first."""
     if not root.is_dir():
         return []
     numbered = [(version_of(path), path) for path in root.iterdir() if path.is_dir()]
@@ -338,7 +338,7 @@ def _next_version(root: Path) -> int:
 
 
 def _newer_format(directory: Path) -> str | None:
-    """The sentence that refuses a checkpoint of a later release, None for others."""
+    """Return the sentence that refuses a checkpoint of a later release, None for others."""
     try:
         version = json.loads((directory / MANIFEST).read_bytes())["version"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""The loop that survives stops."""
+"""The training loop that survives stops: samples, batch sizes, epochs, step boundaries."""

@@ -175,7 +175,7 @@ class Accumulator(MutableMapping[Key, Any]):
         return self
 
     def __getitem__(self, key: Key) -> Any:
-        """The total, inside :meth:`synchronized`; outside, what ``+=`` and ``-=`` work on."""
+        """Return the total inside :meth:`synchronized`, else what ``+=`` and ``-=`` work on."""
         if self._visible is not None:
             return self._visible[key]
         return PendingSum(check_key(key), 0)
@@ -230,13 +230,13 @@ class Accumulator(MutableMapping[Key, Any]):
         pending[key] = add(key, pending.get(key, 0), amount)
 
     def _was_done(self) -> bool:
-        """Whether a change outside of loops was made by this very code before the restart."""
+        """Return whether this code made a change outside of loops before the restart."""
         state, phase = self._state, self._epochs.phase
         state.changes[phase] = state.changes.get(phase, 0) + 1
         return state.changes[phase] <= state.changes_before.get(phase, 0)
 
     def _totals(self) -> Summables:
-        """The totals to show in a block; if it runs once more, those it showed before."""
+        """Return the totals to show in a block; if it runs once more, those it showed before."""
         state = self._state
         if self._context.batch.loop is not None:
             state.sync()
@@ -252,7 +252,7 @@ class Accumulator(MutableMapping[Key, Any]):
         return state.totals
 
     def _forget_phases(self) -> None:
-        """Epochs that are over are not run again."""
+        """Forget what was done in completed epochs, which are not run again."""
         kept = ("start", self._epochs.phase)
         state = self._state
         _keep(state.changes, kept)

@@ -17,7 +17,7 @@ Summable = int | float | Tensor
 
 
 def check_key(key: Any) -> Key:
-    """The key, if it can be saved.
+    """Return the key, if it can be saved.
 
     Raises:
         ConfigurationError: It is neither a string nor an integer.
@@ -30,7 +30,7 @@ def check_key(key: Any) -> Key:
 
 
 def checked(key: Key, value: Any) -> Summable:
-    """The value as it is summed: an integer, a float, or an int64 or float64 tensor.
+    """Return the value as it is summed: an integer, a float, or an int64 or float64 tensor.
 
     Raises:
         ConfigurationError: It is nothing that can be summed.
@@ -50,7 +50,7 @@ def checked(key: Key, value: Any) -> Summable:
 
 
 def add(key: Key, total: Summable, amount: Summable) -> Summable:
-    """The sum of two amounts.
+    """Return the sum of two amounts.
 
     Raises:
         ConfigurationError: They are tensors of different shapes.
@@ -68,7 +68,7 @@ def add(key: Key, total: Summable, amount: Summable) -> Summable:
 
 
 def on_cpu(amount: Summable) -> Summable:
-    """A copy in main memory."""
+    """Return a copy in main memory."""
     return amount.detach().to("cpu", copy=True) if isinstance(amount, Tensor) else amount
 
 

@@ -3,7 +3,7 @@
 The text is cut into as many contiguous rows as replicas work on at once, and each batch is a window
 of ``bptt_len`` tokens of every row, right of the one before, so that hidden states may be carried
 on (Williams and Peng, 1990). When the number of rows changes in the middle of an epoch, what is
-left of all rows is laid end to end and cut anew. A sequence of (rows, tokens of each row taken)
+left of all rows is laid end to end and cut again. A sequence of (rows, tokens of each row taken)
 says exactly what is left, and is all there is to remember.
 """
 
@@ -52,22 +52,22 @@ class TextRows:
         self._ends = self._lengths.cumsum(0)
 
     def positions(self, first_row: int, num_rows: int, begin: int, end: int) -> Tensor:
-        """Positions in the text of pairs ``begin`` to ``end`` of some rows, shape [rows, pairs]."""
+        """Return the text positions of pairs ``begin`` to ``end`` of rows, shape [rows, pairs]."""
         rows = torch.arange(first_row, first_row + num_rows)[:, None]
         return self._places(rows * self.row_length + torch.arange(begin, end))
 
     def tail_positions(self, first: int, count: int) -> Tensor:
-        """Positions in the text of some of the tail's pairs, shape [count, 1]."""
+        """Return the text positions of some of the tail's pairs, shape [count, 1]."""
         begin = self.num_rows * self.row_length + first
         return self._places(torch.arange(begin, begin + count)[:, None])
 
     def _places(self, left: Tensor) -> Tensor:
-        """Where in the text the so-many-eth pairs of those that are left are."""
+        """Return the text positions of the i-th remaining pairs."""
         pieces = torch.searchsorted(self._ends, left.contiguous(), right=True)
         return left - (self._ends - self._lengths)[pieces] + self._starts[pieces]
 
     def _drop(self, num_rows: int, taken: int) -> None:
-        """Take so many pairs from the beginning of each row away."""
+        """Drop a number of pairs from the beginning of each row."""
         ends = self._lengths.cumsum(0)
         row_length, tail = divmod(int(ends[-1]), num_rows)
         # Every row leaves [taken, row_length); rows are cut where pieces of the text end.
@@ -144,16 +144,16 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the rows are new with the present batch, so that hidden states begin anew."""
+        """Whether the rows are new with this batch, so that hidden states start from zero."""
         return self._is_fresh
 
     def __len__(self) -> int:
-        """Batches of this replica in a whole epoch at the present batch size."""
+        """Return this replica's batches in a whole epoch at the present batch size."""
         rows = TextRows(len(self.tokens) - 1, [(self._num_rows(), 0)])
         return -(-rows.row_length // self.bptt_len) + (rows.tail > 0)
 
     def _segment(self) -> Iterator[tuple[Part, tuple[Tensor, Tensor]]]:
-        """Windows from the present position on."""
+        """Yield windows from the present position on."""
         rows = self._cut()
         self._is_fresh = True
         for part, positions in self._windows(rows):
@@ -204,7 +204,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
             yield part, rows.tail_positions(first, max(mine, 1))
 
     def _cut(self) -> TextRows:
-        """The rows of this segment: those of before, or new ones if their number changes."""
+        """Return the rows of this segment: new ones if their number changes."""
         cuts = [(rows, taken) for rows, taken in self._state.details.get("cuts", [])]
         num_rows = self._num_rows()
         if not cuts or cuts[-1][0] != num_rows:
@@ -225,7 +225,7 @@ class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
         return shape.batch_size // shape.num_steps
 
     def _shape(self) -> BatchShape:
-        """Every accumulation step takes a window of every row, so they divide the batch."""
+        """Return the batch shape; accumulation steps share all rows, so they divide the batch."""
         shape = super()._shape()
         rows = -(-shape.batch_size // shape.num_steps)
         return BatchShape(rows * shape.num_steps, shape.num_replicas, shape.accum_steps)

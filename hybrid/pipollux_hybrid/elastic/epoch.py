@@ -65,7 +65,7 @@ class EpochState(State):
         self.loops_done = self.loops_to_skip = 0
 
     def skip_loop(self) -> bool:
-        """Whether the loop about to begin was completed before the restart."""
+        """Return whether the loop about to begin was completed before the restart."""
         if self.loops_to_skip > 0:
             self.loops_to_skip -= 1
             return True
@@ -73,7 +73,7 @@ class EpochState(State):
 
 
 def epoch_state(ctx: JobContext) -> EpochState:
-    """The epoch state of a job, restored at its first use."""
+    """Return the epoch state of a job, restored at its first use."""
     state = ctx.component(States).get(STATE_NAME)
     if state is None:
         state = EpochState()
@@ -154,6 +154,6 @@ def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
 
 
 def current_epoch() -> int | None:
-    """The epoch under way, counted from 0; None outside of :func:`remaining_epochs_until`."""
+    """Return the current epoch, from 0; None outside of :func:`remaining_epochs_until`."""
     state = epoch_state(context())
     return state.epoch if state.entered else None

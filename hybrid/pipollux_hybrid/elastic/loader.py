@@ -135,7 +135,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        """Batches of this replica in a whole epoch at the present batch size.
+        """Return this replica's batches in a whole epoch at the present batch size.
 
         Raises:
             TypeError: The data set is iterable and does not tell its length.
@@ -148,7 +148,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return ElasticLoop.__iter__(self)
 
     def _segment(self) -> Iterator[tuple[Part, T]]:
-        """Parts and batches from the present position on, fetched ahead by the workers."""
+        """Yield parts and batches from the present position on, fetched ahead by the workers."""
         self._seed_workers()
         if self._stream is not None:
             rank = self._context.env.rank
@@ -157,7 +157,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         return self._fetch()
 
     def _fetch(self) -> Iterator[tuple[Part, T]]:
-        """The batches of a map-style data set, each with what it means."""
+        """Return the batches of a map-style data set, each with its part of the iteration."""
         fetching: deque[Part] = deque()
 
         def lists() -> Iterator[Sequence[int]]:
@@ -179,7 +179,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         )
 
     def _seed_workers(self) -> None:
-        """Random transforms in workers differ between replicas, epochs and segments."""
+        """Seed the workers: random transforms differ between replicas, epochs and segments."""
         place = self._epochs.epoch, self._context.env.rank, self._state.index
         # A tuple of integers hashes alike in every process.
         seed = hash((self._seed, *place)) % (1 << 63)
@@ -214,7 +214,7 @@ def _check_stream_options(shuffle: bool, options: dict[str, Any]) -> None:
         )
     if options.get("persistent_workers"):
         raise ConfigurationError(
-            "persistent_workers=True with an iterable data set: its worker starts anew with each "
+            "persistent_workers=True with an iterable data set: its worker restarts with each "
             "epoch and batch size; leave the option out"
         )
 

@@ -1,4 +1,4 @@
-"""What every elastic loop over data does, whatever the data.
+"""The base class of elastic loops over data.
 
 A loop has a position that outlives restarts and a batch shape that follows the goodput. What the
 data are and how they are cut is a subclass's business (:mod:`~pipollux_hybrid.elastic.loader`,
@@ -48,7 +48,7 @@ class LoopState(State):
         self.details: dict[str, Any] = {}
         """What else a kind of loop has to remember; JSON."""
         self.atomic_bsz = 0
-        """Atomic batch size in use; 0 before one was chosen. Every run chooses anew."""
+        """Atomic batch size in use; 0 before one was chosen. Every run chooses again."""
         self.accum_steps = 0
         """Accumulation steps in use."""
 
@@ -107,7 +107,7 @@ class ElasticLoop(Generic[T]):
         load_state(self._state)
 
     def _segment(self) -> Iterator[tuple[Part, T]]:
-        """Parts and batches from the present position on, in the present shape."""
+        """Yield parts and batches from the present position on, in the present shape."""
         raise NotImplementedError
 
     def autoscale_batch_size(
@@ -207,7 +207,7 @@ class ElasticLoop(Generic[T]):
                         break
 
     def _iteration_done(self, part: Part) -> None:
-        """An optimizer step was taken; subclasses note what it means for their position."""
+        """Note an optimizer step; subclasses advance their position."""
 
     def _place(self, part: Part) -> str:
         if self._context.env.num_replicas == 1:
@@ -239,13 +239,13 @@ class ElasticLoop(Generic[T]):
             ctx.batch.proposed_microbatches = agreed.num_microbatches
 
     def _description(self) -> str:
-        """What all replicas must loop over alike."""
+        """Return what all replicas must loop over alike."""
         data = ", ".join(f"{name}={value!r}" for name, value in self._state.identity.items())
         limits = "" if self._limits is None else f", autoscaled by {self._limits}"
         return f"{type(self).__name__}({data}, batch_size={self._init_batch_size}){limits}"
 
     def _choose_configuration(self) -> None:
-        """At the start of a segment: what follows from the shape."""
+        """Apply the batch shape at the start of a segment."""
         batch, pipeline = self._context.batch, self._context.pipeline
         batch.scale = self._shape().batch_size / self._init_batch_size
         if pipeline.microbatches_follow:
@@ -299,7 +299,7 @@ def refuse_inside_loop(ctx: JobContext, what: str) -> None:
 
 
 def numbered_name(ctx: JobContext, kind: str, suffix: str) -> str:
-    """A name for the next state of a kind, the same in every run of the script."""
+    """Return a name for the next state of a kind, the same in every run of the script."""
     forget_finished_epochs(ctx)
     prefix = f"{kind}-{epoch_state(ctx).phase}-"
     return f"{prefix}{sum(name.startswith(prefix) for name in ctx.component(States))}.{suffix}"

@@ -1,4 +1,4 @@
-"""Meeting the other replicas.
+"""Joining the other replicas.
 
 One process is one pipeline replica and drives all devices of its stages; torchrun starts the
 processes and tells each its rank. Without torchrun a script is a job of one replica.
@@ -73,10 +73,10 @@ def destroy_process_group() -> None:
 
 
 def num_replicas() -> int:
-    """Number R of pipeline replicas of this job."""
+    """Return the number R of pipeline replicas of this job."""
     return contexts.context().env.num_replicas
 
 
 def replica_rank() -> int:
-    """Index r of this pipeline replica, from 0 to R - 1."""
+    """Return the index r of this pipeline replica, from 0 to R - 1."""
     return contexts.context().env.rank

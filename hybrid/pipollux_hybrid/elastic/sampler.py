@@ -41,19 +41,19 @@ class ElasticSampler:
         self.seed = seed
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The permutation of an epoch, shape [num_samples]."""
+        """Return the permutation of an epoch, shape [num_samples]."""
         if not self.shuffle:
             return torch.arange(self.num_samples)
         return torch.randperm(self.num_samples, generator=self.generator(epoch))
 
     def generator(self, epoch: int) -> torch.Generator:
-        """Random numbers of an epoch, apart from those that the model draws."""
+        """Return the random generator of an epoch, apart from the model's."""
         generator = torch.Generator()
         generator.manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
         return generator
 
     def parts(self, *, epoch: int, index: int, shape: BatchShape, rank: int) -> Iterator[Part]:
-        """The parts of replica ``rank`` from position ``index`` to the end of the epoch."""
+        """Return the parts of replica ``rank`` from position ``index`` to the end of the epoch."""
         order = self.order(epoch)
         while index < self.num_samples:
             count = min(shape.batch_size, self.num_samples - index)
@@ -67,7 +67,7 @@ class ElasticSampler:
 def parts_of_iteration(
     index: int, count: int, shape: BatchShape, rank: int, *, is_last: bool
 ) -> Iterator[tuple[range, Part]]:
-    """What replica ``rank`` does in one iteration over ``count`` samples from ``index`` on.
+    """Return what replica ``rank`` does in one iteration over ``count`` samples from ``index`` on.
 
     Args:
         index: Position of the iteration in the epoch.

@@ -36,7 +36,7 @@ class StepBoundary:
         self._metrics = ctx.component(Metrics)
 
     def announce(self, place: str, *, adapts: bool) -> None:
-        """An iteration begins.
+        """Announce the beginning of an iteration.
 
         Args:
             place: Where this replica is; replicas that are elsewhere are found out at the end of
@@ -46,7 +46,7 @@ class StepBoundary:
         self._context.control.launch(self._message(adapts=adapts), place)
 
     def settle(self) -> ControlMessage | None:
-        """An iteration ended: stop or save if that was agreed on.
+        """End an iteration: stop or save if that was agreed on.
 
         Returns:
             What was agreed on; None right after a `break`.
@@ -60,7 +60,7 @@ class StepBoundary:
         return agreed
 
     def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
-        """A loop over data begins: see that all replicas begin the same.
+        """Begin a loop over data: check that all replicas begin the same one.
 
         Args:
             place: Which loop, over what; the same on all replicas.
@@ -78,7 +78,7 @@ class StepBoundary:
         return self._context.control.exchange(message, place)
 
     def begin_epochs(self) -> None:
-        """A loop over epochs begins or goes on: stop now, if that was asked for meanwhile.
+        """Begin or resume a loop over epochs: stop now if a stop was requested meanwhile.
 
         Nothing is saved: what the epoch under way has made before the last stop is not there again.
 
@@ -92,7 +92,7 @@ class StepBoundary:
             self._leave(None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Between two epochs everything is in its place: stop or save, if that is due.
+        """Stop or save between two epochs, if that is due.
 
         Args:
             epoch: The epoch that begins.
@@ -159,7 +159,7 @@ class StepBoundary:
 
 
 def acknowledge(number: int) -> None:
-    """Answer a signal at once where no step boundary will soon: outside of loops over loaders.
+    """Answer a signal at once where no step boundary follows soon: outside of loops over loaders.
 
     Called from the signal's handler, in the middle of whatever the script does. Where one replica
     has trained nothing that is not saved, it ends there and then. Else it may be in the middle of
@@ -186,7 +186,7 @@ def acknowledge(number: int) -> None:
 
 
 def _mark(ctx: JobContext) -> CheckpointError | None:
-    """Write the stop marker; what went wrong, None if nothing did."""
+    """Write the stop marker; return the error, None if it was written."""
     try:
         write_stop_marker(ctx.step or 0)
     except CheckpointError as error:

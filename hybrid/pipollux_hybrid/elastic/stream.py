@@ -1,4 +1,4 @@
-"""Samples of an iterable data set, shared out among replicas.
+"""Samples of an iterable data set, divided among replicas.
 
 A stream has no indices, so every replica reads all of it and keeps its own share. All that is to be
 remembered is how many samples of it were taken; any number of replicas can go on from there.
@@ -77,11 +77,11 @@ class SampleStream(IterableDataset[tuple[Part, list[Any]]]):
                 return
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker process is given: an open stream stays where it is."""
+        """Return what a worker process is given: an open stream stays where it is."""
         return {**self.__dict__, "_reader": None}
 
     def _reader_at(self, epoch: int, index: int) -> _Reader:
-        """The open stream if it is at that place, else a new one brought there."""
+        """Return the open stream if it is at that place, else a new one brought there."""
         if self._reader is None or (self._reader.epoch, self._reader.index) != (epoch, index):
             self._reader = _Reader(self._dataset, epoch, index)
         return self._reader
@@ -122,7 +122,7 @@ class _Reader:
         return not self._ahead
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` samples, or what is left."""
+        """Return the next ``count`` samples, or what is left."""
         samples = [*self._ahead, *itertools.islice(self._samples, count - len(self._ahead))]
         self.index += len(samples)
         self._look_ahead()

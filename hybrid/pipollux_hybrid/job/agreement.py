@@ -1,4 +1,4 @@
-"""What must be the same on all replicas, compared where they meet.
+"""Settings that must be equal on all replicas, compared when the replicas join.
 
 Replicas that were started with other arguments or another environment would wait for each other
 until a timeout, or take each other's tensors for their own. So before they first rely on something
@@ -61,7 +61,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
 
 
 def by_value(values: Sequence[object]) -> str:
-    """Tell which replicas have which value.
+    """Return which replicas have which value.
 
     Example:
         >>> by_value(["2", "3", "2"])
@@ -77,7 +77,7 @@ def by_value(values: Sequence[object]) -> str:
 
 
 def environment_settings(env: JobEnvironment) -> dict[str, object]:
-    """What every replica must find in its environment, by the variables' names."""
+    """Return what every replica must find in its environment, by the variables' names."""
     return {
         # Nodes may have the same storage at other places; that it is the same is seen to later.
         "PIPOLLUX_CHECKPOINT_DIR": "set" if env.checkpoint_dir else None,
@@ -93,7 +93,7 @@ def model_settings(
     optimizer: torch.optim.Optimizer,
     arguments: Mapping[str, object],
 ) -> dict[str, object]:
-    """What every replica must give to HybridParallel.
+    """Return what every replica must give to HybridParallel.
 
     Args:
         module: The layers.
@@ -119,7 +119,7 @@ def model_settings(
 
 
 def _word(value: object) -> object:
-    """A value as it is told to others: objects would tell where in the memory they are."""
+    """Return a value as it is told to others: objects would tell where in the memory they are."""
     if isinstance(value, (list, tuple)):
         return [_word(x) for x in value]
     if isinstance(value, torch.Tensor):

@@ -75,14 +75,14 @@ class Part(NamedTuple):
 
 
 def num_parts(num_samples: int, shape: BatchShape) -> int:
-    """Parts of one replica in a whole epoch."""
+    """Return the parts of one replica in a whole epoch."""
     full, rest = divmod(num_samples, shape.batch_size)
     of_rest = min(-(-rest // (shape.num_replicas * shape.atomic_bsz)), shape.accum_steps + 1)
     return full * (shape.accum_steps + 1) + of_rest
 
 
 def split_evenly(count: int, num_parts: int) -> list[int]:
-    """Sizes of ``num_parts`` parts of ``count`` things, the larger first, at most 1 apart."""
+    """Return ``num_parts`` sizes that sum to ``count``, the larger first, at most 1 apart."""
     small, larger = divmod(count, num_parts)
     return [small + 1] * larger + [small] * (num_parts - larger)
 
@@ -125,7 +125,7 @@ class BatchSizeLimits:
         local_bsz_bounds: tuple[int | None, int | None] | None,
         gradient_accumulation: bool,
     ) -> BatchSizeLimits:
-        """The limits that a script asks for; None for a bound is as wide as can be.
+        """Return the limits that a script asks for; None for a bound is as wide as can be.
 
         Raises:
             ConfigurationError: An argument is of another kind.
@@ -179,7 +179,7 @@ class BatchSizeLimits:
             )
 
     def initial_shape(self, num_replicas: int) -> BatchShape:
-        """The initial batch size in the fewest parts that the bounds allow.
+        """Return the initial batch size in the fewest parts that the bounds allow.
 
         It is kept to the sample, as the learning rate was chosen for it; only where replicas
         have a smallest local batch size is it raised to what they need together.

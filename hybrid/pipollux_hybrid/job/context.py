@@ -1,4 +1,4 @@
-"""The one job that a process works on: what its parts share.
+"""The context of a job: what the parts of a process share.
 
 The functions that a script calls (:func:`~pipollux_hybrid.remaining_epochs_until`,
 :class:`~pipollux_hybrid.AdaptiveDataLoader`, …) find each other here, so that the script does not
@@ -50,7 +50,7 @@ class JobContext:
     _components: dict[Any, Any] = field(default_factory=dict)
 
     def component(self, kind: Callable[[JobContext], T]) -> T:
-        """The one object of a class in this job, made at the first call.
+        """Return the one object of a class in this job, made at the first call.
 
         Args:
             kind: The class, which is called with this context.
@@ -78,7 +78,7 @@ _context: JobContext | None = None
 
 
 def context(timeout: float = PEER_TIMEOUT) -> JobContext:
-    """The context of this process, made from the environment at the first call.
+    """Return the context of this process, made from the environment at the first call.
 
     Args:
         timeout: Seconds to wait for silent peers; the first call decides.
@@ -109,7 +109,7 @@ def _begin(env: JobEnvironment, control: ControlPlane) -> JobContext:
 
 
 def current() -> JobContext | None:
-    """The context of this process if there is one; does not make it."""
+    """Return the context of this process if there is one; does not make it."""
     return _context
 
 

@@ -1,4 +1,4 @@
-"""What the replicas tell each other once a step, beside the gradients.
+"""The small message that replicas exchange once a step, beside the gradients.
 
 Stopping, saving and changing the batch size must happen on every replica at the same step, or the
 next collective hangs. So at each step boundary every replica contributes one small vector, which is
@@ -56,7 +56,7 @@ class ControlMessage:
     """Number of samples in that sum."""
 
     def numbers(self) -> list[float]:
-        """The message as numbers; their sums are sums of messages."""
+        """Return the message as numbers, which may be summed over replicas."""
         return [
             float(self.stop),
             float(self.save),
@@ -68,17 +68,17 @@ class ControlMessage:
         ]
 
     def vector(self) -> torch.Tensor:
-        """The same as float64, shape [7]."""
+        """Return the same as float64, shape [7]."""
         return torch.tensor(self.numbers(), dtype=torch.float64)
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """The message that a (summed) vector of shape [7] stands for."""
+        """Return the message that a (summed) vector of shape [7] stands for."""
         return cls.of(vector.tolist())
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> ControlMessage:
-        """The message that (summed) numbers stand for."""
+        """Return the message that (summed) numbers stand for."""
         stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers
         return cls(
             stop=stop > 0,
@@ -130,14 +130,14 @@ class ControlPlane:
         return self._message is not None
 
     def close(self) -> None:
-        """Let go of the group, so that it ends with the process group and not with the interpreter.
+        """Release the group, so that it ends with the process group and not with the interpreter.
 
         A gloo thread that gives a tensor back while the interpreter shuts down aborts the process.
         """
         self._message = self._agreed = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
-        """Have this replica's message sent along with the next backward that synchronises.
+        """Send this replica's message with the next backward that synchronises.
 
         Args:
             message: What this replica contributes.
@@ -168,7 +168,7 @@ class ControlPlane:
         return sums
 
     def collect(self) -> ControlMessage | None:
-        """What the replicas agreed on in the exchange under way, None if there is none.
+        """Return what the replicas agreed on in the exchange under way, None if there is none.
 
         Raises:
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
@@ -197,7 +197,7 @@ class ControlPlane:
         self.exchange(ControlMessage())
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """One CPU tensor of equal shape from every replica, in the order of ranks."""
+        """Gather one CPU tensor of equal shape from every replica, in the order of ranks."""
         if self._group is None:
             return [tensor]
         everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
@@ -208,7 +208,7 @@ class ControlPlane:
         return everyone
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Some bytes from every replica, as many as each likes, in the order of ranks."""
+        """Gather bytes of any length from every replica, in the order of ranks."""
         if self._group is None:
             return [content]
         sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
@@ -218,7 +218,7 @@ class ControlPlane:
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def _refuse_places(self) -> NoReturn:
-        """All replicas have found out at the same moment, so they can tell each other."""
+        """Refuse replicas at different places; all find out at once, so they can exchange them."""
         places = [place.decode() for place in self.gather_bytes(self._place.encode())]
         outside, mine = "a point outside of loops", self._place
         others = "; ".join(
@@ -233,14 +233,14 @@ class ControlPlane:
         )
 
     def _vector(self, numbers: Sequence[float], *, rides: bool) -> torch.Tensor:
-        """Message, place and whether a backward sends them, and then the numbers; float64."""
+        """Return message, place, whether a backward sends them, and the numbers, as float64."""
         message = self._message if self._message is not None and self._agreed is None else NOTHING
         mark = float(zlib.crc32(self._place.encode()) & _MARK)
         head = [*message.numbers(), mark, mark * mark, float(rides)]
         return torch.tensor([*head, *numbers], dtype=torch.float64)
 
     def _read(self, vector: torch.Tensor) -> tuple[ControlMessage, list[float]]:
-        """The message and the numbers that a sum of vectors stands for."""
+        """Return the message and the numbers that a sum of vectors stands for."""
         totals = vector.tolist()
         head, sums = totals[:_HEAD], totals[_HEAD:]
         mark, mark_sqr, riding = map(int, head[-3:])

@@ -18,7 +18,7 @@ __all__ = ["JobEnvironment"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnvironment:
-    """What a process of a job knows about its place in the world.
+    """The environment of a job's process.
 
     Example:
         >>> JobEnvironment.read({"RANK": "1", "WORLD_SIZE": "2"}).rank
@@ -133,7 +133,7 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -
 
 
 def _threads(env: Mapping[str, str]) -> int | None:
-    """OpenMP's own variable: a number, or a list with one for each level of nested regions."""
+    """Read OpenMP's variable: a number, or a list with one for each level of nesting."""
     text = env.get("OMP_NUM_THREADS", "")
     if not text.strip():
         return None

@@ -27,7 +27,7 @@ _failure: tuple[int, str] | None = None
 
 
 def fail_at_exit(reason: str) -> None:
-    """Have this process end with :data:`LOST_CHECKPOINT`, whenever it ends.
+    """Make this process end with :data:`LOST_CHECKPOINT`, whenever it ends.
 
     Args:
         reason: Why, one sentence; it is printed now, and once more at the end.
@@ -43,7 +43,7 @@ def fail_at_exit(reason: str) -> None:
 
 
 def forget_failure() -> None:
-    """A later checkpoint was written: all is well."""
+    """Forget the failure, as a later checkpoint was written."""
     global _failure
     _failure = None
 

@@ -1,4 +1,4 @@
-"""Telling the scheduler that this replica is alive, without ever standing in the way of training.
+"""Heartbeats of a replica to the scheduler, which never delay training.
 
 Every replica has a thread of its own for this (rank 0 has the `Reporter` besides). Requests have a
 timeout. When the scheduler is away the thread tries again after 1 s, 2 s, 4 s, … but never more
@@ -29,7 +29,7 @@ REFUSED = (401, 403, 404)
 
 
 class Heartbeat:
-    """The thread that gives signs of life.
+    """The thread that sends heartbeats.
 
     Args:
         env: who this replica is, and whom to tell.
@@ -45,7 +45,7 @@ class Heartbeat:
 
     @classmethod
     def start(cls, env: JobEnvironment, step: Callable[[], int | None]) -> Heartbeat | None:
-        """Begin, where there is a scheduler that launched this replica and wants to know."""
+        """Start, if a scheduler launched this replica and expects heartbeats."""
         wanted = env.heartbeat_interval > 0 and env.generation > 0
         if not (wanted and env.supervisor_url and env.job_id):
             return None
@@ -93,7 +93,7 @@ class Heartbeat:
         return body if step is None else {**body, "step": step}
 
     def _note_failure(self, url: str, error: Exception) -> None:
-        """Say once that nobody listens; hours of it would fill the log."""
+        """Log once that requests fail; hours of it would fill the log."""
         if not self._away:
             LOG.warning("a heartbeat to %s failed: %s; training goes on, others follow", url, error)
         self._away = True

@@ -1,8 +1,8 @@
-"""The wish to stop, as a flag that a signal sets and the training loop honours.
+"""The stop request: a flag that a signal sets and the training loop obeys.
 
 A signal may arrive in the middle of a backward pass, so its handler does nothing but remember.
 The replicas agree on it at the next step boundary (:mod:`pipollux_hybrid.job.control_plane`). A
-second Ctrl-C interrupts at once: whoever presses it twice means it.
+second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def request_stop(signal_number: int = signal.SIGTERM) -> None:
 
 
 def stop_requested() -> bool:
-    """Whether this process was asked to stop."""
+    """Return whether this process was asked to stop."""
     return _requested is not None
 
 
 def exit_code() -> int:
-    """The exit status after an agreed stop: 128 + the signal, as shells have it; 143 by default."""
+    """Return the exit status after an agreed stop: 128 + the signal; 143 by default."""
     return 128 + (_requested if _requested is not None else int(signal.SIGTERM))
 
 
 def reset() -> None:
-    """Forget the wish and give the signals back to whom they belonged."""
+    """Forget the stop request and restore the previous signal handlers."""
     global _requested, _on_request
     _requested = _on_request = None
     if threading.current_thread() is threading.main_thread():

@@ -37,7 +37,7 @@ _adaptive: weakref.WeakKeyDictionary[torch.optim.Optimizer, AdaptiveOptimizer] =
 
 
 def adaptive_of(optimizer: torch.optim.Optimizer) -> AdaptiveOptimizer | None:
-    """What has patched the optimizer; None for one that HybridParallel does not know."""
+    """Return the wrapper of an optimizer; None if HybridParallel did not wrap it."""
     return _adaptive.get(optimizer)
 
 
@@ -87,7 +87,7 @@ class AdaptiveOptimizer:
         return self._is_complete()
 
     def preconditioner(self, parameter: nn.Parameter) -> Tensor | None:
-        """The weights of squares in Adam's geometry, 1 / (√v̂ + ε)², of the parameter's shape.
+        """Return the weights of squares in Adam's geometry, 1 / (√v̂ + ε)², like the parameter.
 
         Those of a complex parameter are one for each of its real numbers, shape [..., 2].
 
@@ -145,7 +145,7 @@ class AdaptiveOptimizer:
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]  # this is what the class is for
 
     def _expect_scalers(self) -> None:
-        """Have torch's GradScaler say that it is there: it does to optimizers that unscale."""
+        """Make torch's GradScaler show itself, as it does to optimizers that unscale."""
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's own protocol with fused optimizers
 
     def _refuse_foreign_scaler(self) -> None:
@@ -158,7 +158,7 @@ class AdaptiveOptimizer:
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
-        """Within, the optimizer steps on gradients that a GradScaler has unscaled already."""
+        """Mark the steps within as on gradients that a GradScaler has already unscaled."""
         self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # see above
         try:
             yield
@@ -166,13 +166,13 @@ class AdaptiveOptimizer:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see above
 
     def skip_step(self) -> None:
-        """The iteration ends without a step: its gradients were not finite."""
+        """End the iteration without a step, as its gradients were not finite."""
         self._may_zero = True
         # Else a scheduler would warn of a loop that never steps its optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
 
     def follow(self, lr_scheduler: Any) -> None:
-        """Have a learning-rate scheduler stand still on accumulation steps.
+        """Make a learning-rate scheduler skip accumulation steps.
 
         Args:
             lr_scheduler: Anything with a ``step``. Its class is replaced by one derived from it, as
@@ -216,10 +216,10 @@ class AdaptiveOptimizer:
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
     def keep_gradients(self) -> None:
-        """From now to the next step gradients are being gathered: ``zero_grad`` does nothing."""
+        """Keep gradients until the next step: ``zero_grad`` does nothing."""
         self._may_zero = False
         self._kept.note()
 
     def leave_kept_gradients(self) -> None:
-        """A step that an accumulation step does not take, by way of a GradScaler."""
+        """Skip a GradScaler's step on an accumulation step."""
         self._kept.check()

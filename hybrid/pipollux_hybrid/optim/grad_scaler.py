@@ -26,7 +26,7 @@ class GradScaler(torch.amp.GradScaler):
 
     ``scale`` always scales. ``unscale_``, ``step`` and ``update`` do nothing on accumulation steps
     and act once an iteration, so the loop body stays the usual one. An iteration whose gradients
-    are not finite is left out: no step, no progress, no noise, and gradients start anew. As
+    are not finite is left out: no step, no progress, no noise, and gradients start from zero. As
     gradients are averaged over the replicas before anyone looks, all replicas skip the same
     iterations and their scales stay equal.
 

@@ -126,8 +126,9 @@ class GradientNoiseScale:
         return GradParams(sqr=max(self._sqr.value, 0.0), var=max(self._var.value, 1e-6))
 
     def gain(self, scale: float) -> float:
-        """AdaScale's gain r of a batch ``scale`` times the initial one: steps of the initial size
-        that one such step is worth (Johnson et al., AdaScale SGD, 2020), in [1, scale].
+        """Return AdaScale's gain r of a batch ``scale`` times the initial one, in [1, scale].
+
+        One such step is worth r steps of the initial size (Johnson et al., AdaScale SGD, 2020).
         """
         params = self.grad_params if scale > 1.0 else None
         if params is None:
@@ -135,7 +136,7 @@ class GradientNoiseScale:
         return (params.var + params.sqr) / (params.var / scale + params.sqr)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
         return {
             "init_batch_size": self.init_batch_size,
             "differenced": self.differenced,
@@ -147,7 +148,7 @@ class GradientNoiseScale:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> GradientNoiseScale:
-        """Put back what :meth:`to_json` gave."""
+        """Restore what :meth:`to_json` returned."""
         return cls(
             init_batch_size=int(content["init_batch_size"]),
             differenced=bool(content["differenced"]),

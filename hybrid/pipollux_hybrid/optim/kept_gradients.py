@@ -1,4 +1,4 @@
-"""Gradients that accumulation steps have gathered are nobody's to change before they are complete.
+"""A warning for scripts that change gradients before accumulation is complete.
 
 ``torch.nn.utils.clip_grad_norm_`` in the loop body clips them in every pass: parts of the batch
 instead of the whole, each with what was gathered before it, again. Nothing of that can be seen
@@ -29,7 +29,7 @@ class KeptGradients:
         self._warned = False
 
     def note(self) -> None:
-        """A backward of an accumulation step is over, and the script may go on."""
+        """Note the gradients at the end of an accumulation step's backward."""
         if self._warned:
             return
         ends = {p for p in (self._end(1), self._end(-1)) if p is not None}
@@ -42,7 +42,7 @@ class KeptGradients:
                 parameter.register_post_accumulate_grad_hook(self._follow)
 
     def check(self) -> None:
-        """The script asks for a step that an accumulation step does not take."""
+        """Check the gradients where the script asks for a step on an accumulation step."""
         seen, self._versions = self._versions, {}
         if any(p.grad is None or p.grad._version != version for p, version in seen.items()):
             self._warned = True
@@ -59,7 +59,7 @@ class KeptGradients:
             self._versions[parameter] = parameter.grad._version
 
     def _end(self, direction: int) -> nn.Parameter | None:
-        """The first parameter with a gradient, or from the other end the last."""
+        """Return the first parameter with a gradient, or from the other end the last."""
         groups = self._optimizer.param_groups[::direction]
         parameters = (p for group in groups for p in group["params"][::direction])
         return next((p for p in parameters if p.grad is not None), None)

@@ -1,4 +1,4 @@
-"""Feeding the gradient noise scale from what synchronisation leaves behind at some steps.
+"""Measuring the gradient noise scale at some steps, from what synchronisation keeps.
 
 The noise changes slowly, a fit reads it every half minute, and measuring it costs a few passes over
 all gradients. So it is measured at every step at first, which gives the first fit what it needs,
@@ -71,15 +71,15 @@ class NoiseMeter:
         self._measured_at = -1
 
     def wanted(self) -> bool:
-        """Whether this iteration is measured, or kept for the next one to be compared with."""
+        """Return whether this iteration is measured, or kept to compare the next one with."""
         return self._is_due(self._steps) or (self._differences() and self._is_due(self._steps + 1))
 
     def stepped(self) -> None:
-        """The optimizer stepped."""
+        """Note that the optimizer stepped."""
         self._steps += 1
 
     def measure(self, result: SyncResult, loss_scale: float = 1.0) -> None:
-        """Take in what the synchronisation of this step found; gradients are the averages now.
+        """Add what the synchronisation of this step measured; gradients are averages by now.
 
         Args:
             result: Of the synchronisation.
@@ -104,7 +104,7 @@ class NoiseMeter:
         return step % MEASURED_EVERY == 0
 
     def _differences(self) -> bool:
-        """Whether successive steps may serve as estimates: no step had several yet."""
+        """Return whether successive steps may serve as estimates: no step had several yet."""
         noise = self._noise.scale
         return noise is None or noise.differenced or noise.grad_params is None
 
@@ -142,7 +142,7 @@ class NoiseMeter:
             self._previous = _Step(self._steps, copies, batch_size, loss_scale)
 
     def _copies(self, used: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Copies, as the script may clip gradients in place, or set them to zero.
+        """Return copies of the gradients, which the script may clip in place or set to zero.
 
         Args:
             used: Those of the step before, whose memory is taken where they fit: fresh memory
@@ -158,7 +158,7 @@ class NoiseMeter:
         return used
 
     def _compare(self, before: _Step, batch_size: int, loss_scale: float) -> _Estimates:
-        """|G|², S and B of two steps together, over parameters that have a gradient in both."""
+        """Return |G|², S and B of two steps, over parameters that have a gradient in both."""
         kept, gradients = before.gradients, self._gradients()
         both = [a is not None and b is not None for a, b in zip(kept, gradients, strict=True)]
         first = [a if known else None for a, known in zip(kept, both, strict=True)]
@@ -180,7 +180,7 @@ class NoiseMeter:
         return [p.grad if p.requires_grad else None for p in self._parameters]
 
     def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
-        """The inner product over all stages, in the optimizer's geometry."""
+        """Return the inner product over all stages, in the optimizer's geometry."""
         return sum_products(
             (a, b, self._preconditioner(parameter))
             for parameter, a, b in zip(self._parameters, one, other, strict=True)
@@ -193,5 +193,5 @@ class NoiseMeter:
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:
-    """What a parameter's gradient may change between two steps; its shape is the parameter's."""
+    """Return what may change in a parameter's gradient between two steps, unlike its shape."""
     return None if tensor is None else (tensor.device, tensor.dtype)

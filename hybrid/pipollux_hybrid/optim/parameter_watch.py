@@ -1,4 +1,4 @@
-"""Whether a wrapped model still is what it was when it was wrapped.
+"""Checking that a wrapped model is still the one that was wrapped.
 
 The pipeline runs the layers that it was made of, buckets and optimizer hold their parameters. A
 layer or parameter that is put in the place of another afterwards is trained by nobody, and a
@@ -51,7 +51,7 @@ class ParameterWatch:
         self._patch()
 
     def check(self) -> None:
-        """Look at layers and optimizer; called in every pass, and cheap.
+        """Check layers and optimizer; called in every pass, and cheap.
 
         Raises:
             ConfigurationError: A layer or parameter is not the one that was wrapped.

@@ -46,7 +46,7 @@ class ScalingState:
 
 
 class ScalingRule(Protocol):
-    """Anything with this method, so a rule of your own is a class of three lines.
+    """The interface of scaling rules; a rule of your own is a class of three lines.
 
     Example::
 
@@ -56,7 +56,7 @@ class ScalingRule(Protocol):
     """
 
     def factor(self, state: ScalingState) -> float:
-        """The factor on the learning rate of the coming step."""
+        """Return the factor on the learning rate of the coming step."""
         ...
 
 
@@ -69,7 +69,7 @@ class AdaScale:
     """
 
     def factor(self, state: ScalingState) -> float:
-        """The gain, between 1 and the scale."""
+        """Return the gain, between 1 and the scale."""
         return state.gain
 
 
@@ -83,7 +83,7 @@ class AdamScale:
     """
 
     def factor(self, state: ScalingState) -> float:
-        """√gain, between 1 and √scale."""
+        """Return √gain, between 1 and √scale."""
         return float(state.gain**0.5)
 
 
@@ -95,7 +95,7 @@ class LinearScale:
     """
 
     def factor(self, state: ScalingState) -> float:
-        """The scale."""
+        """Return the scale."""
         return state.scale
 
 
@@ -107,7 +107,7 @@ class SquareRootScale:
     """
 
     def factor(self, state: ScalingState) -> float:
-        """√scale."""
+        """Return √scale."""
         return float(state.scale**0.5)
 
 
@@ -140,7 +140,7 @@ class LEGWScale:
         self.data_size = data_size
 
     def factor(self, state: ScalingState) -> float:
-        """√scale · min(1, progress with this step / steps of warm-up)."""
+        """Return √scale · min(1, progress with this step / steps of warm-up)."""
         steps_per_epoch = self.data_size / state.init_batch_size
         warmup = self.base_warmup_epochs * state.scale * steps_per_epoch
         done = state.progress + state.gain
@@ -148,7 +148,7 @@ class LEGWScale:
 
 
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """AdamScale for optimizers that divide by a root mean square of gradients, else AdaScale."""
+    """Return AdamScale for optimizers that divide by a root mean square, else AdaScale."""
     dividing = (
         torch.optim.RMSprop,
         torch.optim.Adagrad,
@@ -160,6 +160,6 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps ``exp_avg_sq`` and corrects it by its ``betas``."""
+    """Return whether the optimizer keeps ``exp_avg_sq`` and corrects it by its ``betas``."""
     adams = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
     return isinstance(optimizer, adams)

@@ -73,7 +73,7 @@ class Partitioning(NamedTuple):
     """Number of layers of each block that has to stay in one stage."""
 
     def in_blocks(self) -> tuple[LayerProfile, tuple[int, ...]] | None:
-        """What the blocks cost, and how many each stage has; None without example inputs."""
+        """Return what the blocks cost, and how many each stage has; None without example inputs."""
         if self.profile is None:
             return None
         ends = list(itertools.accumulate(self.blocks))
@@ -89,7 +89,7 @@ def choose_balance(
     device: torch.device,
     request: PartitionRequest,
 ) -> Partitioning:
-    """Number of layers of each stage, and the profile of the layers if there are example inputs.
+    """Return the layers of each stage, and the layers' profile if there are example inputs.
 
     All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
     not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by the rule asked
@@ -126,7 +126,7 @@ def _cut(
     request: PartitionRequest,
     limit: float | None,
 ) -> list[int]:
-    """Number of blocks of each stage."""
+    """Return the number of blocks of each stage."""
     if profile is None:
         return partition(_sums(_sizes(module), blocks), request.num_stages)
     merged, microbatches = merge_layers(profile, blocks), request.num_microbatches
@@ -190,7 +190,7 @@ def _check_limit(request: PartitionRequest) -> None:
 
 
 def _limit(ctx: JobContext, request: PartitionRequest, device: torch.device) -> float | None:
-    """Bytes of a device; of the smallest, where replicas have different ones."""
+    """Return the bytes of a device; of the smallest, where replicas differ."""
     limit = math.inf if request.memory_limit is None else request.memory_limit
     if request.memory_limit is None and device.type == "cuda":
         limit = DEVICE_SHARE * float(torch.cuda.get_device_properties(device).total_memory)
@@ -206,7 +206,7 @@ def _agreed_profile(
     device: torch.device,
     example_inputs: Any,
 ) -> LayerProfile:
-    """Rank 0's profile: times differ from replica to replica, and so would the cuts."""
+    """Return rank 0's profile: times differ between replicas, and so would the cuts."""
     answer: dict[str, Any] = {}
     if ctx.env.rank == 0:
         try:
@@ -225,7 +225,7 @@ def _agreed_profile(
 
 
 def _sizes(module: nn.Sequential) -> list[float]:
-    """Parameters of each layer; one more, so that layers without any still spread."""
+    """Return the parameters of each layer, plus one, so that layers without any still spread."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in module]
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a layer makes its device hold: what autograd keeps, and what an optimizer will."""
+"""Memory of a layer on its device: what autograd keeps, and what an optimizer will."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SavedBytes:
         """Bytes."""
 
     def note_inputs(self, given: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Say what the layer gets, and the copies of it that it runs on."""
+        """Note the layer's inputs, and the copies of them that it runs on."""
         kept = self._before._kept if self._before is not None else set()
         for tensor, copied in zip(given, copies, strict=True):
             if _address(tensor) in kept:
@@ -50,11 +50,11 @@ class SavedBytes:
         self._before = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context in which the forward is to run."""
+        """Return the context in which the forward is to run."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def note_stashed(self, tensors: Iterable[Tensor]) -> None:
-        """Say what waits in a skip connection: it is kept, whoever needs it."""
+        """Add what waits in a skip connection, which is kept for the layer that needs it."""
         for tensor in tensors:
             self._add(tensor)
 
@@ -74,14 +74,14 @@ class SavedBytes:
 
 
 def kept_bytes(tensors: Iterable[Tensor]) -> float:
-    """Bytes of the elements of tensors."""
+    """Return the bytes of the elements of tensors."""
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, float]:
-    """Bytes that the optimizer keeps for each byte of a parameter, by parameter.
+    """Return the bytes that the optimizer keeps for each byte of a parameter, by parameter.
 
-    Found by a step of such an optimizer over a small tensor; where it cannot be made anew, Adam's
+    Found by a step of such an optimizer over a small tensor; where it cannot be made again, Adam's
     two are assumed.
     """
     rates = {}

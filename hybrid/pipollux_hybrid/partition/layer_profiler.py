@@ -146,7 +146,7 @@ class _Clock:
 
 
 def _flows(sample: PyTree, device: torch.device) -> list[_Flow]:
-    """The sample at its sizes, smallest first."""
+    """Return the sample at its sizes, smallest first."""
     count = num_samples(sample)
     repeats = -(-SMALLEST_SAMPLE // count)
     count *= repeats
@@ -192,7 +192,7 @@ def _measure(
 def _rounds(
     worker: nn.Module, flows: Sequence[_Flow], device: torch.device, rounds: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds forward and backward, [round][size]; sizes in turn, as machines drift."""
+    """Return seconds forward and backward, [round][size]; sizes in turn, as machines drift."""
     began = time.perf_counter()
     forward: list[list[float]] = []
     backward: list[list[float]] = []
@@ -208,7 +208,7 @@ def _rounds(
 def _once(
     worker: nn.Module, flow: _Flow, device: torch.device, saved: SavedBytes | None
 ) -> tuple[tuple[float, float], _Flow]:
-    """Forward and backward: their seconds, and what leaves the layer."""
+    """Run forward and backward; return their seconds and the layer's output."""
     inputs, arriving = map_tensors(_arrived, flow.batch), map_tensors(_arrived, flow.skips)
     tracker, clock = _Skips(arriving), _Clock(device)
     if saved is not None:
@@ -232,12 +232,12 @@ def _once(
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """What a layer gets: a copy that it may write to, and not a leaf, as in the pipeline."""
+    """Return what a layer gets: a copy that it may write to, and not a leaf, as in the pipeline."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _left(tensor: Tensor) -> Tensor:
-    """What leaves a layer, without its graph; later layers send gradients back if it needs one."""
+    """Return a layer's output without its graph; it requires gradients as before."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -265,7 +265,7 @@ def _priced(
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """α and β ≥ 0 of the line α + β·b with the least squared relative errors."""
+    """Return α and β ≥ 0 of the line α + β·b with the least squared relative errors."""
     x = torch.tensor(sizes, dtype=torch.float64)
     y = torch.tensor(seconds, dtype=torch.float64)
     if not bool((y > 0).all()):

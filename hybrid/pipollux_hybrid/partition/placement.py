@@ -1,4 +1,4 @@
-"""How many stages there are, and on which devices; what is asked for has to be there."""
+"""The number of stages, and their devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BALANCE_RULES = ("time", "memory", "parameters")
 
 
 def find_devices(names: Sequence[torch.device | str], source: str) -> list[torch.device]:
-    """The devices of such names.
+    """Return the devices of such names.
 
     Args:
         names: As PyTorch names them.
@@ -51,7 +51,7 @@ def _find(name: torch.device | str, source: str) -> torch.device:
 def choose_num_stages(
     env: JobEnvironment, num_stages: int | None, balance: Sequence[int] | str | None
 ) -> int:
-    """The scheduler's number of stages, else the script's.
+    """Return the scheduler's number of stages, else the script's.
 
     Raises:
         ConfigurationError: It is no whole number of at least 1, or ``balance`` is no balance.
@@ -74,7 +74,7 @@ def choose_num_stages(
 def choose_devices(
     env: JobEnvironment, num_stages: int, devices: Sequence[torch.device | str] | None
 ) -> list[torch.device]:
-    """One device per stage.
+    """Return one device per stage.
 
     Raises:
         ConfigurationError: There are fewer devices than stages, or one of them is not there.

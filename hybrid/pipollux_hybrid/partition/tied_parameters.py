@@ -27,13 +27,13 @@ class TiedParameters:
     """Names of all that hold it."""
 
     def __str__(self) -> str:
-        """For messages: ``layers '0' and '4' share the parameter '0.weight'``."""
+        """Return the text for messages: ``layers '0' and '4' share the parameter '0.weight'``."""
         *most, end = (repr(name) for name in self.layers)
         return f"layers {', '.join(most)} and {end} share the parameter {self.parameter!r}"
 
 
 def find_ties(module: nn.Sequential) -> list[TiedParameters]:
-    """The parameters that more than one layer holds, in the order of their first layer."""
+    """Return the parameters that more than one layer holds, in the order of their first layer."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for index, (name, layer) in enumerate(module.named_children()):
@@ -62,7 +62,7 @@ def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
 
 
 def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
-    """Number of layers of each block that may not be cut; blocks follow each other.
+    """Return the number of layers of each block that may not be cut, in order.
 
     Example:
         >>> blocks_of([TiedParameters("1.weight", 1, 3, ("1", "3"))], 6)
@@ -74,7 +74,7 @@ def blocks_of(ties: Sequence[TiedParameters], num_layers: int) -> list[int]:
 
 
 def merge_layers(profile: LayerProfile, blocks: Sequence[int]) -> LayerProfile:
-    """The profile of the blocks: each costs what its layers cost together."""
+    """Return the profile of the blocks: each costs what its layers cost together."""
     merged, start = [], 0
     for count in blocks:
         layers = profile.layers[start : start + count]

@@ -1,1 +1,1 @@
-"""One batch through K stages; knows no replicas."""
+"""One batch through K stages: micro-batches, their order, recomputation; knows no replicas."""

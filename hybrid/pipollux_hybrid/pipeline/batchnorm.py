@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _Deferred(nn.modules.batchnorm._BatchNorm):
-    """What the three share; they differ in the shapes they take."""
+    """The base class of the three, which differ in the shapes they take."""
 
     _sums: Tensor | None = None
     """n, n·mean and n·(var + mean²) so far, float64, shape [1 + 2·channels]."""
@@ -72,11 +72,11 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def combined_buffers(self) -> list[str]:
-        """Buffers that are combined over the replicas here, and so are nobody else's to share."""
+        """Return the buffers that are combined over the replicas here, and by nobody else."""
         return ["running_mean", "running_var", "num_batches_tracked"]
 
     def take_sums(self, device: torch.device | None = None) -> Tensor:
-        """The sums so far, shape [1 + 2·channels]; they start anew."""
+        """Return the sums so far, shape [1 + 2·channels], and reset them."""
         sums, self._sums = self._sums, None
         if sums is None:
             return torch.zeros(1 + 2 * self.num_features, dtype=torch.float64, device=device)
@@ -84,7 +84,7 @@ class _Deferred(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def commit(self, sums: Tensor) -> None:
-        """Let the running statistics take in an iteration.
+        """Add an iteration to the running statistics.
 
         Args:
             sums: Of all replicas; nothing changes if they are of no samples.
@@ -125,7 +125,7 @@ DEFERRED: dict[type[nn.Module], type[_Deferred]] = {
 
 
 def defer_statistics(module: nn.Module) -> list[_Deferred]:
-    """Have the batch normalisation layers of a module defer their running statistics.
+    """Make the batch normalisation layers of a module defer their running statistics.
 
     The layers stay the objects they are, with their names, parameters and buffers; only their class
     changes, to a subclass of what it was. A script's own subclasses are left alone.
@@ -150,14 +150,14 @@ def defer_statistics(module: nn.Module) -> list[_Deferred]:
 
 
 def deferred_layers(module: nn.Module) -> list[_Deferred]:
-    """The layers of a module that defer their running statistics."""
+    """Return the layers of a module that defer their running statistics."""
     return [layer for layer in module.modules() if isinstance(layer, _Deferred)]
 
 
 def commit_statistics(
     layers: Sequence[_Deferred], all_reduce_sum: Callable[[list[Tensor]], None]
 ) -> None:
-    """Let running statistics take in an iteration; every replica calls it at the same time.
+    """Add an iteration to running statistics; every replica calls it at the same time.
 
     Args:
         layers: The same on every replica.
@@ -174,7 +174,7 @@ def commit_statistics(
 
 @contextmanager
 def uncounted(layers: Sequence[_Deferred]) -> Iterator[None]:
-    """Within, forwards are of samples that do not count: those of another replica."""
+    """Exclude the forwards within from the statistics: their samples are another replica's."""
     for layer in layers:
         layer._counts = False
     try:

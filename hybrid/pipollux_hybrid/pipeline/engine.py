@@ -1,11 +1,12 @@
 """The pipeline of one replica: GPipe over the devices of a process.
 
-torchgpipe (Kim et al., 2020) has the schedule, the copies and the threads; what is missing there
-for batches that change from step to step is here and in the modules beside it: micro-batches are
-counted as they are (:mod:`.pipeline`), recomputation sees what surrounded the forward
-(:mod:`.outer`, :mod:`.recompute`), layers may pass any nest of tensors (:mod:`.nest`), stages leave
-their inputs alone and name what fails (:mod:`.stage`), and skip connections (:mod:`.skip`) and
-batch normalisation (:mod:`.batchnorm`) do what they do in the plain model.
+torchgpipe (Kim et al., 2020) has the schedule, the copies and the threads. What it lacks for
+batches that change from step to step is here and in the modules beside it: micro-batches are
+counted as they are (:mod:`.gpipe`), recomputation runs with the forward's thread-local state
+(:mod:`.thread_state`, :mod:`.recompute`), layers may pass any PyTree of tensors
+(:mod:`.microbatch`), stages leave their inputs alone and name the layer that fails
+(:mod:`.stage`), and skip connections (:mod:`.skip`) and batch normalisation (:mod:`.batchnorm`)
+behave as in the plain model.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class PipelineEngine:
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
 
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-        """The parameters of each stage, by the names that they have in the whole module."""
+        """Return the parameters of each stage, by the names that they have in the whole module."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [[(names[p], p) for p in stage.parameters()] for stage in self.stages]
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
-        """How many of the micro-batches are recomputed in the backward."""
+        """Return how many of the micro-batches are recomputed in the backward."""
         if not training or self.checkpoint == "never":
             return 0
         return num_microbatches - (self.checkpoint == "except_last")
@@ -79,7 +80,7 @@ class PipelineEngine:
     def run(
         self, inputs: PyTree, sizes: Sequence[int], *, training: bool, separately: bool = False
     ) -> PyTree:
-        """Forward of one batch.
+        """Run the forward of one batch.
 
         Args:
             inputs: PyTree of tensors of shape [batch, …], on the first device.
@@ -89,7 +90,7 @@ class PipelineEngine:
                 nothing is recomputed. Costs some of what stages do side by side.
 
         Returns:
-            The nest that the last layer gives, of the whole batch, on the last device.
+            The PyTree that the last layer gives, of the whole batch, on the last device.
         """
         recomputed = self.checkpointed(len(sizes), training=training and torch.is_grad_enabled())
         if len(self.stages) == len(sizes) == 1 and not recomputed:
@@ -107,7 +108,7 @@ class PipelineEngine:
         return gather(separate(outputs) if separately else outputs, sizes)
 
     def _run_directly(self, inputs: PyTree) -> PyTree:
-        """One micro-batch through one stage: the caller's thread does it, as in the plain model."""
+        """Run one micro-batch through one stage in the caller's thread, as in the plain model."""
         stage = self.stages[0]
         if not isinstance(inputs, Tensor):
             flatten(inputs, "the input of the model")
@@ -122,7 +123,7 @@ class PipelineEngine:
         return output
 
     def _streams(self, num_microbatches: int) -> list[list[AbstractStream]]:
-        """A stream for the copies of each micro-batch to each stage; kept, as they cost memory."""
+        """Return a stream for each micro-batch and stage; they are kept, as they cost memory."""
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(num_microbatches - len(streams))]
         return self._copy_streams

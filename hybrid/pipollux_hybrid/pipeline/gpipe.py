@@ -2,7 +2,7 @@
 
 The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020):
 micro-batch i is in stage j at tick i + j. What a stage computes is prepared here, so that whatever
-nest of tensors a layer gives reaches the next stage: tensors of floating point type go through
+PyTree of tensors a layer gives reaches the next stage: tensors of floating point type go through
 torchgpipe's copies, which gradients follow back; all else goes beside them.
 
 ::
@@ -48,7 +48,7 @@ class StageCall:
         self.leaving: Boundary | None = None
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """From the stage's input to its output."""
+        """Compute the stage's output from its input."""
         stage = self._stage
         value = self._entering.restore(tensors, stage.device)
         with use_skip_tracker(self._tracker):
@@ -76,7 +76,7 @@ class PipelineRun(Pipeline):
 
     Args:
         stages: The stages, each on its device.
-        microbatches: Nests of tensors of shape [micro-batch, …], on the first device.
+        microbatches: PyTrees of tensors of shape [micro-batch, …], on the first device.
         num_recomputed: How many of them, counted from the first, are recomputed in the backward.
         copy_streams: Per stage and micro-batch, the stream that copies run in.
         layout: Where stashed tensors go.
@@ -129,7 +129,7 @@ class PipelineRun(Pipeline):
         ]
 
     def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
-        """What torchgpipe's fence does, but for the order that it gives to backwards."""
+        """Carry outputs to the next stage like torchgpipe's fence, without ordering backwards."""
         for i, j in tick:
             streams = [self.copy_streams[k][i] for k in range(j + 1)]
             for source, namespace, name in self.skip_layout.copy_policy(j):
@@ -140,7 +140,7 @@ class PipelineRun(Pipeline):
                 copy(self.batches[i], streams[j - 1], streams[j])
 
     def _compute(self, tick: Sequence[tuple[int, int]], entries: Any, exits: Any) -> None:
-        """Have every stage of a tick work, then take over what they did."""
+        """Run every stage of a tick, then collect their results."""
         begun = []
         for i, j in tick:
             if j > 0:

@@ -1,7 +1,7 @@
-"""Nests of tensors: what layers take and give, cut into micro-batches and joined again.
+"""PyTrees of tensors, scattered into micro-batches and gathered again.
 
-A nest is a tensor, or tuples, lists and dicts of nests, with plain values (None, numbers, strings)
-between them. Every tensor of a batch has the samples in dimension 0.
+A PyTree is a tensor, or tuples, lists and dicts of PyTrees, with plain values (None, numbers,
+strings) between them. Every tensor of a batch has the samples in dimension 0.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pipollux_hybrid.errors import ConfigurationError
 __all__ = ["PyTree", "Structure", "flatten", "gather", "map_tensors", "tensors_of", "unflatten"]
 
 PyTree: TypeAlias = Any
-"""A tensor, or tuples, lists and dicts of nests; anything the type system cannot say better."""
+"""A tensor, or tuples, lists and dicts of PyTrees; anything the type system cannot say better."""
 Structure: TypeAlias = pytree.TreeSpec
-"""A nest without its leaves."""
+"""A PyTree without its leaves."""
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Values beside tensors that may stand in a nest: they mean the same on every device."""
+"""Values beside tensors that may stand in a PyTree: they mean the same on every device."""
 
 
 def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
-    """The leaves of a nest, and what they hang on.
+    """Return the leaves of a PyTree, and what they hang on.
 
     Args:
-        value: The nest.
-        what: Whose nest it is, for the message.
+        value: The PyTree.
+        what: Whose PyTree it is, for the message.
 
     Raises:
         ConfigurationError: A leaf is neither a tensor nor a plain value.
@@ -47,19 +47,19 @@ def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> PyTree:
-    """The nest of such leaves."""
+    """Return the PyTree of such leaves."""
     return pytree.tree_unflatten(leaves, structure)
 
 
 def tensors_of(value: PyTree) -> list[Tensor]:
-    """The tensors of a nest, in order."""
-    if isinstance(value, Tensor):  # by far the most frequent nest
+    """Return the tensors of a PyTree, in order."""
+    if isinstance(value, Tensor):  # by far the most frequent PyTree
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
-    """The nest with a function applied to each tensor."""
+    """Return the PyTree with a function applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map_only(Tensor, function, value)
@@ -69,7 +69,7 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
     Args:
-        batch: A nest of tensors of shape [batch, …].
+        batch: A PyTree of tensors of shape [batch, …].
         sizes: Samples of each micro-batch, together those of the batch.
 
     Example:
@@ -88,7 +88,7 @@ def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
     """Put the outputs of micro-batches together along dimension 0.
 
     Args:
-        outputs: Nests of the same structure.
+        outputs: PyTrees of the same structure.
         sizes: Samples that each came from.
 
     Raises:
@@ -100,7 +100,7 @@ def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         raise ConfigurationError(
-            "the model returned a nest of another structure for another micro-batch: return the "
+            "the model returned a PyTree of another structure for another micro-batch: return the "
             "same tuple, list or dict for every input"
         )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -131,7 +131,7 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
-    """Samples of each micro-batch, as :meth:`torch.Tensor.chunk` cuts them.
+    """Return the samples of each micro-batch, as :meth:`torch.Tensor.chunk` cuts them.
 
     Example:
         >>> microbatch_sizes(5, 4)
@@ -143,7 +143,7 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def num_samples(inputs: PyTree) -> int:
-    """Samples of a batch: the size of its tensors' first dimension.
+    """Return the samples of a batch: the size of its tensors' first dimension.
 
     Raises:
         ConfigurationError: There is none.
@@ -158,7 +158,7 @@ def num_samples(inputs: PyTree) -> int:
 
 
 def batch_size_of(batch: PyTree) -> int:
-    """Samples of a batch: the size of dimension 0 of every tensor in it.
+    """Return the samples of a batch: the size of dimension 0 of every tensor in it.
 
     Raises:
         ConfigurationError: There is no tensor, or the sizes differ.

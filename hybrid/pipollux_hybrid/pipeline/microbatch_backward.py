@@ -1,4 +1,4 @@
-"""Backwards of micro-batches one after another, so that each one's gradients can be told apart.
+"""Backwards of micro-batches one after another, so that each one's gradients are known.
 
 Without recomputation the backwards of all micro-batches are one graph, and a parameter receives one
 gradient for all of them. What the gradient's noise is estimated from is the gradients of each; so
@@ -23,10 +23,10 @@ __all__ = ["separate"]
 
 
 def separate(outputs: Sequence[PyTree]) -> list[PyTree]:
-    """The outputs of micro-batches, cut off from graphs that have nothing in common.
+    """Return the outputs of micro-batches, cut off from graphs that have nothing in common.
 
     Args:
-        outputs: Nests of tensors, one for each micro-batch.
+        outputs: PyTrees of tensors, one for each micro-batch.
     """
     flat = [flatten(output, "the output of the model") for output in outputs]
     places = [

@@ -33,7 +33,7 @@ COUNT = {
 
 
 def chosen_microbatches(value: int | None, num_stages: int) -> int:
-    """Micro-batches M that the script asks for; None: what is begun with.
+    """Return the micro-batches M that the script asks for; None: the initial number.
 
     Raises:
         ConfigurationError: It is no number of micro-batches; the message says what is allowed.
@@ -46,7 +46,7 @@ def chosen_microbatches(value: int | None, num_stages: int) -> int:
 
 
 def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[int]:
-    """Samples of each micro-batch: as many as asked for, if none gets too few by that.
+    """Return the sizes of the micro-batches: as many as asked for, if none is too small.
 
     Args:
         batch_size: Samples of the batch.
@@ -65,7 +65,7 @@ def cut_sizes(batch_size: int, num_microbatches: int, fewest: int = 1) -> list[i
 
 
 def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """Micro-batches M before anything was measured.
+    """Return the micro-batches M before anything was measured.
 
     Args:
         num_stages: Number K of stages; one stage needs no micro-batches.
@@ -81,7 +81,7 @@ def initial_microbatches(num_stages: int, atomic_bsz: int, fewest: int = 1) -> i
 
 
 def possible_microbatches(wanted: int, atomic_bsz: int, fewest: int = 1) -> int:
-    """How many micro-batches there really are when ``wanted`` are asked for.
+    """Return how many micro-batches there really are when ``wanted`` are asked for.
 
     Example:
         >>> possible_microbatches(4, 5)
@@ -93,7 +93,7 @@ def possible_microbatches(wanted: int, atomic_bsz: int, fewest: int = 1) -> int:
 def candidate_microbatches(
     num_stages: int, largest_atomic_bsz: int, fewest: int = 1
 ) -> tuple[int, ...]:
-    """Powers of two to choose M from, with at least ``fewest`` samples each.
+    """Return powers of two to choose M from, with at least ``fewest`` samples each.
 
     Example:
         >>> candidate_microbatches(1, 100), candidate_microbatches(2, 6)

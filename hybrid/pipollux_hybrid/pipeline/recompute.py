@@ -52,14 +52,14 @@ class Recomputation:
         """Outputs with their graph, and the leaves that it begins with."""
 
     def forward(self, inputs: Tensors) -> Tensors:
-        """Compute the outputs and forget how; to be called where the stage computes."""
+        """Compute the outputs without a graph; to be called where the stage computes."""
         # Something that requires a gradient, so that the engine comes back even if no input does.
         phony = get_phony(inputs[0].device, requires_grad=True)
         apply: Any = Checkpoint.apply  # torch does not annotate it
         return cast("Tensors", apply(phony, self, *inputs))
 
     def schedule(self, batch: Batch, inputs: Tensors) -> None:
-        """Have the recomputation begin when the backward is about to come to these outputs.
+        """Schedule the recomputation for when the backward is about to reach these outputs.
 
         Args:
             batch: The outputs; the first is replaced.
@@ -70,14 +70,14 @@ class Recomputation:
         batch[0] = join(batch[0], apply(phony, self, *inputs))
 
     def run_first(self, inputs: Tensors) -> Tensors:
-        """The forward proper, remembering the random numbers that it began with."""
+        """Run the first forward, and remember the state of the random generators."""
         save_rng_states(inputs[0].device, self._rng_states)
         with torch.no_grad(), enable_checkpointing():
             # What a layer hands out may be its own buffer, which is not to get into a graph.
             return tuple(output.detach() for output in self._function(inputs))
 
     def run_again(self, inputs: Tensors) -> None:
-        """The same forward, this time with a graph."""
+        """Run the same forward again, this time with a graph."""
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         with (
             self._outer.entered(),
@@ -89,7 +89,7 @@ class Recomputation:
             self._recomputed = (self._function(leaves), leaves)
 
     def take(self, inputs: Callable[[], Tensors]) -> tuple[Tensors, Tensors]:
-        """What was recomputed; where nothing led the engine to it before, it is done now."""
+        """Return what was recomputed; recompute now if the engine has not done so."""
         if self._recomputed is None:
             self.run_again(inputs())
         assert self._recomputed is not None  # noqa: S101  # run_again has just set it
@@ -124,7 +124,7 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs; those of parameters are accumulated on the way."""
+        """Return the gradients of the inputs; those of parameters are accumulated on the way."""
         check_whole_backward()
         outputs, leaves = ctx.recomputation.take(lambda: ctx.saved_tensors)
         reached = [

@@ -69,7 +69,7 @@ _wrappers: dict[Any, type[Skippable]] = {}
 
 
 def _wrap(layer: type[nn.Module], *names: tuple[str, ...]) -> type[Skippable]:
-    """The skippable class of a layer; the same one whenever it is asked for."""
+    """Return the skippable class of a layer; the same one whenever it is asked for."""
     key = (layer, *names)
     if key not in _wrappers:
         _wrappers[key] = _new_wrapper(layer, *names)
@@ -102,7 +102,7 @@ def _revive(layer: type[nn.Module], *names: tuple[str, ...]) -> Skippable:
 
 
 def layout_of(module: nn.Sequential, stages: Sequence[nn.Sequential]) -> SkipLayout:
-    """Which stage each stashed tensor goes to.
+    """Return which stage each stashed tensor goes to.
 
     Raises:
         ConfigurationError: A stash has no pop, or the other way round.
@@ -127,7 +127,7 @@ class SkipTracker(SkipTrackerThroughPotals):
         self._parcels: dict[tuple[Namespace, str], Parcel] = {}
 
     def save(self, batch: Batch, ns: Namespace, name: str, tensor: Tensor | None) -> None:
-        """A layer stashed a tensor."""
+        """Save a tensor that a layer stashed."""
         key = (ns, name)
         if not self.skip_layout.requires_copy(ns, name):
             self.tensors[key] = tensor
@@ -140,7 +140,7 @@ class SkipTracker(SkipTrackerThroughPotals):
             batch[0] = join(batch[0], phony)
 
     def load(self, batch: Batch, ns: Namespace, name: str) -> Tensor | None:
-        """A layer pops a tensor."""
+        """Pop a tensor for a layer."""
         parcel = self._parcels.get((ns, name))
         if parcel is not None:
             content: Tensor | None = parcel.open(batch[0].device)
@@ -152,7 +152,7 @@ class SkipTracker(SkipTrackerThroughPotals):
     def copy(
         self, batch: Batch, prev_stream: Any, next_stream: Any, ns: Namespace, name: str
     ) -> None:
-        """Between two stages: bring a tensor to the device where it is popped."""
+        """Copy a tensor between two stages to the device where it is popped."""
         if (ns, name) not in self._parcels:
             super().copy(batch, prev_stream, next_stream, ns, name)
 
@@ -175,7 +175,7 @@ class ForgivingPortal(Portal):
     """
 
     def put_tensor(self, tensor: Tensor | None, tensor_life: int) -> None:
-        """Keep a tensor for so many uses, and what its gradient looks like."""
+        """Keep a tensor for a number of uses, and the shape of its gradient."""
         super().put_tensor(tensor, tensor_life)
         if tensor is not None:
             self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""A stage: a run of the user's layers, that says where it failed and leaves its input alone."""
+"""A stage: consecutive layers of the user's; errors name the layer, inputs stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _thread = _Thread()
 
 
 def in_pipeline() -> bool:
-    """Whether the caller is a layer that runs within a pipeline (recomputation included)."""
+    """Return whether the caller is a layer that runs within a pipeline (recomputation included)."""
     return _thread.in_pipeline
 
 
@@ -104,7 +104,7 @@ class Stage(nn.Sequential):
 
 
 def name_place(error: Exception, place: str) -> None:
-    """Put where something happened in front of what happened, whatever the exception's type."""
+    """Prefix an exception's message with its place, whatever the exception's type."""
     if getattr(error, "_place_named", False):
         return
     error._place_named = True  # type: ignore[attr-defined]  # so that outer places are not added
@@ -116,7 +116,7 @@ def name_place(error: Exception, place: str) -> None:
 
 
 def _versions(value: PyTree) -> list[int] | None:
-    """How often each tensor was changed in place; None where PyTorch does not count."""
+    """Return how often each tensor was changed in place; None where PyTorch does not count."""
     tensors: list[Tensor] = tensors_of(value)
     if any(tensor.is_inference() for tensor in tensors):
         return None

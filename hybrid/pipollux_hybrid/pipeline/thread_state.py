@@ -1,4 +1,4 @@
-"""What surrounds a forward in the script, carried to where stages really run.
+"""The script's thread-local state around a forward, restored in the threads that run stages.
 
 Stages run in worker threads, and again in the autograd engine when they are recomputed. Neither
 sees what the script has entered around its forward, as PyTorch keeps that per thread: without this
@@ -39,7 +39,7 @@ class ThreadLocalState:
 
     @classmethod
     def capture(cls, device_types: Iterable[str]) -> ThreadLocalState:
-        """Note what surrounds the caller, for devices of these types and the CPU."""
+        """Capture the caller's thread-local state, for devices of these types and the CPU."""
         types = sorted({"cpu", *device_types})
         return cls(
             autocast=tuple(
@@ -53,7 +53,7 @@ class ThreadLocalState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Surround the body with the same, wherever the caller is."""
+        """Run the body with the captured state, in any thread."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 now = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

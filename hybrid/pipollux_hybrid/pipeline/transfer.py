@@ -1,4 +1,4 @@
-"""What a micro-batch takes from stage to stage, with and without gradients that come back."""
+"""What a micro-batch carries from stage to stage, with and without gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Parcel:
         return cls(content, event)
 
     def open(self, device: torch.device) -> Any:
-        """The content on a device, for use in its present stream."""
+        """Return the content on a device, for use in its present stream."""
         if not isinstance(self.content, Tensor):
             return self.content
         # Another tensor over the same memory: a layer may hand it on as its output, which would
@@ -55,7 +55,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one micro-batch takes from stage to stage, apart from what gradients follow."""
+    """What one micro-batch carries from stage to stage without gradients."""
 
     structure: Structure
     parcels: dict[int, Parcel]
@@ -65,10 +65,10 @@ class Boundary:
 
     @classmethod
     def of(cls, value: PyTree, what: str, *, is_input: bool = False) -> Boundary:
-        """Take a nest apart.
+        """Take a PyTree apart.
 
         Args:
-            value: The nest.
+            value: The PyTree.
             what: Whose it is, for the message.
             is_input: Whether it comes from the script. Then only what the script wants a gradient
                 of is followed, or the first layer would compute one of data for nothing.
@@ -88,10 +88,10 @@ class Boundary:
         return cls(structure, rest, tuple(floating))
 
     def floating(self, value: PyTree, device: torch.device, what: str) -> Tensors:
-        """The tensors of a nest that gradients follow; an empty one if there are none.
+        """Return the tensors of a PyTree that gradients follow; an empty one if there are none.
 
         Raises:
-            ConfigurationError: The nest is not like the one that this boundary was made of.
+            ConfigurationError: The PyTree is not like the one that this boundary was made of.
         """
         leaves, structure = flatten(value, what)
         if structure != self.structure:
@@ -102,7 +102,7 @@ class Boundary:
         return tuple(leaves[n] for n in self.places) or (torch.empty(0, device=device),)
 
     def restore(self, tensors: Tensors, device: torch.device) -> PyTree:
-        """The nest again, all of it on a device."""
+        """Return the PyTree again, all of it on a device."""
         leaves: list[Any] = [None] * (len(self.places) + len(self.parcels))
         for n, tensor in zip(self.places, tensors, strict=False):  # without places: one for none
             leaves[n] = tensor

@@ -1,4 +1,4 @@
-"""What the backward of one forward will look like, written down when the forward runs.
+"""The plan of a backward, made when its forward runs.
 
 A script may run several forwards before a backward, evaluate in between, or never call a backward
 at all. So a forward changes nothing: it leaves a plan with its output, and the plan takes effect

@@ -59,7 +59,7 @@ class Bucket:
         """Whether a gradient arrived after it was launched."""
 
     def reset(self) -> None:
-        """A backward begins."""
+        """Reset the counters for a new backward."""
         self.launched = self.late = False
         self._work = None
         self._streams.clear()
@@ -147,12 +147,12 @@ class Bucket:
         _copy_times(weight, gradients, views)
 
     def _is_narrow(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether gradients have more digits than what they travel as."""
+        """Return whether gradients are more precise than the type they are sent as."""
         return self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Work behind all gradients of the bucket, with its device current.
+        """Run the body after all gradients of the bucket, with its device current.
 
         The thread that completes the order may be another device's, whose streams know nothing of
         these gradients.
@@ -170,7 +170,7 @@ class Bucket:
 def make_buckets(
     stages: Sequence[Sequence[nn.Parameter]], bucket_bytes: int, dtype: torch.dtype | None
 ) -> list[Bucket]:
-    """Buckets of all stages, in the order in which they are launched.
+    """Return the buckets of all stages, in the order in which they are launched.
 
     Args:
         stages: Trainable parameters of each stage, from the first to the last.

@@ -35,7 +35,7 @@ class CombinesBuffers(Protocol):
     """
 
     def combined_buffers(self) -> Iterable[str]:
-        """Names of these buffers, as they are called in this layer."""
+        """Return the names of these buffers in this layer."""
 
 
 class BufferSynchronizer:
@@ -63,7 +63,7 @@ class BufferSynchronizer:
         self._seen = self._versions()
 
     def report(self) -> list[float]:
-        """Whether a buffer changed here since all were the same, and a fingerprint of the sizes."""
+        """Return whether a buffer changed since the last synchronisation, and their sizes."""
         size = float(sum(t.numel() * t.element_size() for _, t in self._buffers()))
         return [float(self._changed()), size, size * size]
 
@@ -106,7 +106,7 @@ class BufferSynchronizer:
         )
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        """Changes in place count up a tensor's version; a layer may also put a new tensor there."""
+        """Return tensors with their versions: a change in place or a new tensor both show."""
         return [(tensor, tensor._version) for _, tensor in self._buffers()]
 
 
@@ -157,7 +157,7 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of the same device, in order, up to a number of bytes; empty ones are left out."""
+    """Yield tensors of one device in order, up to a number of bytes, without empty ones."""
     devices: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -1,6 +1,6 @@
-"""The seconds that training waits for other replicas after its last gradient was final.
+"""Timing how long training waits for other replicas after its last gradient.
 
-On CPUs the host waits, and the clock tells. On CUDA devices streams wait: events on them tell, and
+On CPUs the host waits, and the clock is read. On CUDA devices streams wait: events time them, and
 they are read when they are over, at a later step, so that nothing waits for them.
 """
 
@@ -32,12 +32,12 @@ class CommTimer:
         self._latest = 0.0
 
     def start(self) -> None:
-        """The last gradient is final."""
+        """Start timing: the last gradient is final."""
         self._started = time.perf_counter()
         self._events = [self._record(device) for device in self._cuda]
 
     def stop(self) -> float:
-        """The averages are there.
+        """Stop: the averages are complete.
 
         Returns:
             Seconds since :meth:`start`; where there are CUDA devices those of the latest step that

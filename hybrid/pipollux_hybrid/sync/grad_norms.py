@@ -14,7 +14,7 @@ CACHED = 1 << 16
 
 
 def product(one: Tensor, other: Tensor, weights: Tensor | None) -> Tensor:
-    """The inner product of two gradients, as a tensor without dimensions.
+    """Return the inner product of two gradients, as a tensor without dimensions.
 
     Called for every gradient of a measured step, so it makes as few passes over memory as it can.
 
@@ -63,7 +63,7 @@ class NormSum:
         self._waiting.append(product(gradient, gradient, weights))
 
     def total(self) -> Tensor | None:
-        """The sum, float64 without dimensions, on the gradients' device; None for no gradient."""
+        """Return the sum, a float64 scalar on the gradients' device; None without gradients."""
         self._gather()
         return self._total
 
@@ -79,7 +79,7 @@ class NormSum:
 
 
 def sum_products(gradients: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> float:
-    """The inner product of two lists of gradients; each device is waited for once.
+    """Return the inner product of two lists of gradients; each device is waited for once.
 
     Args:
         gradients: Arguments of :func:`product`, for each parameter.

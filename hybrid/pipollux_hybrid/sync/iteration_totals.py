@@ -1,4 +1,4 @@
-"""What the replicas add up at the end of an iteration, beside the gradients.
+"""Numbers that the replicas sum at the end of an iteration, beside the gradients.
 
 These few numbers need every digit, where gradients may travel in 16 bits; and they are known to the
 host, where gradients may be on a GPU. So they are one small float64 vector over gloo, which is on
@@ -42,7 +42,7 @@ class IterationTotals:
     def sum_over_replicas(
         self, add_up: Callable[[Sequence[float]], list[float]], num_replicas: int
     ) -> IterationTotals:
-        """The sums over all replicas, each of which calls this.
+        """Return the sums over all replicas, each of which calls this.
 
         Args:
             add_up: Adds numbers up over the replicas.

@@ -2,7 +2,7 @@
 
 A hook in Python takes some microseconds at every gradient, which is much in a step of a few
 milliseconds. So they are set for the backwards that count or measure, and taken away for others,
-where a look at the gradients before and after tells what there is to know.
+where comparing the gradients before and after is enough.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Watched:
         self._before = [_state(p.grad) for named in stages for _, p in named]
 
     def changed(self) -> bool:
-        """Whether any parameter has received a gradient since.
+        """Return whether any parameter has received a gradient since.
 
         Raises:
             SynchronizationError: One has a sparse gradient.

@@ -70,13 +70,13 @@ class Reducer:
         return any(count > self.passes for count in self._counts.values())
 
     def count(self, parameter: nn.Parameter) -> int:
-        """Gradients that the parameter has received."""
+        """Return the number of gradients that the parameter has received."""
         return self._counts.get(parameter, 0)
 
     def prepare_for_backward(
         self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
     ) -> None:
-        """A backward starts.
+        """Prepare for a backward that starts.
 
         Args:
             stages: Trainable parameters of each stage.
@@ -97,7 +97,7 @@ class Reducer:
         self._count_pending()
 
     def join(self, plan: BackwardPlan, weight: float | None) -> None:
-        """The same backward reaches another output: the passes of both are to be waited for."""
+        """Join another output to the same backward: the passes of both are awaited."""
         self._separate += plan.num_separate
         # What is not recomputed meets in one graph, and arrives as one sum.
         self._shared = self._shared or plan.shares_a_pass
@@ -105,7 +105,7 @@ class Reducer:
         self._count_pending()
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """A parameter received a gradient."""
+        """Mark a gradient of a parameter as received."""
         count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
         bucket = self._bucket_of.get(parameter)
         if bucket is None or self._weight is None:
@@ -124,7 +124,7 @@ class Reducer:
                 self._launch(complete=True)
 
     def flush(self) -> None:
-        """The backward is over: send what has not gone."""
+        """Send what has not been sent at the end of a backward."""
         self._launch(complete=False)
         self._hold = HOLD if any(b.late for b in self.buckets) else max(self._hold - 1, 0)
         # Parameters without a gradient are not waited for next time, unless that went wrong once.

@@ -1,8 +1,8 @@
-"""A check for debugging: after an optimizer step all replicas hold the same parameters and buffers.
+"""A check for debugging: whether all replicas hold the same parameters and buffers.
 
 They must, bit by bit: they began with the same, and every step adds the same averages. If they do
 not, something on one replica changed them outside of ``backward()`` and ``step()``, or is not
-deterministic where it has to be, and the replicas train apart without a word.
+deterministic where it has to be, and the replicas silently diverge.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DIGEST = 16
 
 
 def check_interval(value: bool | int, from_environment: int) -> int:
-    """Every how many optimizer steps replicas are compared; 0 for never.
+    """Return the number of optimizer steps between two comparisons; 0 for never.
 
     Args:
         value: ``check_replicas``: True is every step.
-        from_environment: ``PIPOLLUX_CHECK_REPLICAS``, which goes before it unless it is 0.
+        from_environment: ``PIPOLLUX_CHECK_REPLICAS``, which overrides it unless it is 0.
 
     Raises:
         ConfigurationError: The value is negative or no whole number.
@@ -56,7 +56,7 @@ class ReplicaCheck:
         self._steps = 0
 
     def stepped(self, step: int) -> None:
-        """The optimizer stepped; every replica calls it after the same step.
+        """Compare the replicas when due; all of them call it after the same optimizer step.
 
         Args:
             step: Number of the step in the whole training, for the message.

@@ -1,4 +1,4 @@
-"""Whether a loop without an adaptive loader gives every replica the same samples.
+"""A warning for loops that give every replica the same samples.
 
 A plain ``DataLoader`` reads all of its data set on every replica. With the same seed everywhere all
 replicas train on the same batches, and more of them gain nothing. Nobody sees the loader, but its
@@ -34,7 +34,7 @@ class SameSamples:
         self._pending = ctx.env.num_replicas > 1
 
     def note(self, batch: PyTree) -> None:
-        """The model is called with a batch to train on."""
+        """Note a batch that the model is called with to train on."""
         if not self._pending or self._context.batch.micro_step is not None:
             return
         for tensor in tensors_of(batch):
@@ -42,7 +42,7 @@ class SameSamples:
             self._digest = zlib.crc32(data, self._digest)
 
     def compare(self) -> None:
-        """The optimizer stepped; every replica calls it after the same step."""
+        """Warn once if all replicas train on the same samples; all call it after the same step."""
         if not self._pending or self._context.batch.micro_step is not None:
             return
         self._pending = False

@@ -1,7 +1,7 @@
 """Averaging gradients over the replicas, stage by stage, while earlier stages still compute.
 
 DistributedDataParallel cannot do this: it expects each gradient once per backward, where GPipe with
-recomputation delivers one per micro-batch, and it loses gradients without a word when the number of
+recomputation delivers one per micro-batch, and it silently loses gradients when the number of
 micro-batches falls. So gradients are counted here (:mod:`pipollux_hybrid.sync.reducer`), and sent
 in buckets (:mod:`pipollux_hybrid.sync.bucket`), from the last stage to the first.
 
@@ -46,7 +46,7 @@ __all__ = ["GradientSynchronizer", "SyncResult"]
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What one synchronisation found out on the way."""
+    """What one synchronisation measured."""
 
     batch_size: int
     """B: samples behind the averaged gradients, over all replicas and accumulation steps."""
@@ -123,7 +123,7 @@ class GradientSynchronizer:
         """Let a plan take effect when the gradient of this output arrives.
 
         Args:
-            output: Tensor, or nest of tensors, that a forward gave.
+            output: Tensor, or PyTree of tensors, that a forward gave.
             plan: What is to be expected of its backward.
         """
         for tensor in tensors_of(output):
@@ -131,7 +131,7 @@ class GradientSynchronizer:
                 tensor.register_hook(partial(self._start_backward, plan))
 
     def stepped(self) -> None:
-        """The optimizer stepped: what comes next belongs to another iteration."""
+        """End the iteration after the optimizer's step."""
         self._averaged = False
 
     # --- the beginning of a backward -----------------------------------------------------------
@@ -181,7 +181,7 @@ class GradientSynchronizer:
         self._watched = None
 
     def _rewind(self) -> Callable[[], None]:
-        """What takes back the beginning of a backward that turns out to be none."""
+        """Return a function that undoes the beginning of a backward that turns out to be none."""
         before = (self._fresh, self._part, self._samples, self._estimates, self._measurable)
         sqr, averaged = list(self._sqr), self._averaged
 
@@ -223,7 +223,7 @@ class GradientSynchronizer:
             self._reducer.join(plan, self._weight())
 
     def _weight(self) -> float | None:
-        """What gradients are multiplied by when they are sent; None if they are not."""
+        """Return what gradients are multiplied by when they are sent; None if they are not."""
         if not self._synchronizes or self._num_replicas == 1:
             return None
         # Close to 1 if replicas have the same share of the batch, whatever its size.
@@ -264,7 +264,7 @@ class GradientSynchronizer:
     # --- the end of a backward -----------------------------------------------------------------
 
     def _finish(self, rewind: Callable[[], None]) -> None:
-        """End of the backward: send what is left, wait, write the averages back."""
+        """End the backward: send what is left, wait, write the averages back."""
         if not self._any_arrived():
             # torch.autograd.grad came by: it asked for gradients of something else.
             rewind()
@@ -282,7 +282,7 @@ class GradientSynchronizer:
         self._on_finished(result)
 
     def _any_arrived(self) -> bool:
-        """Whether any parameter received a gradient."""
+        """Return whether any parameter received a gradient."""
         watched, self._watched = self._watched, None  # it holds on to gradients
         return self._reducer.any if watched is None else watched.changed()
 
@@ -348,5 +348,5 @@ class GradientSynchronizer:
 
 
 def _power_of_two(value: float) -> float:
-    """The largest power of two that is not larger than a positive value."""
+    """Return the largest power of two that is not larger than a positive value."""
     return math.ldexp(1.0, math.frexp(value)[1] - 1)

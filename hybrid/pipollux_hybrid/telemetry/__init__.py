@@ -1,1 +1,1 @@
-"""Step times measured, fitted, shown, sent."""
+"""Step times measured, fitted, shown to users, sent to the scheduler."""

@@ -1,4 +1,4 @@
-"""The model of the job in training: fitted to its measurements, asked for the best batch shape."""
+"""The performance model of the running job: fitted to measurements, asked for batch shapes."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Autotuner:
         return self.noise.gain(self._context.batch.scale) if self.noise is not None else 1.0
 
     def restore_noise(self, scale: GradientNoiseScale) -> None:
-        """Go on from what an earlier run measured."""
+        """Restore what an earlier run measured."""
         self._noise.scale = scale
 
     def take_proposal(self) -> tuple[int, int, int]:
-        """What :meth:`best_shape` was at the last fit, once; zeros for no change."""
+        """Return :meth:`best_shape` of the last fit, once; zeros for no change."""
         with self._lock:
             proposal, self._proposal = self._proposal, (0, 0, 0)
         return proposal
@@ -110,7 +110,7 @@ class Autotuner:
         return self.hints()
 
     def goodput_function(self) -> GoodputFunction | None:
-        """The goodput of this job, None until step times and noise were measured."""
+        """Return the goodput of this job, None until step times and noise were measured."""
         grad_params = self.noise.grad_params if self.noise else None
         if self.perf_params is None or grad_params is None or self.noise is None:
             return None
@@ -119,7 +119,7 @@ class Autotuner:
         return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
 
     def best_shape(self) -> tuple[int, int, int] | None:
-        """Atomic batch size, accumulation steps and micro-batches of the highest goodput.
+        """Return atomic batch size, accumulation steps and micro-batches of the highest goodput.
 
         None if the goodput is not known yet; 0 micro-batches where the script decides on them.
         """
@@ -148,7 +148,7 @@ class Autotuner:
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
 
     def hints(self) -> SchedHints | None:
-        """What the scheduler is to know; None before the first fit of this number of stages."""
+        """Return the hints; None before the first fit for this number of stages."""
         from pipollux_perfmodel import SchedHints  # imports pydantic
         from pipollux_perfmodel.hints.codec import MAX_LAYERS
 
@@ -178,7 +178,7 @@ class Autotuner:
         )
 
     def _remaining_samples(self) -> float | None:
-        """What is left to train, in samples that are each worth one of the initial batch size."""
+        """Return the samples left to train, each worth one at the initial batch size."""
         if self.samples_left is None or self.noise is None:
             return None
         scale = self._context.batch.scale
@@ -204,7 +204,7 @@ class Autotuner:
         return best if then > RETUNE_GAIN * now else (0, 0, 0)
 
     def noise_scale(self) -> float | None:
-        """Samples of a batch whose gradient is as noisy as it is large; None if not known yet."""
+        """Return the batch size at which the gradient is half noise; None if not known yet."""
         grad_params = self.noise.grad_params if self.noise else None
         if self.noise is None or grad_params is None or grad_params.sqr <= 0.0:
             return None

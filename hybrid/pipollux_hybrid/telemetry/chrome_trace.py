@@ -42,7 +42,7 @@ events' names."""
 
 
 class Tracer:
-    """Writes time lines where they were asked for.
+    """Writes time lines to the requested files.
 
     Args:
         ctx: The job's context; its environment has the directory and this replica's rank.
@@ -55,7 +55,7 @@ class Tracer:
 
     @property
     def wanted(self) -> bool:
-        """Whether the coming step is to be timed, whoever's turn it is."""
+        """Whether the coming step is to be timed, out of turn too."""
         return self._path is not None
 
     def request(self, path: str | os.PathLike[str]) -> None:
@@ -65,7 +65,7 @@ class Tracer:
     def take(
         self, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
     ) -> None:
-        """A step was timed. A file that cannot be written costs a warning, not the training."""
+        """Take a timed step. A file that cannot be written causes a warning, no error."""
         rank, directory = self._env.rank, self._env.trace_dir
         if self._path is not None:
             path, self._path = self._path, None
@@ -115,7 +115,7 @@ def write_trace(
 def trace_events(
     events: Sequence[StageEvent], devices: Sequence[torch.device], rank: int = 0
 ) -> list[dict[str, Any]]:
-    """The entries of ``traceEvents``; in a row none overlaps another.
+    """Return the entries of ``traceEvents``; in a row none overlaps another.
 
     Args:
         events: The time line, times in seconds.
@@ -145,7 +145,7 @@ def trace_events(
 
 
 def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
-    """The share of the stages' time in which they wait, in [0, 1].
+    """Return the share of the stages' time in which they wait, in [0, 1].
 
     With K equally fast stages that all run side by side it is (K - 1) / (M + K - 1), GPipe's own.
     """
@@ -158,7 +158,7 @@ def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
 
 
 def _row(events: Sequence[StageEvent], k: int) -> list[tuple[str, StageEvent]]:
-    """A stage's events in order, each with its name and ended where the next begins.
+    """Return a stage's events in order, each with its name and ended where the next begins.
 
     What precedes the gradient in a backward is recomputation, and noted as a backward of its own.
     """

@@ -1,4 +1,4 @@
-"""A loss that is no number, told once: training goes on, and whoever started it should know."""
+"""A loss that is NaN or infinite, reported once; training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about the job in training: progress, and what its steps were like.
+"""Progress and measurements of the running job.
 
 Everything here outlives restarts, so a job that comes back with other replicas predicts its goodput
 from all that it has ever measured.
@@ -141,19 +141,19 @@ class Metrics(Autotuner):
         return self._reporter
 
     def pause_progress(self) -> None:
-        """A loop over a loader ended, and the script goes on behind it."""
+        """Pause the progress bar, as a loop over a loader ended."""
         if self._reporter is not None:
             self._reporter.pause_progress()
 
     def finish_progress(self) -> None:
-        """A loop over epochs ended."""
+        """Finish the progress bar, as a loop over epochs ended."""
         if self._reporter is not None:
             self._reporter.finish_progress()
 
     # --- the training thread -----------------------------------------------------------------
 
     def start_step(self, shape: BatchShape, part: Part) -> None:
-        """The loop body is about to work on a part of an iteration.
+        """Start a step: the loop body is about to work on a part of an iteration.
 
         A part lasts from the end of the one before, as the loader and the step boundary are in
         every iteration; from now, if it is the first or something else came in between.
@@ -166,20 +166,20 @@ class Metrics(Autotuner):
         self._part = part
 
     def begin_segment(self, epoch_size: int, sample_length: int = 1) -> None:
-        """Iterations of one batch shape begin, in an epoch of so many samples (of text: tokens)."""
+        """Begin iterations of one batch shape in an epoch of ``epoch_size`` samples or tokens."""
         self.epoch_size, self.sample_length = epoch_size, sample_length
         self.interrupt_steps()
 
     def interrupt_steps(self) -> None:
-        """What happens from the last step to the next is not part of a step (a save, an epoch)."""
+        """Exclude the time from the last step to the next, as of a save, from step times."""
         self._part_ended = None
 
     def note_forward(self, *, disturbed: bool) -> None:
-        """A forward begins that measures the noise or times the stages, or neither."""
+        """Note a forward, and whether it measures the noise or times the stages."""
         self._disturbed |= disturbed
 
     def note_timed(self) -> None:
-        """The stages of the step under way were timed; :meth:`add_timeline` follows later."""
+        """Note that the stages of the current step were timed; :meth:`add_timeline` follows."""
         full = self._shape is not None and self._part is not None and self._part.is_full
         loops = self._context.batch.micro_step is not None
         self._timed = (
@@ -189,17 +189,17 @@ class Metrics(Autotuner):
         )
 
     def note_backward(self, sync_time: float) -> None:
-        """A backward ended, having waited so many seconds for other replicas."""
+        """Note a backward's end, and the seconds that it waited for other replicas."""
         self._sync_time = sync_time
 
     def note_step(self, batch_size: int, scale: float) -> None:
-        """The optimizer stepped on a batch of so many samples."""
+        """Note an optimizer step and its batch size."""
         self.step += 1
         self.samples += batch_size
         self.progress += self.noise.gain(scale) if self.noise else 1.0
 
     def scaling_state(self, last_batch_size: int) -> ScalingState:
-        """What the learning rate of the coming step follows.
+        """Return what the learning rate of the coming step follows.
 
         Args:
             last_batch_size: Samples of the iteration that ended, which count as the initial batch
@@ -217,12 +217,12 @@ class Metrics(Autotuner):
         )
 
     def note_loss(self, loss: Any) -> None:
-        """The script reported the mean loss of what it works on."""
+        """Note the mean loss that the script reported."""
         micro_step = self._context.batch.micro_step
         self._losses.append((loss, micro_step.num_samples if micro_step else 1))
 
     def commit_step(self, part: Part, epoch: int, num_epochs: int | None) -> None:
-        """The loop body is done with its part, in an epoch of so many, if that is known."""
+        """Commit the step: the loop body has finished its part."""
         now = time.perf_counter()
         elapsed, self._step_time = (
             now - self._part_started,
@@ -251,7 +251,7 @@ class Metrics(Autotuner):
     def add_timeline(
         self, events: list[StageEvent], forward: list[float], backward: list[float]
     ) -> None:
-        """The stages of the step timed last (mean seconds per micro-batch and stage, [K])."""
+        """Add the stage times of the last timed step: mean seconds per micro-batch, [K]."""
         if self._timed is None:
             return
         (configuration, step), self._timed = self._timed, None
@@ -262,7 +262,7 @@ class Metrics(Autotuner):
             )
 
     def configuration(self, atomic_bsz: int) -> StepConfiguration:
-        """What the job runs as now, at an atomic batch size."""
+        """Return what the job runs as now, at an atomic batch size."""
         env = self._context.env
         return StepConfiguration(
             self.num_stages,
@@ -273,7 +273,7 @@ class Metrics(Autotuner):
         )
 
     def take_loss(self) -> tuple[float, int]:
-        """The share of this replica in the loss since the last time, and its samples."""
+        """Return the share of this replica in the loss since the last time, and its samples."""
         losses, self._losses = self._losses, []
         self._launched, self._done = self._done, None
         return (
@@ -282,7 +282,7 @@ class Metrics(Autotuner):
         )
 
     def record_agreed(self, agreed: ControlMessage | None) -> None:
-        """The replicas' losses came together: the step they belong to can be reported."""
+        """Report the step whose losses the replicas have exchanged."""
         done, self._launched = self._launched, None
         if agreed is None or done is None or self._context.env.rank != 0:
             return
@@ -301,7 +301,7 @@ class Metrics(Autotuner):
         self.record_agreed(control.exchange(message))
 
     def checkpoint_due(self) -> bool:
-        """Whether a periodic checkpoint is due; saying so counts as having saved."""
+        """Return whether a periodic checkpoint is due; True counts as having saved."""
         saving, now = self._checkpoints.saver, time.monotonic()
         if saving.busy:
             return False
@@ -334,7 +334,7 @@ class Metrics(Autotuner):
         )
 
     def _make_point(self, done: DoneStep, loss: float | None) -> StepRecord:
-        """The step as it is reported, with what the present model predicts for such a one."""
+        """Return the record of a step, with the prediction of the present model."""
         shape, env, is_full = done.shape, self._context.env, done.part.is_full
         predicted = goodput = efficiency = None
         goodput_fn = self.goodput_function()

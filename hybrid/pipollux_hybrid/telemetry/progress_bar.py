@@ -1,4 +1,4 @@
-"""How training goes, for whoever started the script: a live bar on a terminal, lines in a log."""
+"""Progress of the training: a live bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ProgressDisplay:
                 self._say(point)
 
     def pause(self) -> None:
-        """From here on the script speaks; what it has done before is not shown any more."""
+        """Stop showing earlier steps, as the script prints its own output now."""
         with self._lock:
             self._paused = time.time()
 
@@ -109,7 +109,7 @@ class ProgressDisplay:
 
 
 def describe(point: StepRecord) -> str:
-    """A point as one line.
+    """Return a point as one line.
 
     Example: ``epoch 2/30 step 1042 loss 0.1234 batch size 64 throughput 512 goodput 480 samples/s``
     """
@@ -123,7 +123,7 @@ def describe(point: StepRecord) -> str:
 
 
 def figures(point: StepRecord) -> str:
-    """What stands behind the bar; the batch as samples of a replica × accumulation × replicas."""
+    """Return the text after the bar; the batch is samples × accumulation × replicas."""
     parts = [] if point.loss is None else [f"loss {point.loss:.4f}"]
     parts.append(f"{point.throughput:.0f} samples/s")
     if point.goodput is not None:
@@ -138,7 +138,7 @@ def figures(point: StepRecord) -> str:
 
 
 def seconds_left(point: StepRecord) -> float | None:
-    """Seconds to the end of the training, or of the epoch where the training's end is not known."""
+    """Return the seconds to the end of the training, or of the epoch if that is not known."""
     if point.throughput <= 0.0 or point.epoch_size == 0:
         return None
     epochs = 0 if point.num_epochs is None else point.num_epochs - point.epoch - 1

@@ -1,4 +1,4 @@
-"""What a script tells about itself, and where it has it written."""
+"""What a script reports about itself: its loss, and TensorBoard's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(*, loss: Tensor | float) -> None:
     The replicas' losses are averaged by their samples once a step, and shown by the scheduler.
 
     Args:
-        loss: The mean loss of this replica's batch; its graph is let go of at once.
+        loss: The mean loss of this replica's batch; its graph is released at once.
     """
     context().component(Metrics).note_loss(
         loss.detach() if isinstance(loss, Tensor) else float(loss)

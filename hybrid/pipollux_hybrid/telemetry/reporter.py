@@ -1,4 +1,4 @@
-"""Telling others how the job does, without ever standing in the way of training.
+"""Reporting to the scheduler and to listeners, without ever delaying training.
 
 On rank 0 a thread has the performance model fitted every hints interval (30 s by default), sends
 hints and, about once a second, the latest points of progress; it also hands points to the progress
@@ -126,12 +126,12 @@ class Reporter:
             }
 
     def pause_progress(self) -> None:
-        """The script goes on behind a loop: no line about it may come after the script's own."""
+        """Pause the progress bar after a loop, so that no line of it follows the script's own."""
         if self._display is not None and not self._call(self._display, self._display.pause):
             self._display = None
 
     def finish_progress(self) -> None:
-        """The epochs are over: show the last step now, before the script's later output."""
+        """Show the last step when the epochs are over, before the script's later output."""
         with self._lock:
             if self._held is not None:
                 self._queue(self._held())
@@ -151,7 +151,7 @@ class Reporter:
         self._thread = None
 
     def _queue(self, point: StepRecord) -> None:
-        """Keep a point for those it is for; the caller has the lock."""
+        """Queue a point for its receivers; the caller holds the lock."""
         self._last_point, self._held = point.time, None
         self._unshown.append(point)
         if self._url is not None:
@@ -173,7 +173,7 @@ class Reporter:
             self._safely(self._last_turn, client)
 
     def _safely(self, turn: Callable[[httpx.Client], None], client: httpx.Client) -> None:
-        """Have whatever goes wrong said, and the thread live on; the same fault is said once."""
+        """Run a turn; log an error once and keep the thread alive."""
         try:
             turn(client)
         except Exception as error:  # a thread that ends silently takes all reports with it
@@ -212,7 +212,7 @@ class Reporter:
                     break
 
     def _call(self, listener: StepListener, method: Any, *arguments: Any) -> bool:
-        """Call a listener; one that fails is let go of, as it must not end the reports."""
+        """Call a listener; drop one that fails, so that reports continue."""
         try:
             method(*arguments)
         except Exception:  # a full disk, a closed terminal: whatever it is, training goes on
@@ -271,7 +271,7 @@ class Reporter:
     def _send(
         self, client: httpx.Client, method: str, what: str, body: dict[str, Any], **query: int
     ) -> bool:
-        """Whether the scheduler took it, or never will."""
+        """Send a request; return whether it is done with, accepted or refused for good."""
         if self._url is None:
             return True
         try:

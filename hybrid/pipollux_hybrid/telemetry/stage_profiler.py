@@ -1,4 +1,4 @@
-"""Which steps have their stages timed, and where the measured time lines go."""
+"""The choice of steps whose stages are timed, and the receivers of their time lines."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class StageProfiler:
         self._step = 0
 
     def gradient_arrived(self, stage: int) -> None:
-        """A parameter of the stage received its gradient."""
+        """Note that a parameter of the stage received its gradient."""
         self._timer.gradient_arrived(stage)
 
     def cancel(self) -> None:
-        """The forward that was being timed is followed by another one."""
+        """Cancel the timing, as another forward follows."""
         self._timer.cancel()
 
     def begin(self, num_recomputed: int, *, measures_noise: bool) -> bool:
-        """A forward begins whose backward ends an iteration; time it if it is one to be timed.
+        """Begin the last forward of an iteration; return whether it is timed.
 
         Args:
             num_recomputed: Micro-batches that are recomputed.
@@ -70,7 +70,7 @@ class StageProfiler:
         return True
 
     def end(self) -> None:
-        """The iteration's last backward ended."""
+        """End the iteration's last backward."""
         if self._timer.running:
             self._recording = self._timer.stop()
             self._step = self._metrics.step + 1

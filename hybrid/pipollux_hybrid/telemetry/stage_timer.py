@@ -2,7 +2,7 @@
 
 On a sampled step, hooks on every stage note when its forward begins and ends, and hooks on the
 tensors at its borders when the gradient comes in and goes out. On CUDA devices the notes are events
-on the stage's stream, read some steps later when they have come to pass, so that nothing waits for
+on the stage's stream, read some steps later when they are complete, so that nothing waits for
 them; elsewhere they are the clock.
 """
 
@@ -58,12 +58,12 @@ class Recording:
         self._devices = list(devices)
 
     def done(self) -> bool:
-        """Whether :meth:`events` can be read without waiting."""
+        """Return whether :meth:`events` can be read without waiting."""
         marks = (mark for span in self._spans for mark in (span.start, span.end))
         return all(mark.query() for mark in marks if isinstance(mark, torch.cuda.Event))
 
     def events(self) -> list[StageEvent]:
-        """The time line, in seconds from its first event, sorted by start."""
+        """Return the time line, in seconds from its first event, sorted by start."""
         origins: dict[torch.device, Mark] = {}
         events = []
         for span in self._spans:
@@ -116,7 +116,7 @@ class StageTimer:
             self._handles.append(stage.register_forward_hook(self._after(k)))
 
     def gradient_arrived(self, k: int) -> None:
-        """A parameter of stage ``k`` received its gradient: its backward lasted at least until now.
+        """Note a gradient of stage ``k``: its backward lasted at least until now.
 
         The first stage's input needs no gradient, so this is how its backward is seen to end.
         """
@@ -124,7 +124,7 @@ class StageTimer:
             self._counts[0].open[-1].end = self._mark(0)
 
     def stop(self) -> Recording | None:
-        """The step is over: what was noted of it; None if no step was timed."""
+        """End the step and return its timing; None if it was not timed."""
         spans = [span for span in self._spans if span.end is not None]
         self.cancel()
         return Recording(spans, self._devices) if spans else None
@@ -207,13 +207,13 @@ class StageTimer:
 
 
 def _carrier(args: tuple[Any, ...]) -> Tensor | None:
-    """The first input of a stage that a gradient comes back to, if any."""
+    """Return the first input of a stage that a gradient comes back to, if any."""
     inputs = args[0] if isinstance(args[0], tuple) else args[:1]
     return next((x for x in inputs if isinstance(x, Tensor) and x.requires_grad), None)
 
 
 def _first_nodes(output: Tensor) -> list[Node]:
-    """The nodes of a graph that nothing but leaves come before."""
+    """Return the nodes of a graph that nothing but leaves come before."""
     found, seen = [], set()
     todo = [output.grad_fn] if output.grad_fn is not None else []
     while todo:
@@ -231,7 +231,7 @@ def _first_nodes(output: Tensor) -> list[Node]:
 def stage_times(
     events: Sequence[StageEvent], num_stages: int, num_microbatches: int
 ) -> tuple[list[float], list[float]]:
-    """Mean seconds of one micro-batch's forward and backward in each stage, shapes [K], [K].
+    """Return mean seconds of a micro-batch's forward and backward in each stage, [K] and [K].
 
     Recomputation counts as backward.
     """

@@ -1,4 +1,4 @@
-"""What was measured of a job: times of steps and of stages, by configuration.
+"""Measured times of steps and stages, by configuration.
 
 These measurements are what the performance model is fitted to. Times are kept as the latest few
 samples and summed up by their median, so that a straggling step (a page fault, a neighbour's burst)
@@ -57,16 +57,16 @@ class StepTimes:
         (self._disturbed if disturbed else self._quiet).append(seconds)
 
     def median(self) -> float:
-        """The median of the undisturbed steps, of all where hardly any was undisturbed."""
+        """Return the median of the undisturbed steps, of all where hardly any was undisturbed."""
         quiet = len(self._quiet) >= ENOUGH
         return statistics.median(self._quiet if quiet else [*self._quiet, *self._disturbed])
 
     def to_json(self) -> list[list[float]]:
-        """Undisturbed and disturbed samples."""
+        """Return undisturbed and disturbed samples."""
         return [list(self._quiet), list(self._disturbed)]
 
     def load_json(self, content: Sequence[Any]) -> None:
-        """Put back what :meth:`to_json` gave; the first release wrote one list."""
+        """Restore what :meth:`to_json` returned; the first release wrote one list."""
         quiet, disturbed = content if content and isinstance(content[0], list) else (content, [])
         self._quiet.extend(map(float, quiet))
         self._disturbed.extend(map(float, disturbed))
@@ -88,7 +88,7 @@ class Measurements:
     """Per stage, the backward of one micro-batch, recomputation included."""
 
     def accum_step_time(self) -> float:
-        """What the fit takes for an accumulation step.
+        """Return what the fit takes for an accumulation step.
 
         Without any, an optimizer step that nobody was waited for is the nearest thing; it is a
         little longer, by the optimizer's own work.
@@ -174,7 +174,7 @@ class StepProfile:
             )
 
     def fit_data(self, num_stages: int, checkpoint: Checkpoint = "never") -> FitData | None:
-        """What there is to fit for pipelines of ``num_stages``; None before the first step.
+        """Return what there is to fit for pipelines of ``num_stages``; None before the first step.
 
         Args:
             num_stages: Number K of stages.
@@ -204,7 +204,7 @@ class StepProfile:
             )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """All measurements as plain lists, for a checkpoint."""
+        """Return all measurements as plain lists, for a checkpoint."""
         with self._lock:
             return [
                 {
@@ -219,7 +219,7 @@ class StepProfile:
             ]
 
     def load_json(self, content: Iterable[Mapping[str, Any]]) -> None:
-        """Put back what :meth:`to_json` gave."""
+        """Restore what :meth:`to_json` returned."""
         with self._lock:
             for row in content:
                 key = StepConfiguration(*(int(row[name]) for name in StepConfiguration._fields))
@@ -233,14 +233,14 @@ class StepProfile:
 
 
 def stage_medians(samples: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """The median over samples, for each stage."""
+    """Return the median over samples, for each stage."""
     return tuple(statistics.median(times) for times in zip(*samples, strict=True))
 
 
 def _stage_times(
     configuration: StepConfiguration, entry: Measurements, checkpoint: Checkpoint
 ) -> MicrobatchTimes:
-    """Times of one recomputed micro-batch, forward and backward of each stage; empty if unknown.
+    """Return forward and backward times of one micro-batch in each stage; empty if unknown.
 
     The mean backward is over all micro-batches. Under ``except_last`` the last of M is not
     recomputed and lacks a forward, so a recomputed one takes 1/M of a forward more than the mean.
@@ -257,7 +257,7 @@ def _stage_times(
 def _shares(
     num_stages: int, measured: Sequence[MicrobatchTimes]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Shares of C(b) in each stage's forward and backward, over all configurations measured."""
+    """Return each stage's shares of C(b), forward and backward, over all configurations."""
     forward = [0.0] * num_stages
     backward = [0.0] * num_stages
     for times in measured:

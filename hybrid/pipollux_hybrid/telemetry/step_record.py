@@ -56,7 +56,7 @@ class StepRecord:
         return self.batch_size / self.step_time if self.step_time > 0.0 else 0.0
 
     def wire(self) -> dict[str, Any]:
-        """The fields that the scheduler takes, named as its REST interface has them.
+        """Return the fields that the scheduler takes, named as its REST interface has them.
 
         What is no finite number is a gap: JSON has no word for it.
         """
@@ -68,10 +68,10 @@ class StepListener(Protocol):
     """Something that shows or records points; called by the reporting thread of rank 0 only."""
 
     def on_step(self, point: StepRecord) -> None:
-        """A step was done; of steps in quick succession only some come here."""
+        """Take the record of a step; of steps in quick succession only some are passed on."""
 
     def close(self) -> None:
-        """No more points come."""
+        """End: no more points follow."""
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The last report of a job, kept on the disk where nobody was there to take it.
+"""The last report of a job, kept on the disk if no scheduler received it.
 
 ``unsent_report.json`` lies beside the checkpoints, as the marker of a stop does. A scheduler reads
 it once the generation has ended: without it, what a job did while no scheduler ran is never known.

@@ -174,7 +174,7 @@ class Backend(ABC):
         Args:
             job: its name.
             generation: which one.
-            supervisor_url: where this scheduler is told things.
+            supervisor_url: URL that jobs report to.
 
         Returns:
             None where it is looked after now; else why it cannot be, in one sentence.

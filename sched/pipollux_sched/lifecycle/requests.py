@@ -38,7 +38,7 @@ def expire(state: JobState, why: str, now: float) -> Transition:
 
 
 def suspend(state: JobState, now: float) -> Transition:
-    """Let the job save and hold nothing until it is resumed."""
+    """Suspend the job: it checkpoints and releases its slots."""
     if state.phase.ended or state.suspended or state.intent in _FINAL:
         return state, ()
     suspended = replace(state, suspended=True)
