@@ -105,6 +105,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
     )
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
     web = repository / "sched/pipollux_sched/server/web"
+    vendor = repository / "sched/pipollux_sched/server/vendor/swagger_ui"
     for name in (
         "pipollux/py.typed",
         "pipollux_hybrid/py.typed",
@@ -112,7 +113,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_sched/report/template.html.j2",
         "pipollux_sched/simulator/results/page.html.j2",
         "pipollux_sched/store/migrations/env.py",
-        "pipollux_sched/server/docs.html.j2",
+        *(f"pipollux_sched/server/vendor/swagger_ui/{path.name}" for path in vendor.iterdir()),
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
         "pipollux_sched/store/migrations/versions/v0001_first.py",
         "pipollux_sched/examples/demo-jobs.yaml",

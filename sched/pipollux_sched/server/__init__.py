@@ -25,7 +25,7 @@ GET      /events/stream              admin   the same as it happens (server-sent
 GET      /metrics                    admin   figures for Prometheus
 GET      /healthz                    none    whether the scheduler is there
 GET      /, /web/{file}              none    the web page: nothing of it is data
-GET      /openapi.json, /docs        none    this table, at length
+GET      /openapi.json, /docs        none    this table, at length, and to be tried
 =======  ==========================  ======  ======================================================
 
 The admin's token opens everything, a job's what concerns itself alone. Whatever is sent is checked,

@@ -6,22 +6,36 @@ from collections.abc import Collection
 from importlib.metadata import version
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse
 
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.metrics import Metrics
 from pipollux_sched.store import StateDir, Store
 
 from .dependencies import NeedsAdmin, Services
-from .docs_page import render_docs
 from .errors import answer_errors
 from .host_check import HostCheck
 from .limits import Limits
-from .openapi import document
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
 from .routes import events, job_side, jobs, nodes, overview, service
+from .schemas import refusals
+from .swagger_page import add_docs
 from .web_page import add_pages
+
+DESCRIPTION = (
+    "Every request but those for `/healthz`, `/docs`, `/openapi.json` and the web page at `/` "
+    "bears a token, as in "
+    "`Authorization: Bearer TOKEN`: a job's own, or the admin's, which opens everything. Bodies "
+    "are JSON objects of at most 1 MiB. Every refusal is an object with one sentence, `detail`."
+)
+TAGS = {
+    "jobs' own": "What jobs ask about themselves, with their own token.",
+    "jobs": "Submitting, watching and ending jobs.",
+    "nodes": "The cluster, and taking nodes out of it.",
+    "events": "What has happened, and what happens.",
+    "service": "The scheduler itself.",
+}
+"""Sections of the OpenAPI document, in this order, with what each is about."""
 
 
 def create_app(
@@ -48,7 +62,15 @@ def create_app(
         hosts: names that are answered to, besides those of the loopback interface.
     """
     metrics = metrics or Metrics()
-    app = FastAPI(title="Pipollux", openapi_url=None)
+    app = FastAPI(
+        title="Pipollux",
+        version=version("pipollux"),
+        description=DESCRIPTION,
+        openapi_tags=[{"name": name, "description": about} for name, about in TAGS.items()],
+        generate_unique_id_function=lambda route: route.name,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.services = Services(
         store, control, state_dir, admin_token, metrics, limits or Limits()
     )
@@ -58,8 +80,11 @@ def create_app(
     answer_errors(app)
     for part in (job_side, jobs, nodes, events, overview, service):
         app.include_router(part.router)
-    app.include_router(service.metrics_router, dependencies=[] if open_metrics else [NeedsAdmin])
-    _add_docs(app)
+    if open_metrics:
+        app.include_router(service.metrics_router)
+    else:
+        app.include_router(service.metrics_router, dependencies=[NeedsAdmin], responses=refusals())
+    add_docs(app)
     add_pages(app)
     return app
 
@@ -68,16 +93,3 @@ def end_waiting(app: FastAPI) -> None:
     """End the streams and long polls of an application, because its server is about to stop."""
     services: Services = app.state.services
     services.changes.close()
-
-
-def _add_docs(app: FastAPI) -> None:
-    made = version("pipollux")
-
-    @app.get("/openapi.json", include_in_schema=False)
-    def openapi() -> JSONResponse:
-        return JSONResponse(document(app, made))
-
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> HTMLResponse:
-        headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(render_docs(document(app, made)), headers=headers)

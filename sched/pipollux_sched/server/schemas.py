@@ -1,4 +1,4 @@
-"""What is answered, field by field: for the OpenAPI document, and for tests to hold it to."""
+"""What is answered, field by field; nothing else is let out."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ class Refusal(_Reply):
     """Why a request was refused, in one sentence."""
 
     detail: str
+
+
+_REFUSALS = {
+    401: "The token is missing or wrong.",
+    404: "There is nothing of this name.",
+    409: "It does not fit the job's present state: another generation, or a name that is taken.",
+    413: "The body is larger than 1 MiB.",
+    422: "The request makes no sense; the sentence names the field and what is allowed.",
+    429: "Too many requests; Retry-After says when to ask again.",
+    503: "The scheduler is being stopped, or as many wait already as can.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe when requests are refused: those that bear a token always may be, and as named."""
+    return {
+        status: {"model": Refusal, "description": _REFUSALS[status]}
+        for status in sorted((401, 422, 429, 503, *statuses))
+    }
+
+
+def text_reply(media_type: str) -> dict[int | str, dict[str, Any]]:
+    """Describe an answer that is text of a type, and no JSON."""
+    return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
 
 
 class Health(_Reply):

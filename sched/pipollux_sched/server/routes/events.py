@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
 from pipollux_sched.server.event_stream import EventStream, stream
-from pipollux_sched.server.schemas import EventReply
+from pipollux_sched.server.schemas import EventReply, refusals, text_reply
 
 _After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
 _Since = Annotated[
@@ -21,7 +21,9 @@ _Summary = Annotated[
 _Limit = Annotated[int, Query(ge=1, le=10_000, description="So many at most.")]
 _Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
 
-router = APIRouter(prefix="/events", tags=["events"], dependencies=[NeedsAdmin])
+router = APIRouter(
+    prefix="/events", tags=["events"], dependencies=[NeedsAdmin], responses=refusals()
+)
 
 
 @router.get("", response_model=list[EventReply], summary="The event log")
@@ -32,7 +34,12 @@ def events(
     return store.events(after, job=job, limit=limit)
 
 
-@router.get("/stream", response_class=Response, summary="Events as they happen")
+@router.get(
+    "/stream",
+    response_class=Response,
+    responses=text_reply("text/event-stream"),
+    summary="Events as they happen",
+)
 async def follow(
     request: Request,
     services: ServicesDep,

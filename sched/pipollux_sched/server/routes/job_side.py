@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import DiscoveryReply
+from pipollux_sched.server.schemas import DiscoveryReply, refusals
 from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery
 from pipollux_sched.store.replicas import check_replica
@@ -64,7 +64,11 @@ class Registration(_Wire):
 
 
 router = APIRouter(
-    prefix="/jobs/{name}", tags=["jobs' own"], dependencies=[NeedsJob], route_class=JsonRoute
+    prefix="/jobs/{name}",
+    tags=["jobs' own"],
+    dependencies=[NeedsJob],
+    responses=refusals(404, 409, 413),
+    route_class=JsonRoute,
 )
 
 

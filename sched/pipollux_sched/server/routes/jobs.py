@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from fastapi.responses import JSONResponse
 
 from pipollux_sched.server import views
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, ServicesDep, StoreDep
@@ -16,6 +15,7 @@ from pipollux_sched.server.schemas import (
     JobPageReply,
     JobReply,
     LogReply,
+    refusals,
 )
 from pipollux_sched.spec.job import JobBatch, JobSpec
 
@@ -31,7 +31,13 @@ _FromScratch = Annotated[
 _Tail = Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
 
-router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[NeedsAdmin], route_class=JsonRoute)
+router = APIRouter(
+    prefix="/jobs",
+    tags=["jobs"],
+    dependencies=[NeedsAdmin],
+    responses=refusals(404, 409, 413),
+    route_class=JsonRoute,
+)
 
 
 @router.post("", status_code=201, response_model=JobReply, summary="Submit a job")
@@ -43,10 +49,9 @@ def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
 @router.post(
     "/batch", status_code=201, response_model=list[JobReply], summary="Submit many jobs at once"
 )
-def submit_all(control: ControlDep, batch: JobBatch) -> JSONResponse:
+def submit_all(control: ControlDep, batch: JobBatch) -> list[dict[str, Any]]:
     """All of them or none: where one is refused, the sentence names it, and nothing changes."""
-    taken = control.submit_all(batch.jobs)
-    return JSONResponse([job.to_json_object() for job in taken], 201)
+    return [job.to_json_object() for job in control.submit_all(batch.jobs)]
 
 
 @router.get("", response_model=list[JobReply], summary="All jobs")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pipollux_sched.server import views
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import ClusterReply, Deciding, NodeReply
+from pipollux_sched.server.schemas import ClusterReply, Deciding, NodeReply, refusals
 from pipollux_sched.store import NodeCondition
 
 
@@ -30,7 +30,9 @@ class NodeChange(BaseModel):
     ] = ""
 
 
-router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin], route_class=JsonRoute)
+router = APIRouter(
+    tags=["nodes"], dependencies=[NeedsAdmin], responses=refusals(404, 413), route_class=JsonRoute
+)
 
 
 @router.get("/nodes", response_model=list[NodeReply], summary="All nodes")

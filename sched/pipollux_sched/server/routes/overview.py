@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import StringConstraints
 
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
-from pipollux_sched.server.schemas import GenerationLine, OverviewReply, UsageReply
+from pipollux_sched.server.schemas import GenerationLine, OverviewReply, UsageReply, refusals
 from pipollux_sched.server.views import describe_all, describe_generations, describe_usage
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 
@@ -38,7 +38,7 @@ _Parts = Annotated[
 ]
 
 
-router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin])
+router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin], responses=refusals())
 
 
 @router.get("/overview", response_model=OverviewReply, summary="Everything at a glance")

@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipollux_sched.server.dependencies import ServicesDep
 from pipollux_sched.server.prometheus import render
-from pipollux_sched.server.schemas import Health
+from pipollux_sched.server.schemas import Health, text_reply
 
 router = APIRouter(tags=["service"])
 metrics_router = APIRouter(tags=["service"])
@@ -20,7 +20,12 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@metrics_router.get("/metrics", response_class=Response, summary="Figures for Prometheus")
+@metrics_router.get(
+    "/metrics",
+    response_class=Response,
+    responses=text_reply("text/plain"),
+    summary="Figures for Prometheus",
+)
 def metrics(services: ServicesDep) -> Response:
     """In Prometheus' text format."""
     return Response(render(services.metrics, services.collector), media_type=CONTENT_TYPE_LATEST)
