@@ -1,1 +1,1 @@
-"""What outlives a restart, and how it reaches the disk."""
+"""Checkpoints: the state that outlives a restart, and how it reaches the disk."""

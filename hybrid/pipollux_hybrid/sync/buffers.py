@@ -49,9 +49,6 @@ class BufferSynchronizer:
         num_replicas: Number R of replicas.
     """
 
-    REPORT = 3
-    """Length of a report."""
-
     def __init__(self, module: nn.Module, num_replicas: int) -> None:
         self._layers = [
             (prefix, layer, set(layer.combined_buffers()))

@@ -55,7 +55,7 @@ class Tracer:
 
     @property
     def wanted(self) -> bool:
-        """Whether the coming step is to be timed, out of turn too."""
+        """Whether the coming step is to be timed, even out of turn."""
         return self._path is not None
 
     def request(self, path: str | os.PathLike[str]) -> None:

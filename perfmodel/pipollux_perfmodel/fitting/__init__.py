@@ -1,1 +1,1 @@
-"""Parameters of step times, from what a job measured."""
+"""Fits: parameters of step times, from a job's measurements."""

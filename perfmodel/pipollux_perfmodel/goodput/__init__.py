@@ -1,1 +1,1 @@
-"""Training progress per second, and the configuration that makes most of it."""
+"""Goodput: training progress per second, and the configuration with the most of it."""

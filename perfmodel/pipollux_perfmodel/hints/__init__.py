@@ -1,1 +1,1 @@
-"""What a job tells the scheduler about itself, and what the scheduler makes of it."""
+"""Hints: what a job tells the scheduler about itself, and the speedups computed from it."""

@@ -1,1 +1,1 @@
-"""How long a step takes: GPipe over the stages, the network, the optimizer."""
+"""Step times: GPipe over the stages, the network, the optimizer."""

@@ -1,1 +1,1 @@
-"""What jobs are to hold: the state read, a strategy asked, the decision stored."""
+"""Allocation decisions: read the state, ask the policy, store what each job gets."""

@@ -1,4 +1,4 @@
-"""Engines that carry allocations out."""
+"""Backends: engines that run the replicas of jobs."""
 
 from __future__ import annotations
 

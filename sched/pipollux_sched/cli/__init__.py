@@ -1,4 +1,4 @@
-"""The command `pipollux`; `app` lists its commands, each group of them is a module of its own."""
+"""The command line: `app` lists the commands, each group of them is a module of its own."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What acts on jobs: commands, the executor, admission, heartbeats, the watchdog."""
+"""Acting on jobs: commands, the executor, admission, heartbeats, the watchdog."""

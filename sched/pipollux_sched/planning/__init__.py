@@ -1,1 +1,1 @@
-"""What would be decided, and why: plans and explanations, without acting."""
+"""Plans and explanations: what would be decided, and why, without acting."""

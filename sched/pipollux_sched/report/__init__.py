@@ -1,1 +1,1 @@
-"""A run in words and pictures: its events as sentences, its report as one HTML file."""
+"""Reports of runs: events as sentences, and one HTML file with charts."""

@@ -1,1 +1,1 @@
-"""What users declare: jobs, clusters, and the limits of both."""
+"""Specifications that users write: jobs, clusters, and the limits of both."""

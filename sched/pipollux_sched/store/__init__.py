@@ -1,4 +1,4 @@
-"""What the scheduler remembers: jobs, hints, allocations, progress and events, in a database."""
+"""The scheduler's database: jobs, hints, allocations, progress, restart costs and events."""
 
 from __future__ import annotations
 

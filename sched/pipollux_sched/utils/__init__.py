@@ -1,1 +1,1 @@
-"""Small things that know nothing of jobs: numbers in words, files, signals, threads."""
+"""Helpers that know nothing of jobs: units, files, signals, threads."""

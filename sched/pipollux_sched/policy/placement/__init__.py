@@ -1,1 +1,1 @@
-"""Which nodes replicas go to."""
+"""Placement: which nodes replicas go to."""

@@ -1,1 +1,1 @@
-"""The simulated cluster: its jobs, its failures, what came of them."""
+"""The simulated cluster: its jobs, its failures, its results."""

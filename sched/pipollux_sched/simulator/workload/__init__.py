@@ -1,1 +1,1 @@
-"""Which jobs arrive when."""
+"""Workloads: which jobs arrive when."""
