@@ -19,16 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_perfmodel.timing.gpipe import ArrayModule, Numbers
 from pipollux_perfmodel.timing.params import PerfParams
-from pipollux_perfmodel.timing.step_time import (
-    EPSILON,
-    compute_time,
-    network_time,
-    optim_time,
-    pipeline_factor,
-    slowdown,
-)
+from pipollux_perfmodel.timing.step_time import EPSILON, pipeline_factor
 
 from .measurements import Floats, Profile
 
@@ -67,40 +59,6 @@ def with_values(shape: PerfParams, values: Any) -> PerfParams:
     return shape._replace(**dict(zip(NAMES, values, strict=True)))
 
 
-def loss(
-    params: PerfParams, profile: Profile, xp: ArrayModule = np, rounding: float = 0.0
-) -> Numbers:
-    """Return the loss of parameters by the formulas of `step_time`.
-
-    Args:
-        params: the parameters.
-        profile: the measurements.
-        xp: numpy, or autograd.numpy to differentiate.
-        rounding: relative error below which the rmse is rounded off.
-    """
-    slow = slowdown(params, profile.num_nodes, profile.num_replicas)
-    compute = compute_time(params, profile.micro_bsz, xp) * slow
-    accum = compute * pipeline_factor(params, profile.num_microbatches, xp) + params.overhead
-    network = network_time(params, profile.num_nodes, profile.num_replicas, xp)
-    optim = optim_time(params.gamma, accum, network, xp)
-    error = _rmse(xp.log(accum) - np.log(profile.accum_time), profile.weight, xp, rounding)
-    error = error + _rmse(xp.log(optim) - np.log(profile.optim_time), profile.weight, xp, rounding)
-    there = np.flatnonzero(~np.isnan(profile.compute_time))
-    if there.size:
-        errors = xp.log(compute)[there] - np.log(profile.compute_time[there])
-        error = error + _COMPUTE_WEIGHT * _rmse(errors, profile.weight[there], xp, rounding)
-    growth = (params.beta_n / params.alpha_n) ** 2 + (params.beta_r / params.alpha_r) ** 2
-    pulls = 0.0
-    for name, to, strength in zip(NAMES[_PULLED], _PULL_TO, _PULL, strict=True):
-        pulls = pulls + strength * (getattr(params, name) - to) ** 2
-    return error + pulls + _RETROGRESSION * growth
-
-
-def _rmse(errors: Numbers, weight: Floats, xp: ArrayModule, rounding: float) -> Numbers:
-    robust = 2 * _ROBUST**2 * (xp.sqrt(1 + (errors / _ROBUST) ** 2) - 1)
-    return xp.sqrt(xp.sum(weight * robust) / np.sum(weight) + rounding**2)
-
-
 class Rows(NamedTuple):
     """What of the measurements does not change during a search; arrays of shape (points,)."""
 
@@ -132,8 +90,7 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
     """Return the constants of a search; `shape` has the shares and the checkpoint mode."""
     num_microbatches, replicas = profile.num_microbatches, profile.num_replicas
     serial, ideal = (
-        pipeline_factor(shape._replace(overlap=overlap), num_microbatches, np)
-        for overlap in (0.0, 1.0)
+        pipeline_factor(shape._replace(overlap=overlap), num_microbatches) for overlap in (0.0, 1.0)
     )
     there = np.flatnonzero(~np.isnan(profile.compute_time))
     return Rows(
@@ -156,7 +113,13 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
 
 
 def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[float, Floats]:
-    """Return `loss` of the numbers of `NAMES`, and its gradient; shape (13,)."""
+    """Return the loss of the numbers of `NAMES`, and its gradient, (13,).
+
+    Args:
+        values: the numbers of `NAMES`.
+        rows: the measurements.
+        rounding: relative error below which the rmse is rounded off.
+    """
     named = dict(zip(NAMES, values.tolist(), strict=True))
     compute, accum, optim = _log_times(named, rows)
     total, gradient = 0.0, np.zeros(len(NAMES))

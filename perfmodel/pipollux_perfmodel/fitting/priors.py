@@ -120,7 +120,7 @@ def _count_distinct(profile: Profile, chosen: Booleans) -> int:
 def _tells_overlap(profile: Profile, shape: PerfParams) -> bool:
     """Whether overlap changes predictions of what was measured differently from alpha_c, beta_c."""
     serial, ideal = (
-        pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches, np)
+        pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
         for overlap in (0.0, 1.0)
     )
     matters = ideal < serial * (1 - 1e-6)

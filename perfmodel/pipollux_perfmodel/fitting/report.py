@@ -118,10 +118,10 @@ def _growth_reason(params: PerfParams, told: dict[str, bool]) -> str:
 def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:
     """Return log(predicted / measured) of accumulation and optimizer steps."""
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
-    factor = pipeline_factor(params, profile.num_microbatches, np)
-    accum = compute_time(params, profile.micro_bsz, np) * slow * factor + params.overhead
-    network = network_time(params, profile.num_nodes, profile.num_replicas, np)
-    optim = optim_time(params.gamma, accum, network, np)
+    factor = pipeline_factor(params, profile.num_microbatches)
+    accum = compute_time(params, profile.micro_bsz) * slow * factor + params.overhead
+    network = network_time(params, profile.num_nodes, profile.num_replicas)
+    optim = optim_time(params.gamma, accum, network)
     return np.log(accum / profile.accum_time), np.log(optim / profile.optim_time)
 
 

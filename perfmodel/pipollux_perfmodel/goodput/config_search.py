@@ -205,7 +205,7 @@ class _Goodput:
         self._init_batch_size = bounds.init_batch_size
         self._nodes, self._replicas = num_nodes, num_replicas
         self._num_microbatches = num_microbatches
-        self._network = network_time(self._params, num_nodes, num_replicas, np)
+        self._network = network_time(self._params, num_nodes, num_replicas)
         self._slow = slowdown(self._params, num_nodes, num_replicas)
 
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
@@ -230,7 +230,7 @@ class _Goodput:
                 params, *where, atomic_bsz, accum_steps, self._num_microbatches, np
             ).total
         micro_bsz = atomic_bsz / self._num_microbatches
-        pipeline = pipeline_time(params, micro_bsz, self._num_microbatches, np)
+        pipeline = pipeline_time(params, micro_bsz, self._num_microbatches)
         accum = pipeline * self._slow[columns] + params.overhead
-        optim = optim_time(params.gamma, accum, self._network[columns], np)
+        optim = optim_time(params.gamma, accum, self._network[columns])
         return accum_steps * accum + optim

@@ -148,7 +148,6 @@ class GoodputFunction:
             np.asarray(atomic_bsz),
             np.asarray(accum_steps),
             np.asarray(num_microbatches),
-            xp=np,
         )
         return StepTime(*map(_plain, times))
 

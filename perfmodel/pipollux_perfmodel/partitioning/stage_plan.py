@@ -220,7 +220,7 @@ def correct_profile(
         )
     if not (math.isfinite(micro_bsz) and micro_bsz > 0):
         raise ValueError(f"micro_bsz is {micro_bsz}; give finite samples > 0")
-    times = stage_times(measured, micro_bsz, np)
+    times = stage_times(measured, micro_bsz)
     layers: list[Layer] = []
     for (start, end), forward, backward in zip(
         stage_ranges(balance), times.forward, times.backward, strict=True

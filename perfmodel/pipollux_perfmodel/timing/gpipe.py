@@ -27,7 +27,7 @@ last one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of
 C_i = max(C_{i+1}, fin_i) + AR_i, C_K = 0.
 
 `tests/perfmodel/simulator.py` plays the same by events. Times are in seconds, floats or arrays that
-broadcast; `xp` is `numpy`, or `autograd.numpy` to differentiate.
+broadcast.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
-# A float for scalar arguments, else an array of the broadcast shape (or autograd's box of one).
+import numpy as np
+
+# A float for scalar arguments, else an array of the broadcast shape.
 Numbers: TypeAlias = Any
-# numpy or autograd.numpy.
-ArrayModule: TypeAlias = Any
 
 
 class StageTimes(NamedTuple):
@@ -55,36 +55,34 @@ class StageTimes(NamedTuple):
     """t_k from stage k to k + 1 and back, K - 1 entries."""
 
 
-def forward_span(times: StageTimes, num_microbatches: Numbers, overlapping: bool, xp: Any) -> Any:
+def forward_span(times: StageTimes, num_microbatches: Numbers, overlapping: bool) -> Any:
     """Return T_f, when the last micro-batch has left the last stage."""
     machines = list(times.forward)
     if overlapping:
         machines += list(times.transfer)
     else:
         machines[1:] = [f + t for f, t in zip(machines[1:], times.transfer, strict=True)]
-    return _total(machines) + (num_microbatches - 1) * _largest(machines, xp)
+    return _total(machines) + (num_microbatches - 1) * _largest(machines)
 
 
 def final_times(
-    times: StageTimes, num_microbatches: Numbers, overlapping: bool, xp: ArrayModule
+    times: StageTimes, num_microbatches: Numbers, overlapping: bool
 ) -> tuple[Numbers, ...]:
     """Return fin_i of every stage, K entries; fin_0 is T_pipe."""
-    start = forward_span(times, num_microbatches, overlapping, xp)
+    start = forward_span(times, num_microbatches, overlapping)
     usual, last, ends = _backward_machines(times, overlapping)
     alike = times.last_backward is times.backward
     final = []
     for end in reversed(ends):
         if alike:
-            spent = _total(usual[:end]) + (num_microbatches - 1) * _largest(usual[:end], xp)
+            spent = _total(usual[:end]) + (num_microbatches - 1) * _largest(usual[:end])
         else:
-            spent = _one_job_differs(usual[:end], last[:end], num_microbatches, xp)
+            spent = _one_job_differs(usual[:end], last[:end], num_microbatches)
         final.append(start + spent)
     return tuple(final)
 
 
-def serial_final_times(
-    times: StageTimes, num_microbatches: Numbers, xp: ArrayModule
-) -> tuple[Numbers, ...]:
+def serial_final_times(times: StageTimes, num_microbatches: Numbers) -> tuple[Numbers, ...]:
     """Return when every stage's gradients are final if stages take turns, K entries."""
     copies = _total(times.transfer) if len(times.transfer) else 0.0
     usual = _total(times.forward) + _total(times.backward) + 2 * copies
@@ -94,14 +92,14 @@ def serial_final_times(
     one = num_microbatches == 1
     final = [end]
     for stage in range(len(times.forward) - 1):
-        left = xp.where(one, times.last_backward[stage], times.backward[stage])
+        left = np.where(one, times.last_backward[stage], times.backward[stage])
         end = end - left - (times.transfer[stage] if len(times.transfer) else 0.0)
         final.append(end)
     return tuple(final)
 
 
 def network_end(
-    final: Sequence[Numbers], all_reduce: Sequence[Numbers], shared_link: bool, xp: ArrayModule
+    final: Sequence[Numbers], all_reduce: Sequence[Numbers], shared_link: bool
 ) -> Numbers:
     """Return when the last all-reduce ends.
 
@@ -109,13 +107,12 @@ def network_end(
         final: fin_i, K entries.
         all_reduce: AR_i, seconds to synchronise the gradients of stage i, K entries.
         shared_link: whether all-reduces go over one link, last stage first, or over one each.
-        xp: array module.
     """
     if not shared_link:
-        return _largest([f + a for f, a in zip(final, all_reduce, strict=True)], xp)
+        return _largest([f + a for f, a in zip(final, all_reduce, strict=True)])
     end = 0.0
     for ready, seconds in zip(reversed(final), reversed(all_reduce), strict=True):
-        end = xp.maximum(end, ready) + seconds
+        end = np.maximum(end, ready) + seconds
     return end
 
 
@@ -142,7 +139,7 @@ def _backward_machines(
 
 
 def _one_job_differs(
-    usual: Sequence[Numbers], first: Sequence[Numbers], num_jobs: Numbers, xp: ArrayModule
+    usual: Sequence[Numbers], first: Sequence[Numbers], num_jobs: Numbers
 ) -> Numbers:
     """Return the length of a flow shop whose first job has times of its own.
 
@@ -153,14 +150,14 @@ def _one_job_differs(
         return alone + (num_jobs - 1) * usual[0]
     paths = []
     for p in range(len(usual)):
-        rest = _total(usual[p:]) + (num_jobs - 2) * _largest(usual[p:], xp)
+        rest = _total(usual[p:]) + (num_jobs - 2) * _largest(usual[p:])
         paths.append(_total(first[: p + 1]) + rest)
-    return xp.where(num_jobs == 1, alone, _largest(paths, xp))
+    return np.where(num_jobs == 1, alone, _largest(paths))
 
 
 def _total(values: Sequence[Numbers]) -> Numbers:
     return reduce(lambda a, b: a + b, values)
 
 
-def _largest(values: Sequence[Numbers], xp: ArrayModule) -> Numbers:
-    return reduce(xp.maximum, values)
+def _largest(values: Sequence[Numbers]) -> Numbers:
+    return reduce(np.maximum, values)

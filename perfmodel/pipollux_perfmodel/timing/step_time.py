@@ -25,16 +25,16 @@ Without alpha shares, copies or `except_last` the stages are one number, F(M) = 
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))
 
-Every function takes the array module (`numpy`, or `autograd.numpy` to differentiate) as `xp`, and
-broadcasts over its other arguments.
+Every function broadcasts over its arguments.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from .gpipe import (
-    ArrayModule,
     Numbers,
     StageTimes,
     final_times,
@@ -62,16 +62,16 @@ class StepTime(NamedTuple):
     """T_iter = s·T_pipe + T_optim."""
 
 
-def norm(x: Numbers, y: Numbers, power: Numbers, xp: ArrayModule) -> Numbers:
+def norm(x: Numbers, y: Numbers, power: Numbers) -> Numbers:
     """Return (x^power + y^power)^(1/power); never below either, x + y for power 1."""
     # The larger one is taken out of the norm, so that no power overflows or vanishes.
-    largest = xp.maximum(xp.maximum(x, y), _LEAST)
+    largest = np.maximum(np.maximum(x, y), _LEAST)
     return largest * ((x / largest) ** power + (y / largest) ** power) ** (1 / power)
 
 
-def compute_time(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> Numbers:
+def compute_time(params: PerfParams, micro_bsz: Numbers) -> Numbers:
     """Return C(b): seconds of one micro-batch over all stages, on a node of its own."""
-    return _line(params.alpha_c, params.beta_c * micro_bsz, params.gamma_c, xp)
+    return _line(params.alpha_c, params.beta_c * micro_bsz, params.gamma_c)
 
 
 def slowdown(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
@@ -79,9 +79,9 @@ def slowdown(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> N
     return 1 + params.contention * (num_replicas / num_nodes - 1)
 
 
-def stage_times(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> StageTimes:
+def stage_times(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
     """Return the times of one micro-batch in every stage, on a node of its own."""
-    compute = _stage_computes(params, micro_bsz, xp)
+    compute = _stage_computes(params, micro_bsz)
     offsets, slopes = params.alpha_t, params.beta_t
     boundaries = range(max(len(offsets), len(slopes)))
     transfer = [
@@ -91,40 +91,36 @@ def stage_times(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> Stag
     return compute._replace(transfer=transfer or [0.0] * (params.num_stages - 1))
 
 
-def pipeline_factor(params: PerfParams, num_microbatches: Numbers, xp: ArrayModule) -> Numbers:
+def pipeline_factor(params: PerfParams, num_microbatches: Numbers) -> Numbers:
     """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
     if params.checkpoint == "except_last":
-        return _final_times(params, _unit_times(params, xp), num_microbatches, xp)[0]
+        return _final_times(params, _unit_times(params), num_microbatches)[0]
     slowest = max(params.forward_shares) + max(params.backward_shares)
     one_by_one, ideal = num_microbatches, 1 + (num_microbatches - 1) * slowest
     return (1 - params.overlap) * one_by_one + params.overlap * ideal
 
 
-def pipeline_time(
-    params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, xp: ArrayModule
-) -> Numbers:
+def pipeline_time(params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers) -> Numbers:
     """Return T_pipe of replicas on nodes of their own, without the overhead."""
     if is_uniform(params):
-        factor = pipeline_factor(params, num_microbatches, xp)
-        return compute_time(params, micro_bsz, xp) * factor
-    return _final_times(params, stage_times(params, micro_bsz, xp), num_microbatches, xp)[0]
+        factor = pipeline_factor(params, num_microbatches)
+        return compute_time(params, micro_bsz) * factor
+    return _final_times(params, stage_times(params, micro_bsz), num_microbatches)[0]
 
 
-def network_time(
-    params: PerfParams, num_nodes: Numbers, num_replicas: Numbers, xp: ArrayModule
-) -> Numbers:
+def network_time(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
     """Return T_net: seconds to synchronise the gradients of all replicas."""
-    beyond_two = xp.maximum(num_replicas - 2, EPSILON)
-    growth = _growth(params.growth_n, num_replicas, beyond_two, xp)
+    beyond_two = np.maximum(num_replicas - 2, EPSILON)
+    growth = _growth(params.growth_n, num_replicas, beyond_two)
     penalty = 1 + params.two_node_penalty * (num_nodes == 2)
     across = (params.alpha_n + params.beta_n * growth) * penalty
     inside = params.alpha_r + params.beta_r * beyond_two
-    return xp.where(num_nodes > 1, across, xp.where(num_replicas > 1, inside, EPSILON))
+    return np.where(num_nodes > 1, across, np.where(num_replicas > 1, inside, EPSILON))
 
 
-def optim_time(gamma: Numbers, accum: Numbers, network: Numbers, xp: ArrayModule) -> Numbers:
+def optim_time(gamma: Numbers, accum: Numbers, network: Numbers) -> Numbers:
     """Return T_optim, the γ-norm of T_pipe and the exposed network; never below either."""
-    return norm(accum, network, gamma, xp)
+    return norm(accum, network, gamma)
 
 
 def step_time(
@@ -134,19 +130,18 @@ def step_time(
     atomic_bsz: Numbers,
     accum_steps: Numbers,
     num_microbatches: Numbers,
-    xp: ArrayModule,
 ) -> StepTime:
     """Return all times of an iteration; b = atomic_bsz / M."""
     micro_bsz = atomic_bsz / num_microbatches
     slow = slowdown(params, num_nodes, num_replicas)
-    network = network_time(params, num_nodes, num_replicas, xp)
+    network = network_time(params, num_nodes, num_replicas)
     if is_simple(params):
-        accum = pipeline_time(params, micro_bsz, num_microbatches, xp) * slow + params.overhead
-        optim = optim_time(params.gamma, accum, network, xp)
+        accum = pipeline_time(params, micro_bsz, num_microbatches) * slow + params.overhead
+        optim = optim_time(params.gamma, accum, network)
     else:
-        final = _all_final_times(params, micro_bsz, num_microbatches, slow, xp)
+        final = _all_final_times(params, micro_bsz, num_microbatches, slow)
         accum = final[0]
-        optim = _overlapped_optim_time(params, final, network, xp)
+        optim = _overlapped_optim_time(params, final, network)
     return StepTime(accum, network, optim, accum_steps * accum + optim)
 
 
@@ -160,17 +155,17 @@ def is_simple(params: PerfParams) -> bool:
     return is_uniform(params) and (not params.gradient_shares or params.num_stages == 1)
 
 
-def _line(offset: Numbers, slope: Numbers, power: Numbers, xp: ArrayModule) -> Numbers:
+def _line(offset: Numbers, slope: Numbers, power: Numbers) -> Numbers:
     """Return the two costs joined by a norm; their plain sum for power 1, and where one is 0."""
     if isinstance(power, float) and power == 1.0:
         return offset + slope
-    return norm(offset, slope, power, xp)
+    return norm(offset, slope, power)
 
 
-def _stage_computes(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> StageTimes:
+def _stage_computes(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
     if not params.forward_alpha_shares:
-        whole = compute_time(params, micro_bsz, xp)
-        unit = _unit_times(params, xp)
+        whole = compute_time(params, micro_bsz)
+        unit = _unit_times(params)
         forward, backward, last = ([share * whole for share in part] for part in unit[:3])
         same = unit.last_backward is unit.backward
         return StageTimes(forward, backward, backward if same else last, [])
@@ -180,37 +175,33 @@ def _stage_computes(params: PerfParams, micro_bsz: Numbers, xp: ArrayModule) -> 
     )
     forward, backward = (
         [
-            _line(
-                of_alpha * params.alpha_c, of_beta * params.beta_c * micro_bsz, params.gamma_c, xp
-            )
+            _line(of_alpha * params.alpha_c, of_beta * params.beta_c * micro_bsz, params.gamma_c)
             for of_alpha, of_beta in zip(*part, strict=True)
         ]
         for part in parts
     )
-    return StageTimes(forward, backward, _last_backward(params, forward, backward, xp), [])
+    return StageTimes(forward, backward, _last_backward(params, forward, backward), [])
 
 
-def _unit_times(params: PerfParams, xp: ArrayModule) -> StageTimes:
+def _unit_times(params: PerfParams) -> StageTimes:
     """Return the shares as times of a micro-batch with C(b) = 1."""
     forward, backward = list(params.forward_shares), list(params.backward_shares)
-    last = _last_backward(params, forward, backward, xp)
+    last = _last_backward(params, forward, backward)
     return StageTimes(forward, backward, last, [0.0] * (params.num_stages - 1))
 
 
 def _last_backward(
-    params: PerfParams, forward: list[Numbers], backward: list[Numbers], xp: ArrayModule
+    params: PerfParams, forward: list[Numbers], backward: list[Numbers]
 ) -> list[Numbers]:
     if params.checkpoint != "except_last":
         return backward
-    return [xp.maximum(g - f, 0.0) for f, g in zip(forward, backward, strict=True)]
+    return [np.maximum(g - f, 0.0) for f, g in zip(forward, backward, strict=True)]
 
 
-def _final_times(
-    params: PerfParams, times: StageTimes, num_microbatches: Numbers, xp: ArrayModule
-) -> list[Numbers]:
+def _final_times(params: PerfParams, times: StageTimes, num_microbatches: Numbers) -> list[Numbers]:
     """Return fin_i of every stage, between stages taking turns and GPipe."""
-    ideal = final_times(times, num_microbatches, params.transfers_overlap, xp)
-    serial = serial_final_times(times, num_microbatches, xp)
+    ideal = final_times(times, num_microbatches, params.transfers_overlap)
+    serial = serial_final_times(times, num_microbatches)
     overlap = params.overlap
     return [(1 - overlap) * a + overlap * b for a, b in zip(serial, ideal, strict=True)]
 
@@ -220,39 +211,36 @@ def _all_final_times(
     micro_bsz: Numbers,
     num_microbatches: Numbers,
     slow: Numbers,
-    xp: ArrayModule,
 ) -> list[Numbers]:
     if is_uniform(params):
-        whole = compute_time(params, micro_bsz, xp) * slow
-        unit = _final_times(params, _unit_times(params, xp), num_microbatches, xp)
+        whole = compute_time(params, micro_bsz) * slow
+        unit = _final_times(params, _unit_times(params), num_microbatches)
         return [share * whole + params.overhead for share in unit]
-    times = stage_times(params, micro_bsz, xp)
+    times = stage_times(params, micro_bsz)
     same = times.last_backward is times.backward
     forward, backward, last = ([t * slow for t in part] for part in times[:3])
     slowed = StageTimes(forward, backward, backward if same else last, times.transfer)
-    final = _final_times(params, slowed, num_microbatches, xp)
+    final = _final_times(params, slowed, num_microbatches)
     return [seconds + params.overhead for seconds in final]
 
 
-def _overlapped_optim_time(
-    params: PerfParams, final: list[Numbers], network: Numbers, xp: ArrayModule
-) -> Numbers:
+def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Numbers) -> Numbers:
     """Return T_optim when each stage's all-reduce starts as its gradients are final."""
     if not params.gradient_shares:
-        return optim_time(params.gamma, final[0], network, xp)
+        return optim_time(params.gamma, final[0], network)
     all_reduce = [share * network for share in params.gradient_shares]
-    exposed = network_end(final, all_reduce, params.shared_link, xp) - final[0]
-    optim = optim_time(params.gamma, final[0], xp.maximum(exposed, _NOTHING), xp)
+    exposed = network_end(final, all_reduce, params.shared_link) - final[0]
+    optim = optim_time(params.gamma, final[0], np.maximum(exposed, _NOTHING))
     busy = network if params.shared_link else max(params.gradient_shares) * network
-    return xp.maximum(optim, busy)
+    return np.maximum(optim, busy)
 
 
-def _growth(power: Numbers, num_replicas: Numbers, beyond_two: Numbers, xp: ArrayModule) -> Numbers:
+def _growth(power: Numbers, num_replicas: Numbers, beyond_two: Numbers) -> Numbers:
     """Return ((R - 1)^p - 1)/p, which is R - 2 for p = 1 and log(R - 1) for p = 0."""
     if isinstance(power, float) and power == 1.0:
         return beyond_two
-    logarithm = xp.log(xp.maximum(num_replicas - 1, 1.0))
+    logarithm = np.log(np.maximum(num_replicas - 1, 1.0))
     if isinstance(power, float) and abs(power) < _ZERO_POWER:
-        return xp.maximum(logarithm, EPSILON)
-    safe = xp.where(abs(power) < _ZERO_POWER, _ZERO_POWER, power)
-    return xp.maximum((xp.exp(safe * logarithm) - 1) / safe, EPSILON)
+        return np.maximum(logarithm, EPSILON)
+    safe = np.where(abs(power) < _ZERO_POWER, _ZERO_POWER, power)
+    return np.maximum((np.exp(safe * logarithm) - 1) / safe, EPSILON)

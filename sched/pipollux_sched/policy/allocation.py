@@ -1,7 +1,7 @@
 """An allocation: the node of every replica of a job, and the configuration that goes with it.
 
-It is a list of node names, as AdaptDL's allocations are, and compares as one; that a job is cut
-otherwise on the same nodes shows in `num_stages`.
+It is a list of node names, as AdaptDL's allocations are, and compares as one. A different number of
+stages on the same nodes shows in `num_stages` only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Allocation(list[Any]):
 
     Args:
         nodes: the node of each replica.
-        shape: of its replicas; None for a job that waits.
+        shape: of its replicas; None for a queued job.
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
@@ -39,7 +39,7 @@ class Allocation(list[Any]):
 
     @property
     def configuration(self) -> Configuration | None:
-        """K, R, M, atomic batch size and accumulation steps that the model chooses for this.
+        """K, R, M, atomic batch size and accumulation steps that the model chooses here.
 
         None where nothing is allocated, or the job's speedups come from no goodput model.
         """
@@ -62,11 +62,28 @@ def shape_of(
 ) -> ReplicaShape:
     """Return the shape that a job runs in on an allocation.
 
-    An allocation that does not say its number of stages is taken to be of the job's own shape, or,
-    where that is for other GPUs, of the first shape that its nodes' GPUs are for.
+    An allocation without a number of stages is taken to have the job's own shape, or, where that is
+    for other GPUs, the first shape that fits its nodes' GPUs.
     """
     stages = getattr(allocation, "num_stages", None)
     where = [nodes[name] for name in allocation if name in nodes]
     fitting = [s for s in job.all_shapes if all(s.runs_on(node) for node in where)]
     same = [s for s in fitting if s.num_stages == stages]
     return [*same, *fitting, job.all_shapes[0]][0]
+
+
+def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> Allocation:
+    """Return what a job holds with the shape that it runs in."""
+    return Allocation(held, shape_of(job, held, nodes) if held else None)
+
+
+def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:
+    """Tell whether a job's replicas of this number of stages have this shape on a type of GPU.
+
+    Of several shapes with the same number of stages that run there, the first counts, as in
+    `shape_of`: an allocation says its number of stages, not which of the shapes is meant.
+    """
+    for other in job.all_shapes:
+        if other.num_stages == shape.num_stages and other.gpu_type in (None, gpu_type):
+            return other is shape
+    return False

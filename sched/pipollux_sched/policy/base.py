@@ -1,4 +1,4 @@
-"""What the scheduler asks of an allocation policy."""
+"""The interface of an allocation policy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .job_info import JobInfo, NodeInfo
 
 
 class Policy(Protocol):
-    """Decides who gets what: see docs/policies.md."""
+    """Allocates the cluster to jobs: see docs/policies.md."""
 
     def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Sequence[Any]:
-        """Place one job that has just come on what is free."""
+        """Place one arriving job on free resources, without moving other jobs."""
 
     def optimize(
         self,
@@ -21,4 +21,4 @@ class Policy(Protocol):
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[Mapping[Any, Sequence[Any]], int]:
-        """Allocate all jobs anew; the number is how many nodes there should be."""
+        """Allocate all jobs; the number is how many nodes there should be."""

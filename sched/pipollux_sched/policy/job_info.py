@@ -1,11 +1,11 @@
-"""What an allocation policy knows of a job and of a node: names and order as in AdaptDL.
+"""What an allocation policy knows of jobs and nodes: names and order as in AdaptDL.
 
-A job asks for resources per pipeline replica, and a replica's resources lie on ONE node; a policy
-therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. What more
-replicas are worth is one function, the speedup relative to one replica (Pollux, OSDI'21, §4.2).
+A job asks for resources per pipeline replica, and a replica's resources lie on ONE node. A policy
+therefore sees a replica of K stages as ``{"slots": K, ...}`` and never splits it. The value of
+replicas is one function, the speedup relative to one replica (Pollux, OSDI'21, §4.2).
 
-A job that may be cut in several ways, or that runs at another pace on another type of GPU, says so
-in `shapes`: one entry for every way, with what a replica then holds and what it is worth.
+A job with several possible numbers of stages, or with other speeds on other types of GPU, lists
+them in `shapes`: one entry each, with what a replica then holds and its speedup.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
 
 DEFAULT_RESTART_SECONDS = 30.0
-"""What one checkpoint-restart is taken to cost before a job's own was measured (the paper's)."""
+"""Assumed cost of a checkpoint-restart before a job's own was measured (the paper's)."""
 
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """One way to run a replica of a job: into how many stages it is cut, and on what.
+    """One way to run a replica of a job: its number of stages, and its type of GPU.
 
     Example:
         >>> ReplicaShape(4, {"slots": 4}, lambda nodes, replicas: 2.5 * replicas).num_stages
@@ -42,9 +42,9 @@ class ReplicaShape:
     speedup_fn: SpeedupCallable
     """Speedup over the SAME base for all shapes of a job: one replica of the job's own shape."""
     gpu_type: str | None = None
-    """The only type of GPU this holds for; None: any."""
+    """The only type of GPU that this shape is for; None: any."""
     max_replicas: int | None = None
-    """More replicas of this shape are never given; None: as the job's."""
+    """The most replicas of this shape; None: as many as the job's."""
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:
@@ -53,8 +53,13 @@ class ReplicaShape:
             raise ValueError(f"max_replicas: {self.max_replicas} must be at least 1")
         _check_resources(self.resources)
 
+    @property
+    def slots(self) -> int:
+        """Slots that one replica holds, at least 1; `num_stages` where `resources` names none."""
+        return max(self.resources.get("slots", self.num_stages), 1)
+
     def runs_on(self, node: NodeInfo) -> bool:
-        """Tell whether a node's GPUs are of a type that this shape is for."""
+        """Tell whether this shape is for the type of a node's GPUs."""
         return self.gpu_type is None or self.gpu_type == node.gpu_type
 
 
@@ -77,30 +82,30 @@ class JobInfo:
     creation_timestamp: datetime | float
     """When the job was submitted: a time stamp, or seconds since the epoch."""
     min_replicas: int
-    """Fewer replicas than this are as good as none: the job gets at least so many, or nothing."""
+    """The fewest replicas: the job gets at least this many, or nothing."""
     max_replicas: int
-    """More replicas than this are never given."""
+    """The most replicas."""
     preemptible: bool = True
-    """False: once the job runs, its allocation does not change any more (it is pinned)."""
+    """False: once the job runs, its allocation stays unchanged (it is pinned)."""
     num_stages: int = 1
-    """K, the number of stages of a replica; informative, as ``resources`` already counts slots."""
+    """K, the number of stages of a replica; ``resources`` already counts its slots."""
     age: float = 0.0
     """Seconds since submission."""
     num_restarts: int = 0
-    """How often the job's allocation was changed so far."""
+    """How often the job's allocation has changed so far."""
     restart_seconds: float = DEFAULT_RESTART_SECONDS
-    """What one restart costs this job, in seconds without training."""
+    """Seconds without training that one restart costs this job."""
     gpu_type: str | None = None
     """The only type of GPU that the job's own shape is for; None: any."""
     shapes: tuple[ReplicaShape, ...] = ()
-    """Further ways to run, beside the job's own (`resources`, `num_stages`, `speedup_fn`)."""
+    """Further shapes beside the job's own (`resources`, `num_stages`, `speedup_fn`)."""
     attained_service: float = 0.0
     """Slot-seconds that the job has held so far."""
     remaining_work: float | None = None
-    """Seconds of training that one replica of the job's own shape would still need; on an
-    allocation, this over the speedup. None: the job does not say."""
+    """Seconds of training that one replica of the job's own shape still needs; on an allocation,
+    this over the speedup. None: unknown."""
     requested_replicas: int | None = None
-    """What policies of fixed sizes give the job, no more and no less; None: `min_replicas`."""
+    """The size that policies of fixed sizes give the job; None: `min_replicas`."""
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
@@ -121,11 +126,16 @@ class JobInfo:
             raise ValueError(f"requested_replicas: {self.requested_replicas} must be at least 1")
 
     @property
+    def least_replicas(self) -> int:
+        """The fewest replicas that the job runs on, at least 1."""
+        return max(self.min_replicas, 1)
+
+    @property
     def created(self) -> float:
-        """`creation_timestamp` in seconds since the epoch, whichever way it was given."""
+        """`creation_timestamp` in seconds since the epoch."""
         stamp: Any = self.creation_timestamp
         if isinstance(stamp, tuple) and len(stamp) == 1:
-            # A trailing comma, as code written for AdaptDL has it in places.
+            # Some code written for AdaptDL has a trailing comma here.
             stamp = stamp[0]
         return stamp.timestamp() if isinstance(stamp, datetime) else float(stamp)
 
@@ -136,25 +146,39 @@ class JobInfo:
         return (own, *self.shapes)
 
     def most_replicas(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape the job may have."""
+        """Return the most replicas of a shape that the job may have."""
         limit = shape.max_replicas
         return self.max_replicas if limit is None else min(limit, self.max_replicas)
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a policy may know of one node: what jobs may use of it, and how safe it is."""
+    """What a policy may know of one node: what jobs may use of it, and its state."""
 
     resources: Mapping[str, int]
-    """Amounts by name, as in `JobInfo.resources`; a missing name is a resource not there."""
+    """Amounts by name, as in `JobInfo.resources`; a missing name is 0."""
     preemptible: bool = False
-    """True for a node that may be taken away at any time; such nodes are filled last."""
+    """True for a node that may be reclaimed at any time; such nodes are filled last."""
     gpu_type: str = ""
-    """Type of its GPUs, as in `ReplicaShape.gpu_type`; empty: not told."""
+    """Type of its GPUs, as in `ReplicaShape.gpu_type`; empty: unknown."""
     draining: bool = False
-    """True: nothing new is put here, and jobs leave, except pinned ones, which end here."""
+    """True: it takes no new replicas, and jobs leave it, except pinned ones, which end here."""
     healthy: bool = True
-    """False: as if the node were gone; what ran here has to be restarted elsewhere."""
+    """False: as if the node were gone; its jobs restart elsewhere."""
+
+    def num_fitting(self, shape: ReplicaShape) -> int:
+        """Return how many replicas of a shape these resources hold; 0 on GPUs it is not for."""
+        if not shape.runs_on(self):
+            return 0
+        needs = ((kind, need) for kind, need in shape.resources.items() if need)
+        return max(min(self.resources.get(kind, 0) // need for kind, need in needs), 0)
+
+
+@dataclass(frozen=True)
+class TemplateNode:
+    """The name of a node that could be rented; no real node's name is equal to it."""
+
+    number: int
 
 
 def _check_resources(resources: Mapping[str, int]) -> None:

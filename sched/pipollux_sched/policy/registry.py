@@ -16,18 +16,18 @@ from pipollux_sched.policy.sia.policy import SiaPolicy
 from .base import Policy
 
 Factory: TypeAlias = Callable[[int], Policy]
-"""Makes a policy for a seed; those that draw nothing take no notice of it."""
+"""Makes a policy for a seed; deterministic policies ignore it."""
 
 DEFAULT_POLICY = "exact"
 """The policy where none is named."""
 
 POLICIES: Mapping[str, Factory] = {
-    "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # draws nothing
+    "exact": lambda seed: ExactPolicy(),  # noqa: ARG005  # deterministic
     "pollux": lambda seed: PolluxPolicy(seed=seed),
-    "sia": lambda seed: SiaPolicy(),  # noqa: ARG005  # draws nothing
-    "optimus": lambda seed: OptimusPolicy(),  # noqa: ARG005  # draws nothing
-    "tiresias": lambda seed: TiresiasPolicy(),  # noqa: ARG005  # draws nothing
-    "fifo": lambda seed: FifoPolicy(),  # noqa: ARG005  # draws nothing
+    "sia": lambda seed: SiaPolicy(),  # noqa: ARG005  # deterministic
+    "optimus": lambda seed: OptimusPolicy(),  # noqa: ARG005  # deterministic
+    "tiresias": lambda seed: TiresiasPolicy(),  # noqa: ARG005  # deterministic
+    "fifo": lambda seed: FifoPolicy(),  # noqa: ARG005  # deterministic
 }
 """Every policy with its defaults, by name."""
 
@@ -37,10 +37,10 @@ def make_policy(name: str = DEFAULT_POLICY, *, seed: int = 0) -> Policy:
 
     Args:
         name: one of `POLICIES`.
-        seed: of its random numbers, if it draws any.
+        seed: of its random numbers; deterministic policies ignore it.
 
     Raises:
-        ValueError: no policy has this name; the message names those that there are.
+        ValueError: no policy has this name; the message names the known ones.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__

@@ -1,7 +1,7 @@
-"""What every allocation has to keep to, whichever policy it comes from (docs/policies.md).
+"""The rules that every policy's allocations must keep (docs/policies.md).
 
-`violations` looks at a policy's answer from outside: it shares no code with any policy, so tests,
-the simulator and the scheduler can hold all of them to the same rules.
+`violations` checks a policy's answer from outside: it shares no code with any policy, so tests, the
+simulator and the scheduler hold all policies to the same rules.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Allocations: TypeAlias = Mapping[Any, Sequence[Any]]
 
 
 def usable_nodes(nodes: Nodes) -> dict[Any, NodeInfo]:
-    """Return the nodes that something new may be put on: healthy, and not draining."""
+    """Return the nodes that take new replicas: healthy, and not draining."""
     return {name: node for name, node in nodes.items() if node.healthy and not node.draining}
 
 
 def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Tell whether a job's allocation must not be changed.
+    """Tell whether a job's allocation must not change.
 
-    That is: it runs, it is not preemptible, and all of its nodes are there and healthy. A node that
-    drains lets its pinned jobs end.
+    That is: it runs, it is not preemptible, and all of its nodes are there and healthy. A draining
+    node lets its pinned jobs end.
     """
     there = all(name in nodes and nodes[name].healthy for name in allocation)
     return bool(allocation) and not job.preemptible and there
 
 
 def must_move(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
-    """Tell whether a job cannot stay where it runs: a node is gone, not healthy, or draining."""
+    """Tell whether a job must leave its nodes: one is gone, not healthy, or draining."""
     usable = usable_nodes(nodes)
     stays = all(name in usable for name in allocation)
     return not stays and not is_pinned(job, allocation, nodes)
@@ -48,14 +48,14 @@ def violations(
     *,
     crowding: bool = False,
 ) -> list[str]:
-    """Return every rule that allocations break, a sentence each; none: they are feasible.
+    """Return a sentence for every broken rule; none: the allocations are feasible.
 
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
         base_allocations: what runs now.
         allocations: what a policy decided.
-        crowding: let several distributed jobs share a node, for whoever makes them pay for it.
+        crowding: allow several distributed jobs on a node, for callers that price it.
     """
     found = [f"job {name!r} is not one of the jobs" for name in allocations if name not in jobs]
     for name, job in jobs.items():
@@ -83,16 +83,16 @@ def _job_violations(
     usable = usable_nodes(nodes)
     barred = sorted({str(node) for node in allocation if node not in usable})
     if barred:
-        yield f"job {name!r} is given nodes that take nothing new: {', '.join(barred)}"
+        yield f"job {name!r} is placed on nodes that take no new replicas: {', '.join(barred)}"
         return
     shape = shape_of(job, allocation, nodes)
     if not all(shape.runs_on(nodes[node]) for node in allocation):
-        yield f"job {name!r} is for GPUs of type {shape.gpu_type} but is given {list(allocation)}"
+        yield f"job {name!r} is for GPUs of type {shape.gpu_type} but is on {list(allocation)}"
     most = job.most_replicas(shape)
-    if not max(job.min_replicas, 1) <= len(allocation) <= most:
+    if not job.least_replicas <= len(allocation) <= most:
         yield (
-            f"job {name!r} is given {len(allocation)} replicas, "
-            f"it may have {max(job.min_replicas, 1)} to {most}"
+            f"job {name!r} has {len(allocation)} replicas, "
+            f"allowed are {job.least_replicas} to {most}"
         )
 
 
@@ -109,7 +109,7 @@ def _overcommitted(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> Iterat
         for kind, amount in amounts.items():
             has = nodes[node].resources.get(kind, 0)
             if amount > has:
-                yield f"node {node!r} has {has} {kind} but {amount} are given away"
+                yield f"node {node!r} has {has} {kind} but {amount} are allocated"
 
 
 def _crowded(

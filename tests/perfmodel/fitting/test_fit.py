@@ -163,7 +163,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 def stages_of(truth: PerfParams, steps: Steps, noise: float, seed: int) -> dict[str, Any]:
     """Times of the stages, as timers around them have it; arguments of `fit_measurements`."""
     rng = np.random.default_rng(seed + 100)
-    times = stage_times(truth, steps.atomic_bsz / steps.num_microbatches, np)
+    times = stage_times(truth, steps.atomic_bsz / steps.num_microbatches)
     slow = slowdown(truth, steps.num_nodes, steps.num_replicas)
     forward, backward = (np.stack(part, axis=1) * slow[:, None] for part in times[:2])
     jitter = np.exp(noise * rng.normal(size=(2, *forward.shape)))

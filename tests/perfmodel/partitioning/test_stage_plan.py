@@ -97,7 +97,7 @@ def test_the_pipeline_takes_what_its_layers_take(
         profile, balance, BASE, checkpoint=checkpoint, link=link, transfers_overlap=overlapping
     )
     args = (1, 1, b * num_microbatches, 0, num_microbatches)
-    assert step_time(params, *args, np).accum_time == pytest.approx(expected, rel=1e-12)
+    assert step_time(params, *args).accum_time == pytest.approx(expected, rel=1e-12)
 
 
 @examples(100, 800)
@@ -107,7 +107,7 @@ def test_every_stage_takes_what_its_layers_take(
 ) -> None:
     profile, balance = cut
     params = price_stages(profile, balance, BASE, checkpoint=checkpoint, link=link)
-    times = stage_times(params, b, np)
+    times = stage_times(params, b)
     f, plain = times_of(profile, balance, b)
     again = [0.0] * len(f) if checkpoint == "never" else f
     g = [x + y for x, y in zip(plain, again, strict=True)]
@@ -151,7 +151,7 @@ def test_a_cut_with_fixed_costs_alone() -> None:
     params = price_stages(profile, [1, 1], BASE, checkpoint="never")
     assert (params.alpha_c, params.beta_c) == (8.0, 0.0)
     assert params.forward_shares == params.forward_alpha_shares == (0.125, 0.25)
-    assert pipeline_time(params, 5.0, 3, np) == pytest.approx(8 + 2 * (2 + 3))
+    assert pipeline_time(params, 5.0, 3) == pytest.approx(8 + 2 * (2 + 3))
 
 
 def test_fixed_costs_are_shared_out_apart() -> None:
@@ -247,7 +247,7 @@ def test_stages_without_a_profile_are_even_and_take_as_long_together(num_stages:
         checkpoint="always",
     )
     found = check_params(restage(params, num_stages))
-    before, after = stage_times(params, 4.0, np), stage_times(found, 4.0, np)
+    before, after = stage_times(params, 4.0), stage_times(found, 4.0)
     assert sum(after.forward) == pytest.approx(sum(before.forward))
     assert sum(after.backward) == pytest.approx(sum(before.backward))
     assert max(after.forward) == pytest.approx(min(after.forward))

@@ -78,11 +78,11 @@ def test_gpipe_and_its_all_reduces_take_as_long_as_they_are_simulated_to(seed: i
         case = draw_case(rng)
         times, num = stage_times(case), case.num_microbatches
         played = simulate(case)
-        close(forward_span(times, num, case.overlapping, np), played.forward_span, case)
-        final = final_times(times, num, case.overlapping, np)
+        close(forward_span(times, num, case.overlapping), played.forward_span, case)
+        final = final_times(times, num, case.overlapping)
         close(final, played.final, case)
         all_reduce, shared = draw_times(rng, len(case.forward)), bool(rng.random() < 0.5)
-        found = network_end(final, all_reduce, shared, np)
+        found = network_end(final, all_reduce, shared)
         close(found, last_all_reduce(played.final, all_reduce, shared), (case, all_reduce, shared))
 
 
@@ -97,7 +97,7 @@ def test_stages_are_final_last_one_first_and_the_order_of_ties_does_not_matter()
         all_reduce = draw_times(rng, len(final))
         one, other = (last_all_reduce(final, all_reduce, True, order) for order in (True, False))
         close(one, other, (case, all_reduce))
-        close(one, network_end(final, all_reduce, True, np), (case, all_reduce))
+        close(one, network_end(final, all_reduce, True), (case, all_reduce))
     assert ties > 10
 
 
@@ -105,7 +105,7 @@ def test_stages_that_take_turns_take_as_long_as_they_are_simulated_to() -> None:
     rng = np.random.default_rng(20)
     for _ in range(1000):
         case = draw_case(rng)
-        found = serial_final_times(stage_times(case), case.num_microbatches, np)
+        found = serial_final_times(stage_times(case), case.num_microbatches)
         close(found, simulate(case, "serial").final, case)
 
 
@@ -117,8 +117,8 @@ def test_many_pipelines_at_once_are_each_as_simulated(num_stages: int, overlappi
     transfer = rng.uniform(0, 1, (num_stages - 1, 50))
     num = rng.integers(1, 13, 50)
     times = StageTimes(forward, backward, backward * share, transfer)
-    final = np.array(final_times(times, num, overlapping, np))
-    serial = np.array(serial_final_times(times, num, np))
+    final = np.array(final_times(times, num, overlapping))
+    serial = np.array(serial_final_times(times, num))
     assert final.shape == serial.shape == (num_stages, 50)
     for i in range(50):
         columns = (tuple(array[:, i].tolist()) for array in times)
@@ -204,7 +204,7 @@ def test_step_time_is_as_simulated() -> None:
         params = draw_params(rng)
         num, micro_bsz = int(rng.integers(1, 13)), int(rng.integers(1, 9))
         num_nodes, num_replicas = [(1, 1), (1, 4), (2, 6), (3, 3)][rng.integers(4)]
-        time = step_time(params, num_nodes, num_replicas, num * micro_bsz, 2, num, np)
+        time = step_time(params, num_nodes, num_replicas, num * micro_bsz, 2, num)
         slow = 1 + params.contention * (num_replicas / num_nodes - 1)
         case = described_case(params, micro_bsz, slow, num)
         serial = np.array(simulate(case, "serial").final)
@@ -228,7 +228,7 @@ def test_overlap_is_a_straight_line_from_taking_turns_to_gpipe() -> None:
         case = described_case(params, 4.0, 1.0, 6)
         serial, ideal = simulate(case, "serial").final[0], simulate(case).final[0]
         for overlap in (0.0, 0.25, 0.5, 1.0):
-            time = step_time(params._replace(overlap=overlap), 1, 1, 24, 0, 6, np)
+            time = step_time(params._replace(overlap=overlap), 1, 1, 24, 0, 6)
             close(time.accum_time, serial + overlap * (ideal - serial), params)
 
 

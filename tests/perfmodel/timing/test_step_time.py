@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from pipollux_perfmodel import GoodputFunction, PerfParams, gpipe_schedule
 from pipollux_perfmodel.timing.step_time import pipeline_time, step_time
 from tests.extent import examples
+from tests.perfmodel.differentiated import gradient_of
 from tests.perfmodel.strategies import allocations, perf_params
 
 
@@ -28,9 +28,7 @@ def test_ideal_pipeline_takes_as_long_as_its_schedule(
         num_microbatches,
     )
     makespan = max(event.end for event in events)
-    assert pipeline_time(params, micro_bsz, num_microbatches, np) == pytest.approx(
-        makespan, rel=1e-12
-    )
+    assert pipeline_time(params, micro_bsz, num_microbatches) == pytest.approx(makespan, rel=1e-12)
 
 
 @examples(100, 800)
@@ -39,11 +37,11 @@ def test_more_overlap_is_never_slower(
     params: PerfParams, num_microbatches: int, one: float, other: float
 ) -> None:
     less, more = sorted((one, other))
-    slow = pipeline_time(params._replace(overlap=less), 8, num_microbatches, np)
-    fast = pipeline_time(params._replace(overlap=more), 8, num_microbatches, np)
+    slow = pipeline_time(params._replace(overlap=less), 8, num_microbatches)
+    fast = pipeline_time(params._replace(overlap=more), 8, num_microbatches)
     assert fast <= slow * (1 + 1e-12)
     one_by_one = num_microbatches * (params.alpha_c + params.beta_c * 8)
-    assert pipeline_time(params._replace(overlap=0.0), 8, num_microbatches, np) == pytest.approx(
+    assert pipeline_time(params._replace(overlap=0.0), 8, num_microbatches) == pytest.approx(
         one_by_one
     )
 
@@ -53,9 +51,7 @@ def test_more_overlap_is_never_slower(
 def test_one_stage_has_nothing_to_overlap(params: PerfParams, num_microbatches: int) -> None:
     # Shares of one stage sum to 1, so every micro-batch costs C(b), whatever overlap is.
     compute = params.alpha_c + params.beta_c * 8
-    assert pipeline_time(params, 8, num_microbatches, np) == pytest.approx(
-        num_microbatches * compute
-    )
+    assert pipeline_time(params, 8, num_microbatches) == pytest.approx(num_microbatches * compute)
 
 
 @examples(150, 1200)
@@ -97,14 +93,14 @@ def test_gradients_are_exact() -> None:
         params = PerfParams(alpha_c, 0.01, 0.2, 0.02, 0.1, 0.01, gamma, (0.2, 0.1), (0.3, 0.4))
         params = params._replace(overlap=overlap)
         one, two = np.array([1, 2]), np.array([2, 4])
-        return float_sum(step_time(params, one, two, np.array([8, 16]), 1, 4, anp).total)
+        return float_sum(step_time(params, one, two, np.array([8, 16]), 1, 4).total)
 
     def float_sum(values: np.ndarray) -> float:
         return anp.sum(values)
 
     point, step = (0.1, 1.7, 0.6), 1e-6
     for argument in range(3):
-        exact = autograd.grad(total, argument)(*point)
+        exact = gradient_of(total, *point, argument=argument)
         shifted = [list(point), list(point)]
         shifted[0][argument] -= step
         shifted[1][argument] += step

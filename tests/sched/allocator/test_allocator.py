@@ -90,8 +90,8 @@ def test_jobs_that_are_starting_are_shown_as_not_preemptible() -> None:
 @pytest.mark.parametrize(
     ("allocations", "says"),
     [
-        ({"one": ["a", "a", "a"]}, "node 'a' has 2 slots but 3 are given away"),
-        ({"two": ["a"]}, "node 'a' has 2 slots but 3 are given away"),  # one holds a half of it
+        ({"one": ["a", "a", "a"]}, "node 'a' has 2 slots but 3 are allocated"),
+        ({"two": ["a"]}, "node 'a' has 2 slots but 3 are allocated"),  # one holds a half of it
         ({"one": ["c"]}, "job 'one' is given nodes that take nothing new: c"),
         ({"starting": []}, r"job 'starting' is pinned to \['b'\] but is given \[\]"),
         ({"pair": ["b"]}, "job 'pair' is given 1 replicas, it may have 2 to 8"),
@@ -115,7 +115,7 @@ def test_a_strategy_that_places_on_what_is_taken_is_refused() -> None:
         def allocate_job(self, *_: object) -> list[str]:
             return ["a"]
 
-    with pytest.raises(ValueError, match="node 'a' has 2 slots but 3 are given away"):
+    with pytest.raises(ValueError, match="node 'a' has 2 slots but 3 are allocated"):
         place_new([job("one", stages=2), job("two")], NODES, PolicyStrategy(Blind()))
 
 
@@ -141,7 +141,7 @@ def test_what_was_fixed_is_not_held_to_what_was_measured_since() -> None:
     small = replace(small, info=replace(small.info, max_replicas=1))
     (decision,) = place_new([small], NODES, FixedStrategy({"one": ["a", "b"]}))
     assert decision.nodes == ("a", "b")
-    with pytest.raises(ValueError, match="'one' is given 2 replicas, it may have 1 to 1"):
+    with pytest.raises(ValueError, match="'one' has 2 replicas, allowed are 1 to 1"):
         reallocate([small], NODES, PolicyStrategy(Answer({"one": ["a", "b"]})))
 
 

@@ -173,7 +173,7 @@ def test_more_stages_than_there_are_slots_are_refused() -> None:
         def place(self, *_: object) -> Sequence[str]:
             return Allocation(["a"], eight)
 
-    with pytest.raises(ValueError, match="node 'a' has 4 slots but 8 are given away"):
+    with pytest.raises(ValueError, match="node 'a' has 4 slots but 8 are allocated"):
         place_new([candidate()], NODES, Blind({}))
 
 

@@ -155,12 +155,12 @@ def completion_gain(case: Case, allocations: Allocations) -> float:
     instance = build_instance(case.jobs, case.nodes, case.base, TEMPLATE, promises.closed)
     worth = objective.judge(instance, promises)
     total = 0.0
-    for number, options in enumerate(instance.jobs):
-        here, before = allocations[options.name], case.base.get(options.name, [])
-        shape = shape_of(options.job, here, case.nodes)
-        same = shape is shape_of(options.job, before, case.nodes)
+    for number, configs in enumerate(instance.jobs):
+        here, before = allocations[configs.name], case.base.get(configs.name, [])
+        shape = shape_of(configs.job, here, case.nodes)
+        same = shape is shape_of(configs.job, before, case.nodes)
         if not here or (list(here) == list(before) and same):
-            total += float(worth.gains(number)[options.stay if here else NOTHING])
+            total += float(worth.gains(number)[configs.stay if here else NOTHING])
         else:
             total += worth.moved(number, float(shape.speedup_fn(len(set(here)), len(here))))
     return total
@@ -194,7 +194,7 @@ POLICIES: dict[str, Entry] = {
 
 def all_allocations(case: Case) -> Iterator[dict[Any, Sequence[Any]]]:
     """Every feasible allocation of the whole cluster."""
-    for choice in itertools.product(*(_options(case, name) for name in case.jobs)):
+    for choice in itertools.product(*(_possible(case, name) for name in case.jobs)):
         allocations = dict(zip(case.jobs, choice, strict=True))
         if not rules_broken(case.jobs, case.nodes, case.base, allocations):
             yield allocations
@@ -202,24 +202,24 @@ def all_allocations(case: Case) -> Iterator[dict[Any, Sequence[Any]]]:
 
 def best_fitness(case: Case) -> float:
     """The greatest fitness of all feasible allocations, found by going from the greatest down."""
-    options = [_options(case, name) for name in case.jobs]
+    possible = [_possible(case, name) for name in case.jobs]
     losses = [
         np.array([loss(case, name, choice) for choice in choices])
-        for name, choices in zip(case.jobs, options, strict=True)
+        for name, choices in zip(case.jobs, possible, strict=True)
     ]
     total = losses[0]
     for more in losses[1:]:
         total = np.add.outer(total, more)
     for flat in np.argsort(total, axis=None, kind="stable"):
         indices = np.unravel_index(flat, total.shape)
-        choice = [choices[i] for choices, i in zip(options, indices, strict=True)]
+        choice = [choices[i] for choices, i in zip(possible, indices, strict=True)]
         allocations = dict(zip(case.jobs, choice, strict=True))
         if not rules_broken(case.jobs, case.nodes, case.base, allocations):
             return fitness(case, allocations)
     raise AssertionError("nothing at all is feasible")
 
 
-def _options(case: Case, name: Any) -> list[Sequence[Any]]:
+def _possible(case: Case, name: Any) -> list[Sequence[Any]]:
     job, here = case.jobs[name], case.base.get(name, ())
     if is_pinned(job, here, case.nodes):
         return [here]

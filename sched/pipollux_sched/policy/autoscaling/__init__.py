@@ -1,1 +1,1 @@
-"""How many nodes a cluster should have."""
+"""The number of nodes a cluster should have."""

@@ -1,10 +1,10 @@
-"""How many nodes a cluster should have: a decision apart from any policy (Pollux, OSDI'21, §4.2.2).
+"""The number of nodes a cluster should have, for any policy (Pollux, OSDI'21, §4.2.2).
 
-The utility of the cluster (`utility`) is looked at after every round of the policy. When its mean
-over a window of rounds lies outside a band, the number of nodes is sought, by binary search, at
-which the policy itself would reach the middle of the band. Everything is a pure function of what is
-passed in: what was seen so far is a state that goes in and comes out, and nothing here rents or
-gives back a node (`pipollux_sched.allocator.expander` does).
+The utility of the cluster (`utility`) is observed after every round of the policy. When its mean
+over a window of rounds lies outside a band, a binary search finds the number of nodes at which the
+policy itself would reach the middle of the band. All functions are pure: observations are a state
+that goes in and comes out, and nothing here rents or releases a node
+(`pipollux_sched.allocator.expander` does).
 
 Example:
     >>> from pipollux_sched.policy import NodeInfo, PolluxPolicy
@@ -18,47 +18,35 @@ Example:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-from pipollux_sched.policy.job_info import JobInfo, NodeInfo
-from pipollux_sched.policy.pollux.arrays import by_safety
-from pipollux_sched.policy.rules import is_pinned, usable_nodes
+from pipollux_sched.policy.base import Policy
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, TemplateNode
+from pipollux_sched.policy.order import by_safety
+from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 
 from .utility import UtilityBand, utility
-
-Jobs = Mapping[Any, JobInfo]
-Nodes = Mapping[Any, NodeInfo]
-Allocations = Mapping[Any, Sequence[Any]]
-
-
-class _Policy(Protocol):
-    """Any policy."""
-
-    def optimize(
-        self, jobs: Any, nodes: Any, base_allocations: Any, node_template: NodeInfo
-    ) -> tuple[Allocations, int]:
-        """Allocate all jobs anew."""
 
 
 @dataclass(frozen=True)
 class AutoscalingRules:
-    """What the operator wants.
+    """The operator's rules for the number of nodes.
 
     Raises:
         ValueError: a number is out of range; the message names it.
     """
 
     min_nodes: int = 0
-    """Never fewer nodes than this."""
+    """The fewest nodes."""
     max_nodes: int = 16
-    """Never more nodes than this."""
+    """The most nodes."""
     band: UtilityBand = field(default_factory=UtilityBand)
     """Within it, the number of nodes stays."""
     window: int = 15
-    """Number of rounds over which the utility is averaged, and between two changes at least."""
+    """Number of rounds over which the utility is averaged, and the fewest between two changes."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_nodes <= self.max_nodes:
@@ -71,34 +59,34 @@ class AutoscalingRules:
 
 @dataclass(frozen=True)
 class AutoscalingState:
-    """What was seen since the number of nodes last changed, or was last asked to."""
+    """Observations since the number of nodes last changed, or a change was last requested."""
 
     utilities: tuple[float, ...] = ()
     """Of the latest rounds, the oldest first; never more than the window."""
     num_nodes: int = 0
-    """The number of nodes that they were seen on."""
+    """The number of nodes at which they were observed."""
     desired_nodes: int | None = None
-    """What was last decided; None: nothing yet."""
+    """The last decision; None: nothing yet."""
 
 
 def autoscale(
     rules: AutoscalingRules,
     state: AutoscalingState,
-    policy: _Policy,
+    policy: Policy,
     jobs: Jobs,
     nodes: Nodes,
     allocations: Allocations,
     node_template: NodeInfo,
 ) -> tuple[AutoscalingState, int]:
-    """Note one round, and say how many nodes there should be.
+    """Add the observation of one round, and return how many nodes there should be.
 
     Args:
-        rules: what the operator wants.
+        rules: the operator's rules.
         state: from the round before; `AutoscalingState()` at first.
-        policy: tells, by `optimize`, what it would make of other numbers of nodes. It is asked on
-            a copy (`copy.copy`), and only when the number is to change.
+        policy: `optimize` of a copy (`copy.copy`) allocates other numbers of nodes, and only when
+            the number is to change.
         jobs: all jobs that are not done.
-        nodes: all nodes; those that drain or are not healthy do not count.
+        nodes: all nodes; draining and unhealthy ones do not count.
         allocations: what the jobs hold after this round.
         node_template: what one more node would be like.
 
@@ -110,7 +98,7 @@ def autoscale(
     floor = _least_nodes(rules, jobs, nodes, allocations, node_template)
     bounded = min(max(now, floor), rules.max_nodes)
     if bounded != now:
-        # Too few for some job to run at all, or not what the operator allows: no need to wait.
+        # Too few for some job to run at all, or against the operator's rules: decide at once.
         return AutoscalingState((), now, bounded), bounded
 
     state = _observed(rules, state, now, utility(jobs, usable, allocations))
@@ -128,10 +116,9 @@ def autoscale(
 
 
 def best_size(utility_of: Callable[[int], float], low: int, high: int, target: float) -> int:
-    """Find the number of nodes, from `low` to `high`, whose utility is nearest the target.
+    """Return the number of nodes, from `low` to `high`, whose utility is nearest the target.
 
-    By binary search, as utility falls with the number of nodes. Of two that are as near, the
-    smaller.
+    By binary search, as utility falls with the number of nodes. Of two equally near, the smaller.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -149,8 +136,8 @@ def _observed(
     rules: AutoscalingRules, state: AutoscalingState, num_nodes: int, value: float
 ) -> AutoscalingState:
     if num_nodes != state.num_nodes:
-        # What was seen on another number of nodes says nothing about this one. What was asked for
-        # still holds, unless somebody else has added nodes.
+        # Observations on another number of nodes do not count for this one. The last request still
+        # holds, unless nodes were added by other means.
         asked = state.desired_nodes
         added = asked is None or num_nodes > max(asked, state.num_nodes)
         state = AutoscalingState((), num_nodes, num_nodes if added else asked)
@@ -160,7 +147,7 @@ def _observed(
 def _least_nodes(
     rules: AutoscalingRules, jobs: Jobs, nodes: Nodes, allocations: Allocations, template: NodeInfo
 ) -> int:
-    """Return the fewest nodes on which every job could run alone and pinned jobs may stay."""
+    """Return the fewest nodes on which every job could run alone and pinned jobs can stay."""
     usable = usable_nodes(nodes)
     least = max(rules.min_nodes, len(_pinned_nodes(jobs, nodes, allocations) & usable.keys()))
     for job in jobs.values():
@@ -172,31 +159,28 @@ def _least_nodes(
 
 def _nodes_to_run(job: JobInfo, template: NodeInfo) -> int | None:
     """Return the fewest nodes that hold `min_replicas` of any shape; None: no number does."""
-    replicas = max(job.min_replicas, 1)
-    needed = []
-    for shape in job.all_shapes:
-        counts = [template.resources.get(k, 0) // n for k, n in shape.resources.items() if n]
-        if min(counts) and shape.runs_on(template) and replicas <= job.most_replicas(shape):
-            needed.append(-(-replicas // min(counts)))
-    return min(needed, default=None)
+    replicas = job.least_replicas
+    shapes = (shape for shape in job.all_shapes if replicas <= job.most_replicas(shape))
+    per_node = max(map(template.num_fitting, shapes), default=0)
+    return -(-replicas // per_node) if per_node else None
 
 
 def _utility_at(
     size: int,
-    policy: _Policy,
+    policy: Policy,
     jobs: Jobs,
     nodes: Nodes,
     allocations: Allocations,
     template: NodeInfo,
 ) -> float:
-    """Return the utility that the policy would reach on so many nodes in the long run.
+    """Return the utility that the policy would reach on `size` nodes in the long run.
 
-    So jobs start from nothing, as what it costs to get there is paid once; pinned jobs stay.
+    Jobs start from nothing, as the cost of restarts is paid once; pinned jobs stay.
     """
     usable = usable_nodes(nodes)
     order = release_order(jobs, nodes, allocations)
     gone = set(order[: max(len(usable) - size, 0)])
-    rented = {_Rented(number): template for number in range(size - len(usable))}
+    rented = {TemplateNode(number): template for number in range(size - len(usable))}
     others = {name: node for name, node in nodes.items() if name not in gone}
     kept = {
         name: held
@@ -207,23 +191,16 @@ def _utility_at(
     return utility(jobs, usable_nodes({**others, **rented}), answer)
 
 
-@dataclass(frozen=True)
-class _Rented:
-    """The name of a node that is not there yet; no real node's name is equal to it."""
-
-    number: int
-
-
 def _pinned_nodes(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> set[Any]:
     held = ((jobs[name], nodes_of) for name, nodes_of in allocations.items() if name in jobs)
     return {node for job, names in held if is_pinned(job, names, nodes) for node in names}
 
 
 def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[Any]:
-    """Return the nodes that could be given back, those that are missed least first.
+    """Return the nodes that could be released, the least useful first.
 
-    That is: the fewest jobs to be moved, then nodes that may be taken away anyway. Nodes that carry
-    pinned jobs are never among them, nor are nodes that drain or are not healthy.
+    That is: those with the fewest jobs to move, then preemptible nodes. Nodes that carry pinned
+    jobs are never among them, nor are draining or unhealthy nodes.
     """
     usable = usable_nodes(nodes)
     pinned = _pinned_nodes(jobs, nodes, allocations)
@@ -234,15 +211,15 @@ def release_order(jobs: Jobs, nodes: Nodes, allocations: Allocations) -> list[An
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Which nodes to do without, and how many to ask for."""
+    """Which nodes to release, and how many to request."""
 
     drain: tuple[Any, ...]
-    """To be marked as draining, so that the next round of the policy takes the jobs off them; those
-    marked for this reason before and not named any more are needed again."""
+    """To be marked as draining, so that the next round of the policy moves the jobs off them; nodes
+    that were marked for this reason before and are not named any more are needed again."""
     release: tuple[Any, ...]
-    """Those of them that carry nothing any more: they can be given back."""
+    """Those of them that are empty, and can be released."""
     num_nodes: int
-    """How many there should be once these are gone, with those that still drain or are ill."""
+    """How many there should be without these, with those that still drain or are unhealthy."""
 
 
 def plan_nodes(
@@ -252,12 +229,12 @@ def plan_nodes(
     nodes: Nodes,
     allocations: Allocations,
 ) -> NodePlan:
-    """Choose the nodes to be given back, drained first; nodes with pinned jobs never are.
+    """Choose the nodes to release, drained ones first, never those with pinned jobs.
 
     Args:
         desired_nodes: from `autoscale`.
-        drained_before: the plan's `drain` of the round before, without nodes that drain for another
-            reason by now: these stay chosen if any are.
+        drained_before: `drain` of the previous round's plan, without nodes that now drain for
+            another reason; these are chosen first.
         jobs: all jobs that are not done.
         nodes: all nodes.
         allocations: what the jobs hold.

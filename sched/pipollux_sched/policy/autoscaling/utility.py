@@ -1,11 +1,11 @@
-"""The utility of a cluster: how much of what it could do for its jobs it does (Pollux, §4.2.2).
+"""The utility of a cluster: the share of its potential that its jobs use (Pollux, §4.2.2).
 
     utility = max_t Σ_j speedup_j / ideal_j · held[j, t] / total[t]
 
 where held[j, t] is what job j holds of resource t. Ideal is the speedup of a job that scales
-without loss: as many times its most efficient single replica as it holds the resources of. For jobs
-of one shape this is the paper's speedup per replica, weighted by the share of the cluster that the
-job holds. A node that stands idle, or a replica that adds little, lowers it.
+without loss: that of its most efficient single replica, times the number of such replicas whose
+resources it holds. For jobs of one shape this is the paper's speedup per replica, weighted by the
+share of the cluster that the job holds. An idle node, or a replica that adds little, lowers it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 
 @dataclass(frozen=True)
 class UtilityBand:
-    """Within the band the number of nodes is right; the defaults are the paper's.
+    """The band of utility within which the number of nodes stays; the defaults are the paper's.
 
     Raises:
         ValueError: unless 0 <= low < high <= 1.
@@ -55,7 +55,7 @@ def utility(
 
     Args:
         jobs: all jobs, by name.
-        nodes: the nodes to be judged; replicas on other nodes do not count.
+        nodes: the nodes to evaluate; replicas on other nodes do not count.
         allocations: what each job holds.
 
     Example:
@@ -83,10 +83,10 @@ def _efficiency(
 ) -> float:
     """Return speedup over ideal speedup."""
     share = _share(shape, total)
-    # A slower GPU is not a loss: a job is held to what is possible on its own type.
+    # A slower GPU is not a loss: the ideal is what is possible on the same type.
     alike = [other for other in job.all_shapes if other.gpu_type == shape.gpu_type]
     paces = [_speedup(other, 1, 1) / (_share(other, total) or math.inf) for other in alike]
-    # Where no single replica can work, r of them that do count as r (`SpeedupFunction`).
+    # If no single replica can run, r replicas that can count as r (`SpeedupFunction`).
     best = max(paces) or 1.0 / (share or math.inf)
     ideal = best * share * len(allocation)
     return _speedup(shape, len(set(allocation)), len(allocation)) / ideal if ideal else 0.0

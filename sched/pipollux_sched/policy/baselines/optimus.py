@@ -1,11 +1,11 @@
-"""Optimus (Peng et al., EuroSys'18): GPUs go where they shorten the remaining time the most.
+"""Optimus (Peng et al., EuroSys'18): GPUs go where they reduce remaining time most.
 
-Every job first gets its fewest replicas, the job with the least left in front. Then one replica
-after another goes to the job whose predicted remaining time falls the most for it, per slot:
+Every job first gets its fewest replicas, the one with the least remaining time first. Then one
+replica after another goes to the job whose predicted remaining time falls most, per slot:
 
     gain_j(R) = (t_j(R) - t_j(R + 1)) / slots_j        t_j(R) = remaining_work_j / speedup_j(R)
 
-`docs/policy-optimus.md` says what the prediction rests on.
+`docs/policy-optimus.md` describes the prediction.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 
 from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_sched.policy.placement.free_space import FreeSpace, name_order, slots_of
+from pipollux_sched.policy.order import name_order
+from pipollux_sched.policy.placement.capacity import Floats
+from pipollux_sched.policy.placement.cluster_state import ClusterState
 from pipollux_sched.policy.placement.packing import (
     answer,
-    least_replicas,
     num_nodes_as_is,
     pack,
     place_alone,
@@ -31,15 +32,14 @@ from pipollux_sched.policy.placement.packing import (
     unchanged,
     user_shapes,
 )
-from pipollux_sched.policy.pollux.arrays import Floats
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes
 
 UNKNOWN_REMAINING_SECONDS = 3600.0
-"""The least that a job which does not say is taken to need still, on one replica."""
+"""The least remaining time on one replica of a job that does not report it."""
 
 
 class OptimusPolicy:
-    """Sizes by marginal gain of predicted remaining time; every job on its user's batch size.
+    """Sizes by marginal gain in predicted remaining time; every job on its user's batch size.
 
     Example:
         >>> def job(work): return JobInfo({"slots": 1}, lambda nodes, replicas: replicas ** 0.5,
@@ -50,19 +50,19 @@ class OptimusPolicy:
     """
 
     adapts_batch_size: ClassVar[bool] = False
-    """Jobs keep the batch size that their user chose."""
+    """Jobs keep their users' batch size."""
 
-    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> list[Any]:
-        """Place one arriving job on its fewest replicas, without moving any other.
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
+        """Place one arriving job on its fewest replicas, without moving other jobs.
 
         Args:
             job_info: the job.
             nodes: nodes with what is FREE on them.
 
         Returns:
-            Its replicas' nodes, or nothing if there is no room.
+            The nodes of its replicas, or nothing if there is no room.
         """
-        return place_alone(job_info, nodes, least_replicas(job_info))
+        return place_alone(job_info, nodes, job_info.least_replicas)
 
     def optimize(
         self,
@@ -71,14 +71,14 @@ class OptimusPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Size all jobs anew, and place those whose size has changed.
+        """Size all jobs, and place those whose size has changed.
 
         Returns:
-            The allocation of every job (empty: it waits), and the number of nodes as it is.
+            The allocation of every job (empty: it is queued), and the present number of nodes.
         """
         settled = _as_they_run(jobs, nodes, base_allocations)
-        # What has just been started and cannot be preempted is pinned when asked again, and leaves
-        # others more where it was placed in less than its size: at most once for every job.
+        # A non-preemptible job that has just started is pinned in the next round, and leaves more
+        # to others if it got less than its size: at most once for every job.
         for _ in range(len(jobs) + 1):
             current, settled = settled, _sized(jobs, nodes, settled)
             if unchanged(jobs, settled, current):
@@ -87,9 +87,9 @@ class OptimusPolicy:
 
 
 def _as_they_run(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Allocation]:
-    space = FreeSpace(jobs, nodes, base)
-    space.keep_running()
-    return answer(jobs, base, space.allocations)
+    state = ClusterState(jobs, nodes, base)
+    state.keep_running()
+    return answer(jobs, base, state.allocations)
 
 
 def _sized(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, Allocation]:
@@ -100,7 +100,7 @@ def _sized(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, Allocati
 
     def misfit(allocations: Allocations) -> float:
         return sum(
-            abs(sizes[name] - len(allocations[name])) * slots_of(job.all_shapes[0])
+            abs(sizes[name] - len(allocations[name])) * job.all_shapes[0].slots
             for name, job in jobs.items()
         )
 
@@ -108,30 +108,31 @@ def _sized(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, Allocati
 
 
 def remaining_seconds(job: JobInfo) -> float:
-    """Return what a job still needs on one replica: as it says, else as much as it already had.
+    """Return the seconds that a job still needs on one replica.
 
-    That is an hour at least. Of jobs in clusters, those that have run long have long to run.
+    Where it does not report them, as many as it has had, and at least an hour: in clusters, jobs
+    that have run long have long to run.
     """
     if job.remaining_work is not None and np.isfinite(job.remaining_work):
         return job.remaining_work
-    done = job.attained_service / slots_of(job.all_shapes[0])
+    done = job.attained_service / job.all_shapes[0].slots
     return max(done, UNKNOWN_REMAINING_SECONDS)
 
 
 def decide_sizes(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, int]:
-    """Return how many replicas each job shall have, 0 for jobs that wait.
+    """Return how many replicas each job shall have, 0 for queued jobs.
 
     Args:
         jobs: all jobs.
         nodes: all nodes.
         current: what runs now; pinned jobs keep what they have.
     """
-    space, empty = FreeSpace(jobs, nodes, current), FreeSpace(jobs, nodes, {})
-    sizes = {name: len(space.allocations.get(name, ())) for name in jobs}
-    budget = space.budget()
+    state, empty = ClusterState(jobs, nodes, current), ClusterState(jobs, nodes, {})
+    sizes = {name: len(state.allocations.get(name, ())) for name in jobs}
+    budget = state.budget()
     plans = {}
     for name, job in jobs.items():
-        plan = _Sizing.of(name, job, empty) if name not in space.pinned else None
+        plan = _Sizing.of(name, job, empty) if name not in state.pinned else None
         if plan is not None:
             plans[name] = plan
     for name in sorted(plans, key=lambda n: (plans[n].times[0], jobs[n].created, name_order(n))):
@@ -153,7 +154,7 @@ def _grow(
     heapq.heapify(heap)
     while heap:
         gain, key, name = heapq.heappop(heap)
-        # What finds no room now finds none later either: room only gets less.
+        # What does not fit now does not fit later: room only shrinks.
         if gain < 0 and spend(plans[name].shape, 1):
             sizes[name] += 1
             heapq.heappush(heap, (-plans[name].gain(sizes[name]), key, name))
@@ -172,15 +173,15 @@ class _Sizing:
         self.shape, self.least, self.times = shape, least, times
 
     @classmethod
-    def of(cls, name: Any, job: JobInfo, space: FreeSpace) -> _Sizing | None:
-        """Predict a job's times on nodes that hold nothing else; None: it cannot run on them."""
+    def of(cls, name: Any, job: JobInfo, state: ClusterState) -> _Sizing | None:
+        """Predict a job's times on empty nodes; None: it cannot run on them."""
         for shape in user_shapes(job):
-            rooms = space.rooms(name, shape)
-            least, most = least_replicas(job), min(job.most_replicas(shape), int(rooms.sum()))
+            counts = state.counts(name, shape)
+            least, most = job.least_replicas, min(job.most_replicas(shape), int(counts.sum()))
             if most < least:
                 continue
             replicas = np.arange(least, most + 1)
-            values = speedups(shape, -(-replicas // int(rooms.max())), replicas)
+            values = speedups(shape, -(-replicas // int(counts.max())), replicas)
             useful = np.flatnonzero(values > 0)
             if len(useful):
                 first = int(useful[0])
@@ -191,26 +192,26 @@ class _Sizing:
         return None
 
     def gain(self, num_replicas: int) -> float:
-        """Return the seconds that one more replica saves, per slot; 0 where there is no more."""
+        """Return the seconds that one more replica saves, per slot; 0 at the largest size."""
         number = num_replicas - self.least
         if number + 1 >= len(self.times):
             return 0.0
-        return float(self.times[number] - self.times[number + 1]) / slots_of(self.shape)
+        return float(self.times[number] - self.times[number + 1]) / self.shape.slots
 
 
 def _place(
     jobs: Jobs, nodes: Nodes, current: Allocations, sizes: dict[Any, int]
 ) -> dict[Any, Allocation]:
-    """Place all jobs in the sizes decided, or the next smaller that can be placed.
+    """Place all jobs in their sizes, or the next smaller size that fits.
 
-    Jobs that have their size already are moved only where a larger job needs the room.
+    Jobs that have their size already move only where a larger job needs the room.
     """
-    space = FreeSpace(jobs, nodes, current)
-    space.keep_running(lambda name, held: len(held) == sizes[name])
+    state = ClusterState(jobs, nodes, current)
+    state.keep_running(lambda name, held: len(held) == sizes[name])
     order = sorted(
         (name for name in jobs if sizes[name]),
         key=lambda n: (
-            -slots_of(jobs[n].all_shapes[0]),
+            -jobs[n].all_shapes[0].slots,
             -sizes[n],
             jobs[n].created,
             name_order(n),
@@ -219,9 +220,9 @@ def _place(
     wants = {
         name: [
             request_of(jobs[name], size)
-            for size in range(sizes[name], least_replicas(jobs[name]) - 1, -1)
+            for size in range(sizes[name], jobs[name].least_replicas - 1, -1)
         ]
         for name in order
     }
-    pack(space, order, wants)
-    return answer(jobs, current, space.allocations)
+    pack(state, order, wants)
+    return answer(jobs, current, state.allocations)

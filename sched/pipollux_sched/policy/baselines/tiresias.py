@@ -1,8 +1,8 @@
 """Tiresias (Gu et al., NSDI'19): two-dimensional least attained service, in discrete queues.
 
 A job's service is its GPUs times the time that it held them. Jobs start in the first queue and
-fall by one queue with every threshold that their service reaches; queues are served strictly one
-after another, each in the order of arrival. `docs/policy-tiresias.md` has the rules.
+fall by one queue at every threshold that their service reaches. Queues are served strictly one
+after another, each in order of arrival. `docs/policy-tiresias.md` has the rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
-from pipollux_sched.policy.placement.free_space import FreeSpace, by_arrival, slots_of
+from pipollux_sched.policy.order import by_arrival
+from pipollux_sched.policy.placement.cluster_state import ClusterState
 from pipollux_sched.policy.placement.packing import (
     answer,
     fixed_request,
@@ -25,11 +26,11 @@ from pipollux_sched.policy.placement.packing import (
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes
 
 QUEUE_THRESHOLDS = (16 * 3600.0,)
-"""Slot-seconds after which a job falls to the next queue: 16 GPU-hours, as in Pollux's artifact."""
+"""Slot-seconds at which a job falls to the next queue: 16 GPU-hours, as in Pollux's artifact."""
 
 
 class TiresiasPolicy:
-    """Fixed sizes; jobs that have had little service go before those that have had much.
+    """Fixed sizes; jobs with little attained service go first.
 
     Args:
         queue_thresholds: slot-seconds of service at which a job falls to the next queue.
@@ -49,7 +50,7 @@ class TiresiasPolicy:
     """
 
     adapts_batch_size: ClassVar[bool] = False
-    """Jobs keep the batch size that their user chose."""
+    """Jobs keep their users' batch size."""
 
     def __init__(
         self,
@@ -69,15 +70,15 @@ class TiresiasPolicy:
         self._thresholds = thresholds
         self._promotion = promotion
 
-    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> list[Any]:
-        """Place one arriving job on as many replicas as it asks for, without moving any other.
+    def allocate_job(self, job_info: JobInfo, nodes: Nodes) -> Allocation:
+        """Place one arriving job on its requested replicas, without moving other jobs.
 
         Args:
             job_info: the job.
             nodes: nodes with what is FREE on them.
 
         Returns:
-            Its replicas' nodes, or nothing if there is no room.
+            The nodes of its replicas, or nothing if there is no room.
         """
         return place_alone(job_info, nodes, fixed_request(job_info).num_replicas)
 
@@ -88,31 +89,31 @@ class TiresiasPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
-        """Give the nodes to the jobs of the first queues, and preempt whoever is in their way.
+        """Give the nodes to the jobs of the first queues, and preempt jobs in their way.
 
         Returns:
-            The allocation of every job (empty: it waits), and the number of nodes as it is.
+            The allocation of every job (empty: it is queued), and the present number of nodes.
         """
         requests = {name: fixed_request(job) for name, job in jobs.items()}
-        space = FreeSpace(jobs, nodes, base_allocations)
-        space.keep_running(lambda name, held: len(held) == requests[name].num_replicas)
+        state = ClusterState(jobs, nodes, base_allocations)
+        state.keep_running(lambda name, held: len(held) == requests[name].num_replicas)
         running = {name for name in jobs if base_allocations.get(name)}
         queues = {name: self.queue(job, name in running) for name, job in jobs.items()}
         order = sorted(by_arrival(jobs), key=lambda name: queues[name])
-        pack(space, order, {name: [request] for name, request in requests.items()})
-        return answer(jobs, base_allocations, space.allocations), num_nodes_as_is(jobs, nodes)
+        pack(state, order, {name: [request] for name, request in requests.items()})
+        return answer(jobs, base_allocations, state.allocations), num_nodes_as_is(jobs, nodes)
 
     def queue(self, job: JobInfo, running: bool) -> int:
-        """Return the number of a job's queue, 0 for the one that is served first.
+        """Return the index of a job's queue, 0 for the one that is served first.
 
         Args:
             job: the job.
-            running: whether it runs now. One that runs keeps a promotion until its waiting is half
-                of what earned it; it would else be preempted as soon as it has started.
+            running: whether it runs now. A running job keeps a promotion until its waiting is half
+                of what earned it; otherwise it would be preempted as soon as it starts.
         """
         if self._promotion is not None:
             request = fixed_request(job)
-            slots = slots_of(job.all_shapes[0]) * request.num_replicas
+            slots = job.all_shapes[0].slots * request.num_replicas
             executed = job.attained_service / slots
             waited = job.age - executed
             if waited >= executed * self._promotion * (0.5 if running else 1.0):

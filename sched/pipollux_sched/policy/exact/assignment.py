@@ -1,11 +1,11 @@
-"""From chosen options to nodes: jobs stay where they are, no replica is split, mixed K are packed.
+"""From chosen configurations to nodes, without splitting a replica.
 
-What the knapsack chose need not fit: free slots lie scattered, a node carries one distributed job
-at most, and CPUs or memory may bind. So jobs that stay are put down first, then the others, the
-widest first; whoever finds no room takes the best option that there is room for. Where that loses
-something, two more arrangements are tried: one in which jobs that were to stay may move within
-their option, one of options chosen anew as if distributed jobs took whole nodes; the best counts.
-At last every job is offered what is left.
+The knapsack's choice need not fit: free slots lie scattered, a node carries at most one distributed
+job, and CPUs or memory may bind. So jobs that stay are placed first, then the others, the widest
+first; a job without room takes the best configuration that fits. If that loses value, two more
+arrangements are tried, and the best counts: one in which jobs that were to stay may move within
+their configuration, and one of configurations chosen as if distributed jobs took whole nodes.
+Finally every job is offered what is left.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .configurations import NOTHING, Floats, Instance, Ints, JobOptions, Row
-from .floor import Floor
+from pipollux_sched.policy.placement.capacity import Floats, Ints, NodeCapacity, NodeCounts
+
+from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Worth
 from .promise import Place
 
@@ -24,20 +25,20 @@ _TOLERANCE = 1e-9
 
 
 class Placed(NamedTuple):
-    """What one job is given."""
+    """The allocation of one job."""
 
     shape: int
-    """Index into its shapes; of no meaning where it gets nothing."""
-    row: Row
+    """Index into its shapes; without meaning if it gets nothing."""
+    nodes: NodeCounts
     gain: float
 
 
 class Assignment:
-    """All jobs on the floor.
+    """The allocations of all jobs, one job after another.
 
     Args:
         instance: jobs and nodes.
-        worth: what options are worth.
+        worth: the gains of configurations.
         gains: `worth.gains` of every job.
     """
 
@@ -45,7 +46,7 @@ class Assignment:
         self._instance = instance
         self._worth = worth
         self._gains = gains
-        self.floor = Floor(instance.nodes)
+        self._capacity = NodeCapacity(instance.nodes.free)
         self.placed = [Placed(0, (), float(gain[NOTHING])) for gain in gains]
 
     @property
@@ -54,17 +55,17 @@ class Assignment:
         return float(sum(placed.gain for placed in self.placed))
 
     def fill(self, chosen: Sequence[int], *, keep: bool) -> bool:
-        """Give every job its chosen option, or the best that there is room for.
+        """Give every job its chosen configuration, or the best that fits.
 
         Args:
-            chosen: an option of every job.
-            keep: whether jobs that are to stay are put down before all others.
+            chosen: a configuration of every job.
+            keep: whether jobs that are to stay are placed before all others.
 
         Returns:
-            Whether every job got what was chosen for it.
+            Whether every job got its chosen configuration.
         """
-        stays = [options.stay == pick for options, pick in zip(self._jobs, chosen, strict=True)]
-        empty = [job for job in range(len(self._jobs)) if not self.placed[job].row]
+        stays = [configs.stay == pick for configs, pick in zip(self._jobs, chosen, strict=True)]
+        empty = [job for job in range(len(self._jobs)) if not self.placed[job].nodes]
         if keep:
             for job in empty:
                 if stays[job]:
@@ -78,14 +79,14 @@ class Assignment:
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Sequence[int]) -> None:
-        """Give jobs what they are promised, then fill up as `fill` does.
+        """Give jobs what they are promised, then fill as `fill` does.
 
         Args:
-            places: where each of them has room, all of them beside each other.
-            chosen: an option of every job.
+            places: where each of these jobs fits, all of them at once.
+            chosen: a configuration of every job.
         """
         for job, place in places.items():
-            self._put(job, Placed(place.shape, place.row, self._gain_at(job, place)))
+            self._put(job, Placed(place.shape, place.nodes, self._gain_at(job, place)))
         for job in places:
             least = self.placed[job]
             self._clear(job)
@@ -94,122 +95,121 @@ class Assignment:
         self.fill(chosen, keep=True)
 
     def stay(self) -> bool:
-        """Leave every job where it is; tells whether that is possible at all."""
-        return all(options.stay is None or self.give(j, options.stay) for j, options in self._all())
+        """Leave every job where it is; return whether that is possible."""
+        return all(configs.stay is None or self.give(j, configs.stay) for j, configs in self._all())
 
     def improve(self) -> None:
-        """Offer every job the best that there is room for, until nobody wants anything."""
+        """Offer every job the best that fits, until no job gains."""
         for _ in range(len(self._jobs)):
             upgraded = [self.upgrade(job) for job in self._wanting()]
             if not any(upgraded):
                 return
 
-    def give(self, job: int, option: int) -> bool:
-        """Give a job that holds nothing an option; tells whether there was room."""
-        found = self._find(job, option)
+    def give(self, job: int, config: int) -> bool:
+        """Give a job that holds nothing a configuration; return whether it fits."""
+        found = self._find(job, config)
         if found is None:
             return False
         self._put(job, found)
         return True
 
     def upgrade(self, job: int) -> bool:
-        """Give a job the best option that there is room for; tells whether anything changed."""
+        """Give a job the best configuration that fits; return whether anything changed."""
         before = self.placed[job]
         self._clear(job)
         best = before
         gains = self._gains[job]
         fitting = self._fitting(job)
-        for option in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
-            # On more nodes than the fewest an option is worth less than it says, not more.
-            if not _better(float(gains[option]), best.gain):
+        for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
+            # On more nodes than the fewest a configuration gains less than listed, not more.
+            if not _better(float(gains[config]), best.gain):
                 break
-            found = self._find(job, option)
+            found = self._find(job, config)
             if found is not None and _better(found.gain, best.gain):
                 best = found
         self._put(job, best)
         return best is not before
 
     @property
-    def _jobs(self) -> Sequence[JobOptions]:
+    def _jobs(self) -> Sequence[JobConfigurations]:
         return self._instance.jobs
 
-    def _all(self) -> list[tuple[int, JobOptions]]:
+    def _all(self) -> list[tuple[int, JobConfigurations]]:
         return list(enumerate(self._jobs))
 
     def _wanting(self) -> list[int]:
-        """Return the jobs that gain by an option that all that is free, together, allows."""
-        free = self.floor.free.sum(axis=0)
-        return [job for job, options in self._all() if self._wants(job, options, free)]
+        """Return the jobs that gain by a configuration within the total of what is free."""
+        free = self._capacity.free.sum(axis=0)
+        return [job for job, configs in self._all() if self._wants(job, configs, free)]
 
-    def _wants(self, job: int, options: JobOptions, free: Ints) -> bool:
+    def _wants(self, job: int, configs: JobConfigurations, free: Ints) -> bool:
         placed = self.placed[job]
-        needs = np.stack([self._instance.nodes.need(shape) for shape in options.shapes])
-        held = sum(count for _, count in placed.row) * needs[placed.shape]
-        asked = options.replicas[:, None] * needs[options.shape]
+        needs = np.stack([self._instance.nodes.need(shape) for shape in configs.shapes])
+        held = sum(count for _, count in placed.nodes) * needs[placed.shape]
+        asked = configs.replicas[:, None] * needs[configs.shape]
         fits = (asked <= free + held).all(axis=1)
         return _better(float(self._gains[job][fits].max(initial=-np.inf)), placed.gain)
 
     def _fitting(self, job: int) -> Ints:
-        """Return the options that there is room for, and the one to stay, room or not."""
-        options, nodes = self._jobs[job], self._instance.nodes
-        most = [self.floor.most(nodes.need(s), nodes.allowed(s)) for s in options.shapes]
-        fits = options.replicas <= np.array(most)[options.shape]
-        if options.stay is not None:
-            fits[options.stay] = True
+        """Return the configurations that fit, and the one to stay, whether it fits or not."""
+        configs, nodes = self._jobs[job], self._instance.nodes
+        most = [self._capacity.most(*nodes.wanted(shape)) for shape in configs.shapes]
+        fits = configs.replicas <= np.array(most)[configs.shape]
+        if configs.stay is not None:
+            fits[configs.stay] = True
         return np.flatnonzero(fits)
 
-    def _width(self, job: int, option: int) -> tuple[int, int, int]:
-        """Sort key: jobs on most nodes first, then those with the largest replicas and most."""
-        options = self._jobs[job]
-        shape = options.shapes[options.shape[option]]
+    def _width(self, job: int, config: int) -> tuple[int, int, int]:
+        """Return the sort key: most nodes first, then the most slots."""
+        configs = self._jobs[job]
+        shape = configs.shapes[configs.shape[config]]
         slots = int(self._instance.nodes.need(shape).max())
-        replicas = int(options.replicas[option])
-        return -int(options.num_nodes[option]), -slots * replicas, job
+        replicas = int(configs.replicas[config])
+        return -int(configs.num_nodes[config]), -slots * replicas, job
 
-    def _find(self, job: int, option: int) -> Placed | None:
-        options, nodes = self._jobs[job], self._instance.nodes
-        number = int(options.shape[option])
-        shape = options.shapes[number]
-        need = nodes.need(shape)
-        row: Row | None = ()
-        if option == options.stay and self.floor.accepts(options.base, need):
-            row = options.base
-        elif option != NOTHING:
-            row = self.floor.find(need, nodes.allowed(shape), int(options.replicas[option]))
-        return None if row is None else Placed(number, row, self._gain(job, option, row))
+    def _find(self, job: int, config: int) -> Placed | None:
+        configs = self._jobs[job]
+        number = int(configs.shape[config])
+        need, allowed = self._instance.nodes.wanted(configs.shapes[number])
+        nodes: NodeCounts | None = ()
+        if config == configs.stay and self._capacity.accepts(configs.base, need):
+            nodes = configs.base
+        elif config != NOTHING:
+            nodes = self._capacity.find(need, allowed, int(configs.replicas[config]))
+        return None if nodes is None else Placed(number, nodes, self._gain(job, config, nodes))
 
-    def _gain(self, job: int, option: int, row: Row) -> float:
-        options = self._jobs[job]
-        stays = options.stay is not None and row == options.base
-        if stays and options.shape[option] == options.shape[options.stay]:
-            return float(self._gains[job][options.stay])
-        if option != options.stay and len(row) == options.num_nodes[option]:
-            return float(self._gains[job][option])
-        if option == NOTHING:
+    def _gain(self, job: int, config: int, nodes: NodeCounts) -> float:
+        configs = self._jobs[job]
+        stays = configs.stay is not None and nodes == configs.base
+        if stays and configs.shape[config] == configs.shape[configs.stay]:
+            return float(self._gains[job][configs.stay])
+        if config != configs.stay and len(nodes) == configs.num_nodes[config]:
+            return float(self._gains[job][config])
+        if config == NOTHING:
             return float(self._gains[job][NOTHING])
-        return self._gain_moved(job, int(options.shape[option]), row)
+        return self._gain_moved(job, int(configs.shape[config]), nodes)
 
     def _gain_at(self, job: int, place: Place) -> float:
-        options = self._jobs[job]
-        stay = options.stay
-        if stay is not None and (place.row, place.shape) == (options.base, options.shape[stay]):
+        configs = self._jobs[job]
+        stay = configs.stay
+        if stay is not None and place == (configs.shape[stay], configs.base):
             return float(self._gains[job][stay])
-        return self._gain_moved(job, place.shape, place.row)
+        return self._gain_moved(job, place.shape, place.nodes)
 
-    def _gain_moved(self, job: int, shape: int, row: Row) -> float:
-        replicas = sum(count for _, count in row)
-        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(row), replicas))
+    def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
+        replicas = sum(count for _, count in nodes)
+        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
         return self._worth.moved(job, speedup)
 
     def _put(self, job: int, placed: Placed) -> None:
-        if placed.row:
-            self.floor.put(placed.row, self._need(job, placed))
+        if placed.nodes:
+            self._capacity.put(placed.nodes, self._need(job, placed))
         self.placed[job] = placed
 
     def _clear(self, job: int) -> None:
         placed = self.placed[job]
-        if placed.row:
-            self.floor.take(placed.row, self._need(job, placed))
+        if placed.nodes:
+            self._capacity.take(placed.nodes, self._need(job, placed))
 
     def _need(self, job: int, placed: Placed) -> Ints:
         return self._instance.nodes.need(self._jobs[job].shapes[placed.shape])

@@ -1,42 +1,41 @@
-"""The exact policy's own objective: short completion times, few moves, nobody left waiting.
+"""The exact policy's own objective: short completion times, few restarts, no starvation.
 
 The sum over jobs of
 
     gain_j = w_j · speedup_j · H_j / (H_j + D_j)     a job that stays as it is has no fraction
 
-is how fast the time that jobs have still to spend in the cluster goes down. Symbols:
+is the rate at which the jobs' total remaining time in the cluster falls. Symbols:
 
     J       number of jobs
     share   largest share of any resource of the cluster that one replica of job j holds
     R       replicas
     u_j     min over R of (1 + J · share · R) / speedup_j(R)
             what one second of one-replica work costs, in the job's own time and in the share of
-            the cluster that it takes from others, in the configuration where that is least
+            the cluster that it takes from others, in the cheapest configuration
     T_j     u_j · remaining work: what is left of the job, in the same unit
     rank_j  number of jobs with at least as much left as job j has, itself included
     w_j     u_j · rank_j^a        0 <= a <= 1
     D_j     seconds that a start or restart of job j takes, measured
-    H_j     seconds for which the job is going to use what it gets: what it has left on that
-            allocation, or what an allocation lasts if that is less, as allocations change. It is
-            taken to last as long as the job's have until now on average, age / (restarts + 1), as
-            Pollux's own restart penalty has it, and at least `horizon`
+    H_j     seconds for which the job will use an allocation: what it has left on it, or how long
+            an allocation lasts if that is less. That is taken to be the average so far,
+            age / (restarts + 1), as in Pollux's restart penalty, and at least `horizon`
 
-rank_j is the number of jobs that wait for a second of job j's work if the shorter are served first:
-with a = 1 and speedups that are straight lines the greatest sum is the shortest remaining
-processing time first, which is optimal; where speedups bend, the optimum (Berg, Vesilo &
-Harchol-Balter, *heSRPT*, 2020) also goes by rank alone and shares the cluster more evenly, as this
-sum does by itself and more so for a < 1. A job that does not say what it has left counts as the
-shortest: most are, and those that are not tell as soon as they have measured themselves.
+rank_j is the number of jobs that wait for a second of job j's work if shorter jobs go first. With
+a = 1 and linear speedups the greatest sum is shortest remaining processing time first, which is
+optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSRPT*, 2020) also
+depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1. A job
+whose remaining work is unknown counts as the shortest: most are short, and the others report it as
+soon as they have been measured.
 
-Nobody starves: a job that has held less than its part of the slots it needs at least,
+No job starves: a job that has held less than its part of the fewest slots it needs,
 
     attained service < part · slots · (age − patience)
 
-is behind. It gets something before anybody gets more, and is then left at least that until it is
-`quantum` seconds ahead. So as long as what such jobs need at least fits the cluster at once, every
-job holds slots for `part` of its life after the first `patience` seconds, up to one interval
-between decisions. Where it does not fit, they take turns, whoever is the most seconds behind first,
-however wide it is (`promise`): one that came when the least of x clusters was behind waits
+is behind. It gets its least configuration before other jobs get more, and keeps at least that until
+it is `quantum` seconds ahead. As long as the least configurations of all such jobs fit the cluster
+at once, every job holds slots for `part` of its life after the first `patience` seconds, up to one
+interval between decisions. Where they do not fit, jobs take turns, the furthest behind first,
+whatever their width (`promise`): one that came when the least of x clusters was behind waits
 
     patience + quantum / part · ((1 − part)^−x − 1)
 
@@ -52,9 +51,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .configurations import NOTHING, Floats, Instance, JobOptions
+from pipollux_sched.policy.placement.capacity import Floats
+
+from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Worth
-from .promise import Behind, Promises, keep, least_options
+from .promise import Behind, Promises, keep, least_configurations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class CompletionTime:
     """The objective of short completion times; see the module's text for every symbol.
 
     Raises:
-        ValueError: a knob is out of range; the message names it.
+        ValueError: a number is out of range; the message names it.
     """
 
     rank_power: float = 0.75
@@ -70,11 +71,11 @@ class CompletionTime:
     horizon: float = 300.0
     """The least seconds for which an allocation is taken to last."""
     part: float = 0.1
-    """Share of its life for which every job holds something."""
+    """Share of its life for which every job holds slots."""
     patience: float = 600.0
-    """Seconds after submission from when on that is promised."""
+    """Seconds after submission from which on `part` is promised."""
     quantum: float = 600.0
-    """Seconds that a job which had to wait is left what it needs at least."""
+    """Seconds for which a job that had to wait keeps its least configuration."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
@@ -85,16 +86,16 @@ class CompletionTime:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
 
     def promise(self, instance: Instance) -> Promises:
-        """Say which jobs are behind, and where there is room for the least that they need."""
+        """Return the jobs that are behind, and where their least configurations fit."""
         found = (self._behind(instance, job) for job in range(len(instance.jobs)))
         return keep(instance, [entry for entry in found if entry is not None], self.part)
 
     def judge(self, instance: Instance, promises: Promises) -> Worth:
-        """Weigh all jobs against each other."""
-        unit = np.array([_unit_cost(instance, options) for options in instance.jobs])
-        known = [options.job.remaining_work for options in instance.jobs]
+        """Return the gains of all jobs, weighted by rank."""
+        unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
+        known = [configs.job.remaining_work for configs in instance.jobs]
         left = unit * np.array([0.0 if work is None else work for work in known])
-        # Of jobs that have as much left the younger has the higher rank: most jobs are short.
+        # Of jobs with equal work left the younger has the higher rank: most jobs are short.
         order = np.argsort(-left, kind="stable")
         rank = np.empty(len(order))
         rank[order] = np.arange(1, len(order) + 1)
@@ -102,38 +103,38 @@ class CompletionTime:
         return _Worth(self, instance.jobs, weights, frozenset(promises.places))
 
     def _behind(self, instance: Instance, number: int) -> Behind | None:
-        """Return a job that is to be given something, or left something, before others get more."""
-        options = instance.jobs[number]
-        due = self.part * (options.job.age - self.patience)
+        """Return the job if it is to get or keep its least configuration before others get more."""
+        configs = instance.jobs[number]
+        due = self.part * (configs.job.age - self.patience)
         if due <= 0:
             return None
-        leasts = least_options(instance, number)
+        leasts = least_configurations(instance, number)
         if not leasts:
             return None
-        held = options.job.attained_service / leasts[0].slots
-        quantum = self.quantum if options.runs else 0.0
+        held = configs.job.attained_service / leasts[0].slots
+        quantum = self.quantum if configs.runs else 0.0
         return Behind(number, due - held) if held < due + quantum else None
 
 
 class _Worth:
     def __init__(
         self,
-        knobs: CompletionTime,
-        jobs: Sequence[JobOptions],
+        objective: CompletionTime,
+        jobs: Sequence[JobConfigurations],
         weights: Floats,
         promised: frozenset[int],
     ) -> None:
-        self._knobs, self._jobs, self._weights = knobs, jobs, weights
+        self._objective, self._jobs, self._weights = objective, jobs, weights
         self._promised = promised
-        best = [options.speedup.max(initial=0.0) for options in jobs]
+        best = [configs.speedup.max(initial=0.0) for configs in jobs]
         self._everything = 1.0 + float(weights @ np.array(best))
 
     def gains(self, job: int) -> Floats:
-        options = self._jobs[job]
-        gains: Floats = self._weights[job] * options.speedup
-        kept = self._kept(job, options.speedup)
-        if options.stay is not None:
-            kept[options.stay] = 1.0
+        configs = self._jobs[job]
+        gains: Floats = self._weights[job] * configs.speedup
+        kept = self._kept(job, configs.speedup)
+        if configs.stay is not None:
+            kept[configs.stay] = 1.0
         gains = gains * kept
         if job in self._promised:
             gains[NOTHING] = -self._everything
@@ -144,19 +145,19 @@ class _Worth:
         return float(self._weights[job] * speedup * kept)
 
     def _kept(self, job: int, speedups: Floats) -> Floats:
-        """Return what part of its time an allocation trains, if it starts with a restart."""
+        """Return the share of its time that an allocation trains, if it starts with a restart."""
         info = self._jobs[job].job
         work = np.inf if info.remaining_work is None else info.remaining_work
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(speedups > 0, work / speedups, np.inf)
-        lasts = max(self._knobs.horizon, info.age / (info.num_restarts + 1))
+        lasts = max(self._objective.horizon, info.age / (info.num_restarts + 1))
         used = np.minimum(left, lasts)
         return np.divide(used, used + info.restart_seconds, out=np.ones_like(used), where=used > 0)
 
 
-def _unit_cost(instance: Instance, options: JobOptions) -> float:
-    """Return u of a job; 0.0 if nothing that it could get makes it faster than standing still."""
-    shares = np.array([instance.nodes.share(shape) for shape in options.shapes])
-    fast = options.speedup > 0
-    taken = instance.num_jobs * shares[options.shape[fast]] * options.replicas[fast]
-    return float(((1.0 + taken) / options.speedup[fast]).min(initial=np.inf)) if fast.any() else 0.0
+def _unit_cost(instance: Instance, configs: JobConfigurations) -> float:
+    """Return u of a job; 0.0 if none of its configurations has a speedup above 0."""
+    shares = np.array([instance.nodes.share(shape) for shape in configs.shapes])
+    fast = configs.speedup > 0
+    taken = instance.num_jobs * shares[configs.shape[fast]] * configs.replicas[fast]
+    return float(((1.0 + taken) / configs.speedup[fast]).min(initial=np.inf)) if fast.any() else 0.0

@@ -1,10 +1,10 @@
-"""What every job could get, as arrays: the choices of the exact policy.
+"""The configurations of every job as arrays: the choices of the exact policy.
 
-An option is a shape and a number of replicas, on the fewest nodes that hold them. Option 0 is to
-get nothing. A job that runs, and may stay, has one option more, the last: to stay as it is, on
-whatever nodes it lies; every other option is a restart.
+A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
+Configuration 0 is to get nothing. A running job that may stay has one more, the last: to stay as it
+is, on whatever nodes it lies. Every other configuration is a restart.
 
-Resources are counted after what pinned jobs hold has been taken off the nodes.
+What pinned jobs hold is taken off the nodes first.
 """
 
 from __future__ import annotations
@@ -12,57 +12,63 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipollux_sched.policy.allocation import shape_of
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_sched.policy.pollux.arrays import by_safety, room
-from pipollux_sched.policy.rules import is_pinned, must_move, usable_nodes
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
-Row: TypeAlias = tuple[tuple[int, int], ...]
-"""(node, number of replicas) of every node that a job lies on, in the order of the nodes."""
+from pipollux_sched.policy.order import by_arrival, by_safety
+from pipollux_sched.policy.placement.capacity import (
+    Bools,
+    Floats,
+    Ints,
+    NodeCounts,
+    amounts,
+    num_fitting,
+)
+from pipollux_sched.policy.rules import (
+    is_pinned,
+    must_move,
+    usable_nodes,
+)
 
 NOTHING = 0
-"""The option to get nothing."""
+"""The index of the configuration to get nothing."""
 
 
 @dataclass(frozen=True)
-class JobOptions:
-    """All options of one job; arrays of length C."""
+class JobConfigurations:
+    """All configurations of one job; arrays of length C."""
 
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
     """The job's shapes that count (`counting_shapes`)."""
     shape: Ints
-    """Index into `shapes`; of no meaning for `NOTHING`."""
+    """Index into `shapes`; without meaning for `NOTHING`."""
     replicas: Ints
     num_nodes: Ints
     speedup: Floats
     """Over one replica of the job's own shape."""
-    base: Row
-    """Where it lies now; empty if it holds nothing, or cannot stay there."""
+    base: NodeCounts
+    """Where it lies now; empty if it holds nothing, or cannot stay."""
     runs: bool
-    """Whether it holds something, so that whatever it gets but `base` is a restart."""
+    """Whether it holds something, so that any change is a restart."""
 
     @property
     def stay(self) -> int | None:
-        """The option to stay as it is, if there is one."""
+        """The index of the configuration to stay as it is, if there is one."""
         return len(self.replicas) - 1 if self.base else None
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """N usable nodes with T kinds of resources, in an order of their own."""
+    """N usable nodes with T kinds of resources, in the order of `by_safety`."""
 
     names: Sequence[Any]
-    """Those that may be taken away come last."""
+    """The preemptible ones come last."""
     gpu_types: NDArray[np.str_]
     """(N,)"""
     kinds: Sequence[str]
@@ -72,11 +78,11 @@ class Nodes:
     free: Ints
     """(N, T): what pinned jobs leave of it."""
     template: NodeInfo
-    """A node as could be rented; it counts where only what a node can hold is asked."""
+    """A node as could be rented; it counts only for what a node can hold."""
     closed: Bools
-    """(N,): nodes that nobody new is put on; jobs that are there may stay."""
+    """(N,): nodes that take no new jobs; jobs that are there may stay."""
     _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
-    """What was asked for before, by what was asked and the kind of replica."""
+    """Answers of the methods below, by method and kind of replica."""
 
     def need(self, shape: ReplicaShape) -> Ints:
         """Return what one replica of a shape holds: (T,)."""
@@ -84,9 +90,13 @@ class Nodes:
         return need
 
     def allowed(self, shape: ReplicaShape) -> Bools:
-        """Tell on which nodes a replica of a shape may be put: (N,)."""
+        """Tell which nodes may take a replica of a shape: (N,)."""
         allowed: Bools = self._keep("allowed", shape, self._allowed)
         return allowed
+
+    def wanted(self, shape: ReplicaShape) -> tuple[Ints, Bools]:
+        """Return `need` and `allowed`."""
+        return self.need(shape), self.allowed(shape)
 
     def of_type(self, shape: ReplicaShape) -> Bools:
         """Tell which nodes have GPUs that a shape is for: (N,)."""
@@ -99,12 +109,12 @@ class Nodes:
         return reach
 
     def per_node(self, shape: ReplicaShape) -> int:
-        """Return how many replicas of a shape the roomiest node, rented or not, holds at most."""
+        """Return how many replicas of a shape the largest node, rented or not, holds."""
         per_node: int = self._keep("per_node", shape, self._per_node)
         return per_node
 
     def share(self, shape: ReplicaShape) -> float:
-        """Return the largest share of any resource of the nodes it may use that a replica holds."""
+        """Return the largest share of any resource of its possible nodes that a replica holds."""
         share: float = self._keep("share", shape, self._share)
         return share
 
@@ -115,7 +125,8 @@ class Nodes:
         return self._kept[key]
 
     def _need(self, shape: ReplicaShape) -> Ints:
-        return np.array([shape.resources.get(kind, 0) for kind in self.kinds], dtype=np.int64)
+        need: Ints = amounts([shape], self.kinds)[0]
+        return need
 
     def _allowed(self, shape: ReplicaShape) -> Bools:
         return self.of_type(shape) & ~self.closed
@@ -127,31 +138,29 @@ class Nodes:
         return of_type
 
     def _reach(self, shape: ReplicaShape) -> Ints:
-        fits = np.where(self.allowed(shape), room(self.need(shape), self.free), 0)
+        fits = np.where(self.allowed(shape), num_fitting(self.need(shape), self.free), 0)
         return np.cumsum(np.sort(fits)[::-1])
 
     def _per_node(self, shape: ReplicaShape) -> int:
-        fits = np.where(self.of_type(shape), room(self.need(shape), self.capacity), 0)
-        amounts = np.array([self.template.resources.get(kind, 0) for kind in self.kinds])
-        rented = int(room(self.need(shape), amounts)) if shape.runs_on(self.template) else 0
-        return max(int(fits.max(initial=0)), rented)
+        fits = np.where(self.of_type(shape), num_fitting(self.need(shape), self.capacity), 0)
+        return max(int(fits.max(initial=0)), self.template.num_fitting(shape))
 
     def _share(self, shape: ReplicaShape) -> float:
         need, total = self.need(shape), self.capacity[self.of_type(shape)].sum(axis=0)
-        # Of what no node has, a replica takes all there is.
+        # Of a resource that no node has, a replica takes the whole.
         shares = np.where(total > 0, need / np.maximum(total, 1), 1.0)
         return float(shares[need > 0].max(initial=0.0))
 
 
 @dataclass(frozen=True)
 class Instance:
-    """An allocation problem in numbers."""
+    """An allocation problem as arrays."""
 
     nodes: Nodes
-    jobs: Sequence[JobOptions]
+    jobs: Sequence[JobConfigurations]
     """Jobs that are not pinned, the oldest first."""
     pinned: Mapping[Any, Sequence[Any]]
-    """Allocations that are not touched."""
+    """Allocations that stay as they are."""
     num_jobs: int
     """Pinned ones included."""
 
@@ -163,14 +172,14 @@ def build_instance(
     node_template: NodeInfo,
     closed: Sequence[int] = (),
 ) -> Instance:
-    """Bring jobs and nodes into numbers, whatever the order of the mappings.
+    """Return jobs and nodes as arrays, whatever the order of the mappings.
 
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
         base_allocations: what runs now.
         node_template: a node as could be rented.
-        closed: usable nodes that nobody new is put on, in the order of `Nodes.names`.
+        closed: indices into `Nodes.names` of nodes that take no new jobs.
     """
     pinned = {
         name: base_allocations[name]
@@ -179,15 +188,15 @@ def build_instance(
     }
     places = _build_nodes(jobs, nodes, pinned, node_template)
     index = {name: number for number, name in enumerate(places.names)}
-    order = sorted(jobs.keys() - pinned.keys(), key=lambda name: (jobs[name].created, str(name)))
+    order = [name for name in by_arrival(jobs) if name not in pinned]
     if closed:
         held = {name: base_allocations.get(name, ()) for name in order}
         _close(places, list(closed), held, jobs, nodes)
-    options = [
-        _job_options(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
+    configs = [
+        _job_configurations(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
         for name in order
     ]
-    return Instance(places, options, pinned, len(jobs))
+    return Instance(places, configs, pinned, len(jobs))
 
 
 def _build_nodes(
@@ -198,8 +207,7 @@ def _build_nodes(
 ) -> Nodes:
     names = by_safety(usable_nodes(nodes))
     kinds = sorted({k for job in jobs.values() for s in job.all_shapes for k in s.resources})
-    amounts = [[nodes[name].resources.get(kind, 0) for kind in kinds] for name in names]
-    capacity = np.array(amounts, dtype=np.int64).reshape(len(names), len(kinds))
+    capacity = amounts([nodes[name] for name in names], kinds)
     types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
     closed = np.zeros(len(names), dtype=bool)
     places = Nodes(names, types, kinds, capacity, capacity.copy(), template, closed)
@@ -215,7 +223,7 @@ def _close(
     jobs: Mapping[Any, JobInfo],
     nodes: Mapping[Any, NodeInfo],
 ) -> None:
-    """Leave of some nodes only what jobs that may stay hold there."""
+    """Close nodes: leave free only what jobs that may stay hold there."""
     held = _held(places, allocations, jobs, nodes)[closed]
     places.free[closed] = np.minimum(places.free[closed], held)
     places.closed[closed] = True
@@ -239,10 +247,10 @@ def _held(
 
 
 def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
-    """Return a job's shapes but those that another one before them hides.
+    """Return a job's shapes without those that an earlier one hides.
 
-    Node names and the number of stages say everything about an allocation; of two shapes with as
-    many stages for the same GPUs, the first counts (`shape_of`).
+    Node names and the number of stages identify an allocation; of two shapes with the same number
+    of stages for the same GPUs, the first counts (`shape_of`).
     """
     seen: set[tuple[int, str | None]] = set()
     counting = []
@@ -253,19 +261,19 @@ def counting_shapes(job: JobInfo) -> tuple[ReplicaShape, ...]:
     return tuple(counting)
 
 
-def _job_options(
+def _job_configurations(
     name: Any,
     job: JobInfo,
     allocation: Sequence[Any],
     nodes: Mapping[Any, NodeInfo],
     places: Nodes,
     index: Mapping[Any, int],
-) -> JobOptions:
+) -> JobConfigurations:
     shapes = counting_shapes(job)
     parts = [_NOTHING_PART]
     for number, shape in enumerate(shapes):
-        parts.append(_shape_options(number, shape, job, places))
-    base: Row = ()
+        parts.append(_shape_configurations(number, shape, job, places))
+    base: NodeCounts = ()
     if allocation:
         shape = shape_of(job, allocation, nodes)
         if _may_stay(job, shape, allocation, nodes):
@@ -273,7 +281,7 @@ def _job_options(
             speedup = float(shape.speedup_fn(len(base), len(allocation)))
             parts.append(_part(shapes.index(shape), [len(allocation)], [len(base)], [speedup]))
     shape_of_row, replicas, num_nodes, speedups = map(np.concatenate, zip(*parts, strict=True))
-    return JobOptions(
+    return JobConfigurations(
         name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)
     )
 
@@ -284,12 +292,12 @@ def _may_stay(
     if must_move(job, allocation, nodes) or not all(shape.runs_on(nodes[n]) for n in allocation):
         return False
     stages = getattr(allocation, "num_stages", None)
-    within = max(job.min_replicas, 1) <= len(allocation) <= job.most_replicas(shape)
+    within = job.least_replicas <= len(allocation) <= job.most_replicas(shape)
     return within and stages in (None, shape.num_stages)
 
 
 class _Part(NamedTuple):
-    """Some options of a job, as the arrays of `JobOptions`."""
+    """Some configurations of a job, as the arrays of `JobConfigurations`."""
 
     shape: Ints
     replicas: Ints
@@ -306,16 +314,16 @@ def _part(shape: int, replicas: ArrayLike, num_nodes: ArrayLike, speedup: ArrayL
 _NOTHING_PART = _part(0, [0], [0], [0.0])
 
 
-def _shape_options(number: int, shape: ReplicaShape, job: JobInfo, places: Nodes) -> _Part:
+def _shape_configurations(number: int, shape: ReplicaShape, job: JobInfo, places: Nodes) -> _Part:
     reach = places.reach(shape)
     most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
-    replicas = np.arange(max(job.min_replicas, 1), most + 1)
+    replicas = np.arange(job.least_replicas, most + 1)
     if not replicas.size:
         return _part(number, [], [], [])
     num_nodes = np.searchsorted(reach, replicas) + 1
     speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=np.float64)
     speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
-    # What takes more and is not faster is never worth taking.
+    # What takes more and is not faster is never chosen.
     best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
     worth = speedups > best
     return _part(number, replicas[worth], num_nodes[worth], speedups[worth])

@@ -1,4 +1,4 @@
-"""A small cluster solved whole: options and nodes together, as one mixed-integer program.
+"""A small cluster solved whole: configurations and nodes in one mixed-integer program.
 
 Symbols: job j, shape s, node n, R replicas on m nodes.
 
@@ -8,10 +8,10 @@ Symbols: job j, shape s, node n, R replicas on m nodes.
 
     max Σ gain · x            Σ x = 1 for every job
     Σ_n y = Σ R · x           Σ_n z = Σ m · x             z ≤ y ≤ fits · z
-    Σ need · y + what those hold that stay ≤ free         for every node and resource
+    Σ need · y + what staying jobs hold ≤ free            for every node and resource
     d ≥ z + Σ_{m>1} x − 1     Σ_j d + those that stay distributed ≤ 1 on every node
 
-It is exact where the knapsack is not, because free slots lie scattered, and slow: for a handful of
+Where free slots lie scattered it is exact and the knapsack is not. It is slow: for a handful of
 jobs and nodes only.
 """
 
@@ -24,10 +24,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipollux_sched.policy.pollux.arrays import room
+from pipollux_sched.policy.placement.capacity import Floats, NodeCapacity
 
 from .assignment import Placed
-from .configurations import NOTHING, Floats, Instance, JobOptions
+from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Worth
 from .relaxation import SCALE
 
@@ -49,7 +49,7 @@ _NO_SHAPE, _STAY = -1, -2
 
 
 class _Program:
-    """Columns and rows of the program, collected one after another."""
+    """Columns and rows of the program, as they are added."""
 
     def __init__(self) -> None:
         self.upper: list[float] = []
@@ -92,11 +92,11 @@ def solve_whole(instance: Instance, worth: Worth, gains: Sequence[Floats]) -> li
 
     Args:
         instance: jobs and nodes.
-        worth: what options are worth.
+        worth: the gains of configurations.
         gains: `worth.gains` of every job.
 
     Returns:
-        What every job is given; None if the search was given up without any answer.
+        The allocation of every job; None if the search stopped without any answer.
     """
     program = _Program()
     nodes = instance.nodes
@@ -130,17 +130,17 @@ class _Part(NamedTuple):
 
 
 def _choices(instance: Instance, worth: Worth, job: int, gains: Floats) -> Iterator[_Choice]:
-    options = instance.jobs[job]
+    configs = instance.jobs[job]
     yield _Choice(job, _NO_SHAPE, 0, 0, float(gains[NOTHING]))
-    if options.stay is not None:
-        stay = options.stay
+    if configs.stay is not None:
+        stay = configs.stay
         yield _Choice(
-            job, _STAY, int(options.replicas[stay]), len(options.base), float(gains[stay])
+            job, _STAY, int(configs.replicas[stay]), len(configs.base), float(gains[stay])
         )
-    for number, shape in enumerate(options.shapes):
+    for number, shape in enumerate(configs.shapes):
         reach = instance.nodes.reach(shape)
-        most = min(options.job.most_replicas(shape), int(reach[-1]))
-        for replicas in range(max(options.job.min_replicas, 1), most + 1):
+        most = min(configs.job.most_replicas(shape), int(reach[-1]))
+        for replicas in range(configs.job.least_replicas, most + 1):
             fewest = int(np.searchsorted(reach, replicas)) + 1
             possible = int(np.count_nonzero(np.diff(reach, prepend=0)))
             for num_nodes in range(fewest, min(replicas, possible) + 1):
@@ -157,18 +157,16 @@ def _add_job(
     used: list[list[dict[int, float]]],
     spread: list[dict[int, float]],
 ) -> _Part:
-    options = instance.jobs[job]
+    configs = instance.jobs[job]
     columns = {program.column(1.0, choice.gain): choice for choice in choices}
     program.row(dict.fromkeys(columns, 1.0), 1.0, 1.0)
-    _add_stay(instance, options, columns, used, spread)
+    _add_stay(instance, configs, columns, used, spread)
     cells: dict[tuple[int, int], int] = {}
-    for number, shape in enumerate(options.shapes):
+    capacity = NodeCapacity(instance.nodes.free)
+    for number, shape in enumerate(configs.shapes):
         mine = {column: c for column, c in columns.items() if c.shape == number}
-        fits = np.where(
-            instance.nodes.allowed(shape),
-            room(instance.nodes.need(shape), instance.nodes.free),
-            0,
-        )
+        need, allowed = instance.nodes.wanted(shape)
+        fits = capacity.counts(need, allowed)
         counts = {column: -float(choice.replicas) for column, choice in mine.items()}
         places = {column: -float(choice.num_nodes) for column, choice in mine.items()}
         several = [column for column, choice in mine.items() if choice.num_nodes > 1]
@@ -179,9 +177,9 @@ def _add_job(
             counts[y] = places[z] = 1.0
             program.row({y: 1.0, z: -1.0}, 0.0, np.inf)
             program.row({y: 1.0, z: -float(fits[node])}, -np.inf, 0.0)
-            for kind, need in enumerate(instance.nodes.need(shape).tolist()):
-                if need:
-                    used[node][kind][y] = float(need)
+            for kind, amount in enumerate(need.tolist()):
+                if amount:
+                    used[node][kind][y] = float(amount)
             if several:
                 d = program.column(1.0, integral=False)
                 program.row({d: 1.0, z: -1.0, **dict.fromkeys(several, -1.0)}, -1.0, np.inf)
@@ -194,7 +192,7 @@ def _add_job(
 
 def _add_stay(
     instance: Instance,
-    options: JobOptions,
+    configs: JobConfigurations,
     columns: dict[int, _Choice],
     used: list[list[dict[int, float]]],
     spread: list[dict[int, float]],
@@ -202,26 +200,26 @@ def _add_stay(
     for column, choice in columns.items():
         if choice.shape != _STAY:
             continue
-        need = instance.nodes.need(options.shapes[options.shape[-1]])
-        for node, count in options.base:
+        need = instance.nodes.need(configs.shapes[configs.shape[-1]])
+        for node, count in configs.base:
             for kind, amount in enumerate(need.tolist()):
                 if amount:
                     used[node][kind][column] = float(count * amount)
-            if len(options.base) > 1:
+            if len(configs.base) > 1:
                 spread[node][column] = 1.0
 
 
 def _read(instance: Instance, job: int, part: _Part, solution: Floats) -> Placed:
-    options = instance.jobs[job]
+    configs = instance.jobs[job]
     choice = next(c for column, c in part.choices.items() if solution[column] > 0.5)
     if choice.shape == _NO_SHAPE:
         return Placed(0, (), choice.gain)
     if choice.shape == _STAY:
-        return Placed(int(options.shape[-1]), options.base, choice.gain)
+        return Placed(int(configs.shape[-1]), configs.base, choice.gain)
     counts = {
         node: round(float(solution[y]))
         for (shape, node), y in part.cells.items()
         if shape == choice.shape
     }
-    row = tuple(sorted((node, count) for node, count in counts.items() if count))
-    return Placed(choice.shape, row, choice.gain)
+    placed = tuple(sorted((node, count) for node, count in counts.items() if count))
+    return Placed(choice.shape, placed, choice.gain)

@@ -1,13 +1,12 @@
-"""The exact policy: a knapsack over all options of all jobs, then a placement, with a proof.
+"""The exact policy: a knapsack over all configurations of all jobs, then a placement, with a proof.
 
-Written down as a sum over jobs (`objective`), the best allocation that the cluster's slots allow is
-a multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds what any
-allocation can reach. The placement (`assignment`) mostly reaches it, and is then optimal; where it
-does not, small clusters are solved whole as a mixed-integer program (`milp`), and for large
-ones the gap between both values says how much may have been lost at most.
+As a sum over jobs (`objective`), the best allocation that the cluster's slots allow is a
+multiple-choice knapsack, solved exactly and fast (`relaxation`). Its value bounds the value of any
+allocation. The placement (`assignment`) mostly reaches it, and is then optimal. Where it does not,
+small clusters are solved whole as a mixed-integer program (`milp`); for large ones the gap between
+both values bounds the loss.
 
-Further than the knapsack goes the policy is as stubborn as the objective: what does not gain is not
-moved, and an allocation that is kept keeps its very list.
+A job moves only if that gains by the objective, and an allocation that is kept keeps its very list.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipollux_sched.policy.allocation import Allocation, shape_of
+from pipollux_sched.policy.allocation import Allocation, as_allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
+from pipollux_sched.policy.placement.capacity import Floats
 from pipollux_sched.policy.placement.first_fit import place_arrival
 
 from .assignment import Assignment, Placed
 from .completion_time import CompletionTime
-from .configurations import Floats, Instance, JobOptions, build_instance
+from .configurations import Instance, JobConfigurations, build_instance
 from .milp import solve_whole
 from .objective import Objective, Worth
 from .promise import Promises
@@ -35,16 +35,16 @@ _SMALL = 30
 
 @dataclass(frozen=True)
 class Certificate:
-    """How good an answer is."""
+    """A bound on how far an answer is from the optimum."""
 
     value: float
     """The sum of gains that was reached."""
     bound: float
-    """A sum that no allocation can exceed."""
+    """A sum of gains that no allocation exceeds."""
 
     @property
     def gap(self) -> float:
-        """What may have been lost at most, relative to the bound; 0.0: the answer is optimal."""
+        """The loss at most, relative to the bound; 0.0: the answer is optimal."""
         return max(self.bound - self.value, 0.0) / max(abs(self.bound), 1e-300)
 
 
@@ -52,8 +52,8 @@ class ExactPolicy:
     """Allocates by exact optimisation.
 
     Args:
-        objective: the objective to maximise; None: `CompletionTime()`. With
-            `FairSpeedup()` it solves Pollux's own problem.
+        objective: the objective to maximise; None: `CompletionTime()`. With `FairSpeedup()` the
+            policy solves Pollux's own problem.
 
     Example:
         >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 4)
@@ -67,14 +67,7 @@ class ExactPolicy:
     def __init__(self, objective: Objective | None = None) -> None:
         self._objective = CompletionTime() if objective is None else objective
 
-    def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-        """Place one arriving job without moving any other (`place_arrival`).
-
-        Args:
-            job_info: the job.
-            nodes: nodes with what is FREE on them.
-        """
-        return place_arrival(job_info, nodes)
+    allocate_job = staticmethod(place_arrival)
 
     def optimize(
         self,
@@ -83,7 +76,7 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster anew.
+        """Allocate the whole cluster.
 
         Args:
             jobs: all jobs that are not done, by name.
@@ -92,8 +85,8 @@ class ExactPolicy:
             node_template: a node as could be rented; fair shares count what such a node holds.
 
         Returns:
-            The allocation of every job (an empty list: it waits), and the number of nodes there
-            are: how many there should be is `autoscale`'s question.
+            The allocation of every job (an empty list: it is queued), and the present number of
+            nodes: how many there should be is decided by `autoscale`.
         """
         allocations, _ = self.solve(jobs, nodes, base_allocations, node_template)
         return allocations, len(nodes)
@@ -105,21 +98,20 @@ class ExactPolicy:
         base_allocations: Mapping[Any, Sequence[Any]],
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], Certificate]:
-        """Allocate as `optimize` does, and say how good the answer is."""
+        """Allocate as `optimize` does, and return how good the answer is."""
         instance = build_instance(jobs, nodes, base_allocations, node_template)
         promises = self._objective.promise(instance)
         if promises.closed:
             instance = build_instance(jobs, nodes, base_allocations, node_template, promises.closed)
         result = {
-            name: Allocation(held, shape_of(jobs[name], held, nodes))
-            for name, held in instance.pinned.items()
+            name: as_allocation(jobs[name], held, nodes) for name, held in instance.pinned.items()
         }
         worth = self._objective.judge(instance, promises)
         gains = [worth.gains(job) for job in range(len(instance.jobs))]
         placed, certificate = _solve(instance, worth, gains, promises)
-        for options, found in zip(instance.jobs, placed, strict=True):
-            held = base_allocations.get(options.name, ())
-            result[options.name] = _allocation(instance, options, found, held)
+        for configs, found in zip(instance.jobs, placed, strict=True):
+            held = base_allocations.get(configs.name, ())
+            result[configs.name] = _allocation(instance, configs, found, held)
         return {name: result[name] for name in jobs}, certificate
 
 
@@ -132,7 +124,7 @@ def _solve(
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
     best = _arrange(instance, worth, gains, chosen)
-    if not all(best.placed[job].row for job in promises.places):
+    if not all(best.placed[job].nodes for job in promises.places):
         kept = Assignment(instance, worth, gains)
         kept.fill_promised(promises.places, chosen)
         kept.improve()
@@ -151,7 +143,7 @@ def _solve(
 def _arrange(
     instance: Instance, worth: Worth, gains: Sequence[Floats], chosen: Sequence[int]
 ) -> Assignment:
-    """Try several arrangements; of those that are as good the one that moves least comes first."""
+    """Return the best of several arrangements; of equal ones the one that moves least."""
     unmoved = Assignment(instance, worth, gains)
     tried = [unmoved] if unmoved.stay() else []
     first, complete = _filled(instance, worth, gains, chosen, keep=True)
@@ -175,7 +167,7 @@ def _filled(
     *,
     keep: bool,
 ) -> tuple[Assignment, bool]:
-    """Return an arrangement, and whether every job got what was chosen for it."""
+    """Return an arrangement, and whether every job got its chosen configuration."""
     assignment = Assignment(instance, worth, gains)
     complete = assignment.fill(chosen, keep=keep)
     assignment.improve()
@@ -183,21 +175,18 @@ def _filled(
 
 
 def _is_small(instance: Instance) -> bool:
-    rows = sum(len(options.shapes) for options in instance.jobs)
+    rows = sum(len(configs.shapes) for configs in instance.jobs)
     return rows * len(instance.nodes.names) <= _SMALL
 
 
 def _allocation(
-    instance: Instance, options: JobOptions, found: Placed, held: Sequence[Any]
+    instance: Instance, configs: JobConfigurations, found: Placed, held: Sequence[Any]
 ) -> Allocation:
-    if not found.row:
+    if not found.nodes:
         return Allocation()
-    shape = options.shapes[found.shape]
-    stay = options.stay
-    if stay is not None and found.row == options.base and options.shape[stay] == found.shape:
+    shape = configs.shapes[found.shape]
+    stay = configs.stay
+    if stay is not None and found.nodes == configs.base and configs.shape[stay] == found.shape:
         return Allocation(held, shape)
     names = instance.nodes.names
-    return Allocation([names[node] for node, count in found.row for _ in range(count)], shape)
-
-
-__all__ = ["Certificate", "ExactPolicy"]
+    return Allocation([names[node] for node, count in found.nodes for _ in range(count)], shape)

@@ -1,40 +1,34 @@
-"""Placing one job that has just come, until all jobs are weighed against each other."""
+"""Placing one job that has just arrived, until all jobs are weighed against each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from pipollux_sched.policy.allocation import Allocation
+from pipollux_sched.policy.allocation import Allocation, is_first_choice
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
-from pipollux_sched.policy.pollux.arrays import applicable_shapes, by_safety, room
+from pipollux_sched.policy.order import by_safety
 from pipollux_sched.policy.rules import usable_nodes
 
 
-def place_arrival(job: JobInfo, free: Mapping[Any, NodeInfo]) -> Allocation:
-    """Give a job its least number of replicas on the first node with room, moving no other.
+def place_arrival(job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
+    """Give a job its fewest replicas on the first node with room, without moving other jobs.
 
     Args:
-        job: the job.
-        free: nodes with what is FREE on them.
+        job_info: the job.
+        nodes: nodes with what is FREE on them.
 
     Returns:
-        `min_replicas` (at least one) replicas on one node that takes new ones, safe nodes before
-        preemptible ones, in the first of the job's shapes for which there is room; else nothing.
+        `min_replicas` (at least one) replicas on one usable node, safe nodes before preemptible
+        ones, in the first of the job's shapes for which there is room; else nothing.
     """
-    replicas = max(job.min_replicas, 1)
-    usable = usable_nodes(free)
-    names = by_safety(usable)
-    for index, shape in enumerate(job.all_shapes):
-        if replicas > job.most_replicas(shape):
+    usable, replicas = usable_nodes(nodes), job_info.least_replicas
+    for shape in job_info.all_shapes:
+        if replicas > job_info.most_replicas(shape):
             continue
-        kinds = sorted(shape.resources)
-        need = np.array([shape.resources[kind] for kind in kinds])
-        for name in names:
+        for name in by_safety(usable):
             node = usable[name]
-            left = np.array([node.resources.get(kind, 0) for kind in kinds])
-            if list(applicable_shapes(job, node))[index] and room(need, left) >= replicas:
+            fits = node.num_fitting(shape) >= replicas
+            if fits and is_first_choice(job_info, shape, node.gpu_type):
                 return Allocation([name] * replicas, shape)
     return Allocation()

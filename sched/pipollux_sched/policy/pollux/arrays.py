@@ -1,28 +1,24 @@
 """Jobs and nodes as arrays, in an order that does not depend on that of the mappings.
 
-Every way to run a job is a *row* of its own, (job, shape): a state of the search gives each row
-its replicas per node, and at most one row of a job holds any. Nodes that are gone, not healthy or
-draining are no columns: nothing can be put there, and what pinned jobs hold there stays as it is.
+Each (job, shape) is a *row*: a state of the search gives each row its replicas per node, and at
+most one row of a job holds any. Nodes that are gone, not healthy or draining are no columns: they
+take no new replicas, and what pinned jobs hold there stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipollux_sched.policy.allocation import shape_of
+from pipollux_sched.policy.allocation import is_first_choice, shape_of
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_sched.policy.rules import is_pinned, must_move, usable_nodes
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
-Allocations: TypeAlias = Mapping[Any, Sequence[Any]]
+from pipollux_sched.policy.order import by_safety, name_order
+from pipollux_sched.policy.placement.capacity import Bools, Ints, amounts
+from pipollux_sched.policy.rules import Allocations, is_pinned, must_move, usable_nodes
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,13 @@ class ClusterArrays:
     base: Ints
     """(I, N): the current allocations, as far as they lie on nodes that are columns."""
     base_rows: Ints
-    """(J,): the row that each job holds now; of one that holds nothing, its first."""
+    """(J,): the row that each job holds now; its first if it holds nothing."""
     extents: Ints
-    """(J, 2): numbers of nodes and replicas that each job holds now, wherever they are."""
+    """(J, 2): numbers of nodes and replicas that each job holds now, on any node."""
     pinned: Bools
     """(I,): of a job that must stay as it is."""
     broken: Bools
-    """(I,): of a job that cannot stay as it is, so it is restarted whatever is decided."""
+    """(I,): of a job that cannot stay as it is, so any decision restarts it."""
 
     @property
     def num_real(self) -> int:
@@ -85,7 +81,7 @@ class ClusterArrays:
         return movable
 
     def per_job(self, flags: Bools) -> Bools:
-        """Tell of which jobs any row is flagged: (..., I) -> (..., J)."""
+        """Tell which jobs have a flagged row: (..., I) -> (..., J)."""
         merged: Bools = np.logical_or.reduceat(flags, self.first_rows, axis=-1)
         return merged
 
@@ -102,9 +98,9 @@ def build_cluster(
     template: NodeInfo,
     num_templates: int,
 ) -> ClusterArrays:
-    """Bring jobs and nodes into a fixed order, whatever the order of the mappings.
+    """Return jobs and nodes as arrays, whatever the order of the mappings.
 
-    Nodes that may be taken away come last. Pinned jobs come first, then those with the lowest
+    Preemptible nodes come last. Pinned jobs come first, then those with the lowest
     `min_replicas`, then the oldest.
     """
     base_of = {name: base_allocations.get(name, ()) for name in jobs}
@@ -112,7 +108,7 @@ def build_cluster(
     node_names = by_safety(usable_nodes(nodes))
     job_names = sorted(
         jobs,
-        key=lambda n: (not pins[n], jobs[n].min_replicas, jobs[n].created, _by_name(n)),
+        key=lambda n: (not pins[n], jobs[n].min_replicas, jobs[n].created, name_order(n)),
     )
     infos = [nodes[name] for name in node_names] + [template] * num_templates
     rows = [(j, shape) for j, name in enumerate(job_names) for shape in jobs[name].all_shapes]
@@ -125,8 +121,8 @@ def build_cluster(
         node_names=node_names,
         job_of=np.array([j for j, _ in rows], dtype=np.int64),
         shapes=shapes,
-        needs=_amounts(shapes, kinds),
-        capacity=_amounts(infos, kinds),
+        needs=amounts(shapes, kinds),
+        capacity=amounts(infos, kinds),
         allowed=np.concatenate([_allowed(jobs[name], infos) for name in job_names]),
         base=np.zeros((len(rows), len(infos)), dtype=np.int64),
         base_rows=np.zeros(len(job_names), dtype=np.int64),
@@ -139,38 +135,15 @@ def build_cluster(
     return cluster
 
 
-def by_safety(nodes: Mapping[Any, NodeInfo]) -> list[Any]:
-    """Order nodes: those that may be taken away last, else by name."""
-    return sorted(nodes, key=lambda name: (nodes[name].preemptible, _by_name(name)))
-
-
-def applicable_shapes(job: JobInfo, node: NodeInfo) -> Iterator[bool]:
-    """Tell of each shape of a job whether it counts on a node.
-
-    It does if it is for the node's GPUs and none before it with as many stages is, so that node
-    names and the number of stages say everything about an allocation (`shape_of`).
-    """
-    seen: set[int] = set()
-    for shape in job.all_shapes:
-        applies = shape.runs_on(node) and shape.num_stages not in seen
-        yield applies
-        if applies:
-            seen.add(shape.num_stages)
-
-
-def _by_name(name: Hashable) -> tuple[str, str]:
-    return str(name), type(name).__name__
-
-
 def _allowed(job: JobInfo, nodes: Sequence[NodeInfo]) -> Bools:
-    columns = [list(applicable_shapes(job, node)) for node in nodes]
-    return np.array(columns, dtype=bool).reshape(len(nodes), -1).T
+    rows = [[is_first_choice(job, s, node.gpu_type) for node in nodes] for s in job.all_shapes]
+    return np.array(rows, dtype=bool)
 
 
 def _set_base(
     cluster: ClusterArrays, job: int, allocation: Sequence[Any], nodes: Mapping[Any, NodeInfo]
 ) -> None:
-    """Enter what a job holds, and whether it can stay so."""
+    """Set what a job holds, and whether it can stay so."""
     info, span = cluster.jobs[job], cluster.spans[job]
     shape = shape_of(info, allocation, nodes)
     row = next(i for i in span if cluster.shapes[i] is shape)
@@ -184,15 +157,3 @@ def _set_base(
     wrong = not all(shape.runs_on(nodes[node]) for node in allocation if node in nodes)
     if not cluster.pinned[row]:
         cluster.broken[span] = must_move(info, allocation, nodes) or unknown or wrong
-
-
-def _amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
-    rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), len(kinds))
-
-
-def room(needs: Ints, free: Ints) -> Ints:
-    """Return how many replicas fit: needs (T,), free (..., T) -> (...,)."""
-    asked = needs > 0
-    counts: Ints = (free[..., asked] // needs[asked]).min(axis=-1)
-    return np.maximum(counts, 0)

@@ -1,10 +1,10 @@
 """NSGA-II over allocation states, on pymoo (Deb et al. 2002; Pollux, OSDI'21, §4.2.1).
 
-The paper's operators, with what they were found to need. Crossover exchanges the jobs behind a
-random point. Mutation draws random replica counts, and half of the time does something sensible
-instead: it takes a job, and perhaps others that stand in its way, and places them anew. A part of
-the survivors always uses real nodes only, so that the search for a larger cluster cannot crowd out
-what can be done now. Everything random comes from the generator that is passed in.
+The paper's operators, with a few additions. Crossover exchanges the jobs behind a random point.
+Mutation draws random replica counts, and half of the time does something sensible instead: it takes
+a job, and perhaps others in its way, and places them again. A part of the survivors always uses
+real nodes only, so that the search for a larger cluster cannot crowd out states that are possible
+now. All randomness comes from the generator that is passed in.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from pymoo.operators.selection.tournament import TournamentSelection
 from pymoo.operators.survival.rank_and_crowding import RankAndCrowding
 from pymoo.termination.max_gen import MaximumGenerationTermination
 
-from .arrays import Bools, Floats, Ints
-from .problem import TOLERANCE, AllocationProblem
+from pipollux_sched.policy.fitness import TOLERANCE
+from pipollux_sched.policy.placement.capacity import Bools, Floats, Ints
+
+from .problem import AllocationProblem
 from .repair import repair
-from .starting_states import Room, steps_of
+from .state_builder import StateBuilder, replica_steps
 
 REAL_SHARE = 0.5
-"""The part of the survivors that is kept for states on real nodes only."""
+"""The share of survivors that is reserved for states on real nodes only."""
 MATING_ROUNDS = 3
-"""How often a generation tries again for states not seen before; pymoo's own 100 take seconds
-where there are fewer different states than the population has members."""
+"""How often a generation retries for new states; pymoo's 100 take seconds where there are fewer
+different states than the population has members."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Evolution:
     objectives: Floats
     """(P, 2): minus the fitness, and the cluster size, of each."""
     best: Ints
-    """(I, N): the best state on real nodes that was ever met."""
+    """(I, N): the best state found on real nodes."""
     num_generations: int
 
 
@@ -65,11 +67,11 @@ def evolve(
     Args:
         problem: the problem.
         start: (P, I, N), feasible; the first must use real nodes only.
-        rng: the only source of chance.
+        rng: the only source of randomness.
         population: number of survivors of a generation.
-        generations: number of generations at most.
-        patience: stop after so many generations in which neither the best state on real nodes
-            nor the best of all got better.
+        generations: the most generations.
+        patience: stop after this many generations in which neither the best state on real nodes
+            nor the best of all improved.
     """
     judge = _Judge(problem, start[0])
     mating = Mating(
@@ -117,7 +119,7 @@ class _Judge(Problem):  # type: ignore[misc]  # pymoo is not typed
         self._best_fitness = -np.inf
 
     def progress(self) -> tuple[float, ...]:
-        """Return what changes whenever something better was found."""
+        """Return a value that changes whenever a better state is found."""
         return (*self._best_rank, self._best_fitness)
 
     def _ranks(self, states: Ints, fitness: Floats) -> list[tuple[float, float, float]]:
@@ -148,7 +150,7 @@ def is_better(rank: tuple[float, ...], than: tuple[float, ...]) -> bool:
 
 
 class _Distinct(DuplicateElimination):  # type: ignore[misc]  # pymoo is untyped
-    """Drops states that are there already, by hash: pymoo's way compares all pairs."""
+    """Drops duplicate states by hash: pymoo's default compares all pairs."""
 
     def _do(self, pop: Population, other: Population | None, is_duplicate: Any) -> Any:
         seen = set() if other is None else {row.tobytes() for row in other.get("X")}
@@ -192,7 +194,7 @@ class _Crossover(Crossover):  # type: ignore[misc]  # pymoo is untyped
 
 
 class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
-    """Half of the states get random counts, as in the paper; half have a job or two re-placed."""
+    """Half of the states get random counts, as in the paper; in half, one to three jobs move."""
 
     def __init__(self, problem: AllocationProblem) -> None:
         super().__init__()
@@ -206,18 +208,18 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         result = states.copy()
         result[random] = self._draw(states[random], rng)
         if len(self._movable) and not random.all():
-            # A crossover's child need not be feasible, and to re-place jobs one must be.
+            # A crossover's child need not be feasible, and jobs are placed in feasible states only.
             feasible = repair(self._problem, states[~random], rng)
             result[~random] = [self._replace_jobs(state, rng) for state in feasible]
         return result.reshape(len(X), -1)
 
     def _draw(self, states: Ints, rng: np.random.Generator) -> Ints:
-        """Give random cells random counts; a job's empty and used nodes are hit alike often."""
+        """Give random cells random counts; a job's empty and used nodes are hit equally often."""
         real = self._problem.cluster.num_real
         used = np.count_nonzero(states, axis=2, keepdims=True)
         chance = 1.0 / np.maximum(np.where(states > 0, used, states.shape[2] - used), 1)
         hit = rng.random(states.shape) < chance
-        # Template nodes are left alone half of the time, or hardly a state fits the real ones.
+        # Spare template nodes half of the time, or hardly any state fits the real ones.
         hit[rng.random(len(states)) < 0.5, :, real:] = False
         counts = rng.integers(0, self._problem.fits + 1, size=states.shape)
         drawn = np.where(hit, counts, states)
@@ -226,7 +228,7 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return np.where(self._draw_rows(states, rng)[:, :, None], drawn, 0)
 
     def _draw_rows(self, states: Ints, rng: np.random.Generator) -> Bools:
-        """Choose a row of each job: mostly that which holds something; about one job changes."""
+        """Choose a row of each job: mostly the one that holds replicas; about one job changes."""
         cluster = self._problem.cluster
         stays = rng.random((len(states), cluster.num_jobs)) > 1.0 / cluster.num_jobs
         score = rng.random(states.shape[:2]) + (states.any(axis=2) & stays[:, cluster.job_of])
@@ -235,32 +237,32 @@ class _Mutation(Mutation):  # type: ignore[misc]  # pymoo is untyped
         return rows
 
     def _replace_jobs(self, state: Ints, rng: np.random.Generator) -> Ints:
-        """Place one job anew, and first make room by taking another away and putting it back."""
+        """Remove one to three jobs, then place them again one after another."""
         problem, cluster = self._problem, self._problem.cluster
         limit = cluster.num_real if rng.random() < 0.7 else problem.shape[1]
-        space = Room(problem, state, limit)
+        builder = StateBuilder(problem, state, limit)
         chosen = rng.permutation(self._movable)[: 1 + rng.integers(3)]
-        before = [int(space.held(job).sum()) for job in chosen]
+        before = [int(builder.held(job).sum()) for job in chosen]
         for job in chosen:
-            space.remove(job)
+            builder.remove(job)
         for job, now in zip(chosen, before, strict=True):
             home = int(cluster.base_rows[job])
-            if rng.random() < 0.15 and space.accepts(home, cluster.base[home]):
-                space.give(home, cluster.base[home])
+            if rng.random() < 0.15 and builder.accepts(home, cluster.base[home]):
+                builder.give(home, cluster.base[home])
                 continue
-            row = self._draw_row(space.rows[job], cluster.spans[job], rng)
+            row = self._draw_row(builder.rows[job], cluster.spans[job], rng)
             least, most = int(problem.min_replicas[row]), int(problem.max_replicas[row])
-            steps = steps_of(problem, row, now // 2)
+            steps = replica_steps(problem, row, now // 2)
             count = int(rng.choice(steps)) if steps and rng.random() < 0.5 else 0
             count = count or int(rng.integers(0, most + 1))
-            cells = space.place(row, count) if count >= least else None
+            cells = builder.place(row, count) if count >= least else None
             if cells is not None:
-                space.give(row, cells)
-        return space.state
+                builder.give(row, cells)
+        return builder.state
 
     @staticmethod
     def _draw_row(now: int, span: range, rng: np.random.Generator) -> int:
-        """Leave a job its shape half of the time, where it has several."""
+        """Keep a job's shape half of the time, where it has several."""
         return now if len(span) == 1 or rng.random() < 0.5 else int(rng.choice(span))
 
 
@@ -285,5 +287,5 @@ class _RealNodesSurvive(Survival):  # type: ignore[misc]  # pymoo is untyped
                 count = min(count, len(part))
                 best = self._survival.do(problem, part, n_survive=count, **options)
                 chosen = Population.merge(chosen, best)
-        # The tournaments go by the rank among all survivors.
+        # The tournaments use the rank among all survivors.
         return self._survival.do(problem, chosen, n_survive=len(chosen), **options)

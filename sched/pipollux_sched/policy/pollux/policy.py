@@ -1,6 +1,6 @@
 """Pollux's allocation policy (OSDI'21, §4.2) for jobs whose replicas are whole pipelines.
 
-`docs/policy-pollux.md` tells where it differs from the paper and from AdaptDL, and why.
+`docs/policy-pollux.md` lists the differences from the paper and from AdaptDL.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_sched.policy.allocation import Allocation, shape_of
+from pipollux_sched.policy.allocation import Allocation, as_allocation
 from pipollux_sched.policy.autoscaling.utility import UtilityBand, utility
-from pipollux_sched.policy.job_info import JobInfo, NodeInfo
+from pipollux_sched.policy.fitness import check_power
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, TemplateNode
+from pipollux_sched.policy.placement.capacity import Floats, Ints
 from pipollux_sched.policy.placement.first_fit import place_arrival
-from pipollux_sched.policy.rules import is_pinned, usable_nodes
+from pipollux_sched.policy.rules import Allocations, is_pinned, usable_nodes
 
-from .arrays import Allocations, ClusterArrays, Floats, Ints, build_cluster
+from .arrays import ClusterArrays, build_cluster
 from .nsga2 import Evolution, evolve
 from .problem import AllocationProblem
 from .repair import repair
@@ -36,14 +38,13 @@ class _Population:
 class PolluxPolicy:
     """Allocations by NSGA-II over the power mean of the jobs' speedups.
 
-    The policy touches nothing; it remembers only the last population, which the next call starts
-    from. Two policies with the same seed that are asked the same things in the same order answer
-    the same.
+    The policy has no side effects. It keeps only the last population, from which the next call
+    starts. Two policies with the same seed give the same answers to the same sequence of calls.
 
     Args:
-        seed: of the policy's own random numbers.
-        population: states that survive a generation.
-        generations: generations at most.
+        seed: of the policy's random numbers.
+        population: number of states that survive a generation.
+        generations: the most generations.
         power: p of the power mean over jobs; −1 is the paper's.
         patience: generations without any improvement after which the search ends.
 
@@ -66,34 +67,21 @@ class PolluxPolicy:
         for name, value in (("population", population), ("generations", generations)):
             if value < 1:
                 raise ValueError(f"{name}: {value} must be at least 1")
-        if power == 0 or not np.isfinite(power):
-            raise ValueError(f"power: {power} must be a finite number other than 0")
         self._rng = np.random.default_rng(seed)
         self._size = population
         self._generations = generations
-        self._power = power
+        self._power = check_power(power)
         self._patience = patience
         self._previous: _Population | None = None
 
     def __copy__(self) -> PolluxPolicy:
-        """Return a policy that answers as this one would, and whose use leaves this one alone."""
+        """Return an independent policy that answers as this one would."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._rng = copy.deepcopy(self._rng)
         return other
 
-    def allocate_job(self, job_info: JobInfo, nodes: Mapping[Any, NodeInfo]) -> Allocation:
-        """Place one arriving job without moving any other: the first node that has room.
-
-        Args:
-            job_info: the job.
-            nodes: nodes with what is FREE on them.
-
-        Returns:
-            `min_replicas` (at least one) replicas on one node, in the first of the job's shapes for
-            which there is room, or nothing.
-        """
-        return place_arrival(job_info, nodes)
+    allocate_job = staticmethod(place_arrival)
 
     def optimize(
         self,
@@ -102,19 +90,19 @@ class PolluxPolicy:
         base_allocations: Allocations,
         node_template: NodeInfo,
     ) -> tuple[dict[Any, Allocation], int]:
-        """Allocate the whole cluster anew.
+        """Allocate the whole cluster.
 
         Args:
             jobs: all jobs that are not done, by name.
             nodes: all nodes with what jobs may use of them, by name.
-            base_allocations: one node name per replica of each running job. A job that runs on a
-                node that is not in `nodes` has to be restarted.
+            base_allocations: one node name per replica of each running job. A job on a node that is
+                not in `nodes` must restart.
             node_template: a node as could be rented, for the advice on the number of nodes.
 
         Returns:
-            The allocation of every job (an empty list: it waits), feasible on `nodes`, and no worse
-            than the current one where that is feasible; and the number of nodes that the paper's
-            utility band advises. A job whose allocation is unchanged keeps its very list.
+            The allocation of every job (an empty list: it is queued), feasible on `nodes`, and no
+            worse than the current one where that is feasible; and the number of nodes that the
+            paper's utility band advises. A job whose allocation is unchanged keeps its very list.
         """
         usable = usable_nodes(nodes)
         if not jobs or not usable:
@@ -128,7 +116,7 @@ class PolluxPolicy:
         return allocations, desired
 
     def _evolve(self, problem: AllocationProblem) -> Evolution:
-        # What cannot stay would only stand in the way of what can.
+        # Replicas that cannot stay would only block those that can.
         cluster = problem.cluster
         staying = np.where(cluster.broken[:, None], 0, cluster.base)
         current = repair(problem, staying[None], self._rng)
@@ -147,10 +135,10 @@ class PolluxPolicy:
 
 
 def carry_over(states: Ints, old: ClusterArrays, new: ClusterArrays) -> Ints:
-    """Bring states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
+    """Map states of an earlier cluster to a new one: (P, I, N) -> (P, I', N').
 
-    Jobs that have come hold nothing, jobs that have gone are dropped, and so are shapes; a node
-    that has come takes over what was planned for a template node. The result need not be feasible.
+    New jobs hold nothing; jobs and shapes that are gone are dropped; a new node takes over what was
+    planned for a template node. The result need not be feasible.
     """
     result = np.zeros((len(states), *new.base.shape), dtype=np.int64)
     rows = {key: row for row, key in reversed(list(enumerate(_row_keys(old))))}
@@ -177,12 +165,12 @@ def _row_keys(cluster: ClusterArrays) -> list[tuple[Any, ...]]:
 def _what_stays(
     jobs: Mapping[Any, JobInfo], nodes: Mapping[Any, NodeInfo], base: Allocations
 ) -> dict[Any, Allocation]:
-    """Return allocations where nothing new can be put anywhere: pinned jobs keep what they have."""
+    """Return the allocations if no node takes new replicas: pinned jobs keep what they have."""
     result = {name: Allocation() for name in jobs}
     for name, job in jobs.items():
         held = base.get(name, ())
         if is_pinned(job, held, nodes):
-            result[name] = Allocation(held, shape_of(job, held, nodes))
+            result[name] = as_allocation(job, held, nodes)
     return result
 
 
@@ -213,9 +201,9 @@ def _desired_nodes(
     nodes: Mapping[Any, NodeInfo],
     template: NodeInfo,
 ) -> int:
-    """Advise a number of nodes: as it is if the utility is in the band, else nearest its middle.
+    """Advise a number of nodes: the present one if the utility is in the band, else the nearest.
 
-    A utility above the band only ever asks for more nodes, one below it only for fewer.
+    A utility above the band asks only for more nodes, one below it only for fewer.
     """
     band, jobs = UtilityBand(), dict(zip(cluster.job_names, cluster.jobs, strict=True))
     used = {node for allocation in allocations.values() for node in allocation}
@@ -225,12 +213,12 @@ def _desired_nodes(
     front = _front(evolution.objectives)
     sizes = evolution.objectives[front, 1].astype(int)
     wanted = sizes > cluster.num_real if now > band.high else sizes < cluster.num_real
-    options = [(abs(now - band.target), -cluster.num_real)]
+    candidates = [(abs(now - band.target), -cluster.num_real)]
     for index, size in zip(front[wanted], sizes[wanted], strict=True):
         value = _state_utility(cluster, evolution.states[index], jobs, nodes, template)
-        options.append((abs(value - band.target), -int(size)))
-    nearest = min(distance for distance, _ in options)
-    return max(*(-size for distance, size in options if np.isclose(distance, nearest)), 1)
+        candidates.append((abs(value - band.target), -int(size)))
+    nearest = min(distance for distance, _ in candidates)
+    return max(*(-size for distance, size in candidates if np.isclose(distance, nearest)), 1)
 
 
 def _state_utility(
@@ -241,7 +229,7 @@ def _state_utility(
     template: NodeInfo,
 ) -> float:
     """Return the utility of the nodes that a state uses, some of them templates."""
-    rented = [_Rented(number) for number in range(state.shape[1] - cluster.num_real)]
+    rented = [TemplateNode(number) for number in range(state.shape[1] - cluster.num_real)]
     names = [*cluster.node_names, *rented]
     known = {name: nodes[name] for name in cluster.node_names} | dict.fromkeys(rented, template)
     allocations: dict[Any, Allocation] = {}
@@ -252,15 +240,8 @@ def _state_utility(
     return utility(jobs, {name: known[name] for name in used}, allocations)
 
 
-@dataclass(frozen=True)
-class _Rented:
-    """The name of a template node; no real node's name is equal to it."""
-
-    number: int
-
-
 def _front(objectives: Floats) -> Ints:
-    """Return the indices of points that no other point is better than in both objectives."""
+    """Return the indices of the Pareto front."""
     order = np.lexsort((objectives[:, 0], objectives[:, 1]))
     best = np.minimum.accumulate(objectives[order, 0])
     first = np.concatenate([[True], objectives[order[1:], 0] < best[:-1]])

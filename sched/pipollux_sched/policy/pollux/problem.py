@@ -12,45 +12,31 @@ feasible when
     s[i] = base[i]                                       for every row of a pinned job
     at most one distributed job (more than one node) on any node, pinned jobs not counted
 
-and it is judged by two objectives, both minimised: minus the fitness, and the cluster size.
+and is judged by two objectives, both minimised: minus the fitness, and the cluster size.
 
     fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
     v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · restart_j
     restart = max(age − restarts · cost, 0) / (age + cost)   if a running job is changed, else 1
 
 The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
-several shapes, the one that makes most of it counts. The floor keeps the mean defined where a job
-holds nothing: such a job counts as one that makes `FLOOR` of its fair share's progress, so starting
-it is worth more than anything that growing another can gain.
+several shapes, the fastest counts. The floor keeps the mean defined where a job holds nothing: such
+a job counts as one with `FLOOR` of its fair share's progress, so that starting it gains more than
+growing any other job.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipollux_sched.policy.job_info import JobInfo, SpeedupCallable
+from pipollux_sched.policy.fitness import TOLERANCE, power_terms, restart_factor
+from pipollux_sched.policy.job_info import SpeedupCallable
+from pipollux_sched.policy.placement.capacity import Bools, Floats, Ints, num_fitting
 
-from .arrays import Bools, ClusterArrays, Floats, Ints, room
-
-FLOOR = 0.01
-"""The least value of a job in the power mean."""
-TOLERANCE = 1e-9
-"""Two fitnesses closer than this, relatively, are as good as each other."""
-
-
-def restart_factor(job: JobInfo) -> float:
-    """Return what is left of a job's speedup if its allocation is changed now, in [0, 1].
-
-    The share of its life so far that the job would have trained had it restarted once more at the
-    rate that it restarted until now; a young or often restarted job is thereby left alone.
-    """
-    total = job.age + job.restart_seconds
-    lost = job.num_restarts * job.restart_seconds
-    return max(job.age - lost, 0.0) / total if total > 0 else 1.0
+from .arrays import ClusterArrays
 
 
 class AllocationProblem:
-    """Judges states of one `ClusterArrays`; see the module's text for every symbol.
+    """Evaluates states of one `ClusterArrays`; the module's text defines every symbol.
 
     Args:
         cluster: jobs and nodes.
@@ -65,14 +51,14 @@ class AllocationProblem:
         taken = np.einsum("in,it->nt", cluster.base[cluster.pinned], cluster.needs[cluster.pinned])
         self.free: Ints = np.maximum(cluster.capacity - taken, 0)
         """(N, T): what pinned jobs leave."""
-        self.fits: Ints = self._room(self.free)
+        self.fits: Ints = self._counts(self.free)
         """(I, N): replicas of a row on a node that holds nothing else but pinned jobs."""
-        self.min_replicas: Ints = np.array([max(jobs[j].min_replicas, 1) for j in cluster.job_of])
+        self.min_replicas: Ints = np.array([jobs[j].least_replicas for j in cluster.job_of])
         """(I,)"""
         pairs = zip(cluster.job_of, cluster.shapes, strict=True)
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
-        """(I,): not more than fit; may be below `min_replicas`, and then the row stays empty."""
+        """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
         self.factors: Floats = np.array([restart_factor(job) for job in jobs])
         """(J,)"""
         self.running: Bools = cluster.extents[:, 1] > 0
@@ -85,21 +71,21 @@ class AllocationProblem:
         """(J,): speedup on the fair share."""
         self._pinned_speedups = self._speedups_of_pinned()
 
-    def _room(self, free: Ints) -> Ints:
-        counts: Ints = np.stack([room(need, free) for need in self.cluster.needs])
+    def _counts(self, free: Ints) -> Ints:
+        counts: Ints = np.stack([num_fitting(need, free) for need in self.cluster.needs])
         return counts * self.cluster.allowed
 
     def _dominant_shares(self) -> Floats:
         num_real = self.cluster.num_real
         total = self.cluster.allowed[:, :num_real] @ self.cluster.capacity[:num_real]
-        # Of what no real node has, a replica takes all there is.
+        # Of a resource that no real node has, a replica takes the whole.
         shares = np.where(total > 0, self.cluster.needs / np.maximum(total, 1), 1.0)
         shares[self.cluster.needs == 0] = 0.0
         dominant: Floats = shares.max(axis=1)
         return dominant
 
     def _fair_speedups(self) -> Floats:
-        per_node = self._room(self.cluster.capacity).max(axis=1)
+        per_node = self._counts(self.cluster.capacity).max(axis=1)
         speedups = np.zeros(len(self.shares))
         for i in np.flatnonzero(per_node).tolist():
             share = np.ceil(1.0 / (self.shares[i] * self.cluster.num_jobs) - TOLERANCE)
@@ -110,7 +96,7 @@ class AllocationProblem:
         return np.where(fair > 0, fair, 1.0)
 
     def _speedups_of_pinned(self) -> Floats:
-        """Return the speedups of pinned jobs, also where they lie on nodes that drain; else 0."""
+        """Return the speedups of pinned jobs, also on draining nodes; 0 for other jobs."""
         speedups = np.zeros(self.cluster.num_jobs)
         for job in np.flatnonzero(self.cluster.pinned[self.cluster.first_rows]).tolist():
             row = int(self.cluster.base_rows[job])
@@ -123,7 +109,7 @@ class AllocationProblem:
         return self._speedups[row](num_nodes, num_replicas)
 
     def row_values(self, row: int, cells: Ints) -> Floats:
-        """Return v of a job that holds nothing but these cells of one row: (P, N) -> (P,)."""
+        """Return v of a job that holds only these cells of one row: (P, N) -> (P,)."""
         num_nodes, num_replicas = np.count_nonzero(cells, axis=1), cells.sum(axis=1)
         job = self.cluster.job_of[row]
         values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
@@ -133,13 +119,12 @@ class AllocationProblem:
         return values
 
     def losses(self, values: Floats) -> Floats:
-        """Return what each job adds to a sum that is least where the power mean is greatest."""
-        terms: Floats = -np.sign(self.power) * np.maximum(values, FLOOR) ** self.power
-        return terms
+        """Return the jobs' terms of a sum that is least where the power mean is greatest."""
+        return -power_terms(values, self.power)
 
     def values(self, states: Ints) -> Floats:
         """Return v: (P, I, N) -> (P, J)."""
-        # Rows that hold nothing are worth 0, so a job's value is the sum over its rows.
+        # Empty rows have value 0, so a job's value is the sum over its rows.
         speedups = self._job_speedups(states)
         changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
         changed |= self.cluster.broken[self.cluster.first_rows]
@@ -176,7 +161,7 @@ class AllocationProblem:
 
 
 class _SpeedupTable:
-    """Speedups of one row, asked for once each: a speedup function may be slow."""
+    """Speedups of one row, computed once each: a speedup function may be slow."""
 
     def __init__(self, function: SpeedupCallable) -> None:
         self._function = function
@@ -202,5 +187,5 @@ class _SpeedupTable:
     def _ask(self, pairs: Ints) -> None:
         answers = np.asarray(self._function(pairs[0], pairs[1]), dtype=float)
         answers = np.broadcast_to(answers, pairs.shape[1:])
-        # A speedup that is not a number is no reason to give a job anything.
+        # A speedup that is not a number counts as 0.
         self._table[pairs[0], pairs[1]] = np.nan_to_num(np.maximum(answers, 0.0), posinf=0.0)

@@ -1,16 +1,17 @@
-"""Making any state a feasible one, the constraint side of the genetic algorithm.
+"""Repair of infeasible states, the constraint side of the genetic algorithm.
 
-Jobs are served one after another, each in one shape, and each cut down to what those before it
-left: the replicas that fit whole on each node, no node that already carries another distributed
-job, at most `max_replicas`; who is left with fewer than `min_replicas` gets nothing. Pinned jobs
-come first and keep what they have. All states of a population are treated at once.
+Jobs are served one after another, each in one shape, and each reduced to what earlier jobs left:
+replicas that fit whole on each node, no node that already carries another distributed job, at most
+`max_replicas`; a job left with fewer than `min_replicas` gets nothing. Pinned jobs come first and
+keep what they have. All states of a population are repaired at once.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Bools, Ints, room
+from pipollux_sched.policy.placement.capacity import Bools, Ints, num_fitting
+
 from .problem import AllocationProblem
 
 
@@ -29,7 +30,7 @@ def repair(problem: AllocationProblem, states: Ints, rng: np.random.Generator) -
         for row, members in _choose_rows(cluster.spans[job], states, rng):
             if problem.max_replicas[row] < problem.min_replicas[row]:
                 continue
-            limit = room(cluster.needs[row], free[members]) * cluster.allowed[row]
+            limit = num_fitting(cluster.needs[row], free[members]) * cluster.allowed[row]
             cells = np.minimum(states[members, row], limit)
             cells = _cut(cells, int(problem.max_replicas[row]), rng)
             cells = _keep_apart(cells, distributed[members])
@@ -43,7 +44,7 @@ def repair(problem: AllocationProblem, states: Ints, rng: np.random.Generator) -
 def _choose_rows(
     span: range, states: Ints, rng: np.random.Generator
 ) -> list[tuple[int, slice | Ints]]:
-    """Choose one row of a job for every state, among those that hold something."""
+    """Choose one row of a job for every state, among those that hold replicas."""
     if len(span) == 1:
         return [(span[0], slice(None))]
     held = states[:, span.start : span.stop].any(axis=2)
@@ -53,7 +54,7 @@ def _choose_rows(
 
 
 def _cut(cells: Ints, most: int, rng: np.random.Generator) -> Ints:
-    """Take replicas from nodes in random order until at most `most` are left."""
+    """Remove replicas from nodes in random order until at most `most` remain."""
     if (cells.sum(axis=1) <= most).all():
         return cells
     order = rng.permutation(cells.shape[1])
@@ -64,9 +65,9 @@ def _cut(cells: Ints, most: int, rng: np.random.Generator) -> Ints:
 
 
 def _keep_apart(cells: Ints, distributed: Bools) -> Ints:
-    """Take a distributed job off nodes that carry another one.
+    """Remove a distributed job from nodes that carry another one.
 
-    One that would lose all its nodes keeps the one with most replicas: it is distributed no more.
+    A job that would lose all its nodes keeps the one with most replicas, and is not distributed.
     """
     spread = np.count_nonzero(cells, axis=1) > 1
     clash = spread[:, None] & distributed & (cells > 0)

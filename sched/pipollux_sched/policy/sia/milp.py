@@ -1,4 +1,4 @@
-"""Sia's integer linear program (Subramanya et al., SOSP'23): which job in which configuration.
+"""Sia's integer linear program (Subramanya et al., SOSP'23): a configuration for every job.
 
     minimise   Σ_j [ Σ_c cost_jc · x_jc + λ_j · (1 - Σ_c x_jc) ]       x_jc in {0, 1}, p < 0
     subject to Σ_c x_jc <= 1                                           for every job j
@@ -23,17 +23,17 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipollux_sched.policy.allocation import Allocation
-from pipollux_sched.policy.job_info import JobInfo, ReplicaShape
-from pipollux_sched.policy.placement.free_space import ReplicaRequest, chosen_on, slots_of
-from pipollux_sched.policy.placement.packing import least_replicas, speedups
-from pipollux_sched.policy.pollux.arrays import Floats, Ints
-from pipollux_sched.policy.pollux.problem import restart_factor
+from pipollux_sched.policy.allocation import Allocation, is_first_choice
+from pipollux_sched.policy.fitness import restart_factor
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.policy.placement.capacity import Floats, Ints
+from pipollux_sched.policy.placement.cluster_state import ReplicaRequest
+from pipollux_sched.policy.placement.packing import speedups
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint of the cluster: what nodes of a kind have of a resource, all together."""
+    """One constraint of the cluster: the total of a resource on nodes of a kind."""
 
     kind: int
     resource: str | None
@@ -44,7 +44,7 @@ Use: TypeAlias = Mapping[Constraint, int]
 """Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
-"""Below, presolving takes longer than it saves; and HiGHS 1.12 prints lines of its own in it."""
+"""Below, presolving takes longer than it saves; and HiGHS 1.12 prints lines in it."""
 _FEASIBLE = (0, 1)
 """scipy's codes for: optimal, and a limit was reached."""
 
@@ -54,20 +54,13 @@ class NodeKind:
     """Nodes that are alike."""
 
     names: frozenset[Any]
-    resources: Mapping[str, int]
-    gpu_type: str
-
-    def most(self, shape: ReplicaShape) -> int:
-        """Return how many replicas one such node holds that holds nothing else."""
-        if shape.gpu_type not in (None, self.gpu_type):
-            return 0
-        needs = [(kind, amount) for kind, amount in shape.resources.items() if amount]
-        return min(self.resources.get(kind, 0) // amount for kind, amount in needs)
+    node: NodeInfo
+    """One of them."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One configuration of one job, and what it is worth."""
+    """One configuration of one job, and its goodput."""
 
     request: ReplicaRequest
     num_nodes: int
@@ -76,7 +69,7 @@ class Column:
     """G, scaled."""
     use: Use
     kind: int | None
-    """The number of the kind of its nodes; None: as the job runs now, which is not regular."""
+    """The index of its kind of nodes; None: the job runs so now, and it is not regular."""
     scale: float = 1.0
     """G over speedup."""
 
@@ -85,12 +78,13 @@ def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...
     """Return the regular configurations of a job that have any goodput, with G.
 
     On one node of a kind 1, 2, 4, ... replicas; then whole nodes; and the job's fewest replicas, so
-    that no job is shut out by its bounds.
+    that its bounds exclude no job.
     """
     columns = []
     for number, kind in enumerate(kinds):
         for shape in job.all_shapes:
-            per_node = kind.most(shape) if chosen_on(job, shape, kind.gpu_type) else 0
+            usable = is_first_choice(job, shape, kind.node.gpu_type)
+            per_node = kind.node.num_fitting(shape) if usable else 0
             counts = _replica_counts(job, shape, per_node, len(kind.names))
             if len(counts):
                 columns += _columns(number, kind, shape, counts, -(-counts // per_node))
@@ -98,7 +92,7 @@ def configurations(job: JobInfo, kinds: Sequence[NodeKind]) -> tuple[Column, ...
 
 
 def _replica_counts(job: JobInfo, shape: ReplicaShape, per_node: int, num_nodes: int) -> Ints:
-    least, most = least_replicas(job), min(job.most_replicas(shape), per_node * num_nodes)
+    least, most = job.least_replicas, min(job.most_replicas(shape), per_node * num_nodes)
     if most < least:
         return np.zeros(0, dtype=np.int64)
     powers = 2 ** np.arange(per_node.bit_length())
@@ -120,7 +114,7 @@ def _columns(
         if nodes > 1:
             use[Constraint(number, None)] = nodes
         if goodput > 0:
-            columns.append(Column(request, nodes, slots_of(shape) * count, goodput, use, number))
+            columns.append(Column(request, nodes, shape.slots * count, goodput, use, number))
     return columns
 
 
@@ -134,7 +128,7 @@ def _scaled(columns: Sequence[Column]) -> tuple[Column, ...]:
 def current_column(
     columns: Sequence[Column], held: Allocation, kind_of: Mapping[Any, int]
 ) -> tuple[int | None, Column]:
-    """Return the column of what a job holds: a regular one with its number, or one of its own.
+    """Return the column of what a job holds: a regular one with its index, or a new one.
 
     Args:
         columns: the job's regular columns.
@@ -143,7 +137,7 @@ def current_column(
     """
     shape, num_nodes = held.shape, len(set(held))
     if shape is None:
-        raise ValueError(f"allocation: {list(held)} says no shape; give it one")
+        raise ValueError(f"allocation: {list(held)} has no shape; give it one")
     kinds = {kind_of[node] for node in held}
     for number, column in enumerate(columns):
         same = column.request.shapes[0] is shape and column.request.num_replicas == len(held)
@@ -157,12 +151,12 @@ def current_column(
     speedup = float(speedups(shape, np.array([num_nodes]), np.array([len(held)]))[0])
     goodput = speedup * (columns[0].scale if columns else 1.0)
     request = ReplicaRequest((shape,), len(held), stay=held)
-    slots = slots_of(shape) * len(held)
+    slots = shape.slots * len(held)
     return None, Column(request, num_nodes, slots, goodput, use, None)
 
 
 def cost(job: JobInfo, column: Column, *, running: bool, current: bool, power: float) -> float:
-    """Return (restart · G)^p, infinite where nothing is left of G."""
+    """Return (restart · G)^p, infinite where that is 0 to a negative power."""
     factor = restart_factor(job) if running and not current else 1.0
     value = factor * column.goodput
     return float(value**power) if value > 0 else np.inf
@@ -178,14 +172,14 @@ def solve(
     """Solve the program.
 
     Args:
-        rows: for every job its number, what each of its columns is worth over waiting (cost - λ;
-            columns that are worth nothing may be left in), and the columns.
-        free: what there is, by constraint.
-        relative_gap: how far from the optimum the answer may be, relatively.
-        time_limit: seconds, after which the best answer so far is taken.
+        rows: for every job its number, the cost of each of its columns less that of waiting
+            (cost - λ; columns with a value of 0 or more are ignored), and the columns.
+        free: the capacity of each constraint.
+        relative_gap: the relative distance from the optimum at which the search may stop.
+        time_limit: seconds, after which the best answer so far counts.
 
     Returns:
-        The number of the column of every job that does not wait; None: there was no answer in time.
+        The index of the column of every job that runs; None: there was no answer in time.
     """
     chosen = [
         (job, number, values[number], column)
@@ -226,7 +220,7 @@ def _constraints(chosen: Sequence[tuple[int, int, float, Column]], free: Use) ->
                 entries.append((row_of.setdefault(key, len(row_of)), place, amount))
     rows, places, amounts = (np.array(part) for part in zip(*entries, strict=True))
     limits = np.array([free.get(key, 0) if isinstance(key, Constraint) else 1 for key in row_of])
-    # Bytes of memory and slots side by side: whole numbers as small as they can be.
+    # Bytes of memory beside slots: make the numbers as small as they can be.
     for row in (row for key, row in row_of.items() if isinstance(key, Constraint)):
         here = rows == row
         divisor = np.gcd.reduce(amounts[here])

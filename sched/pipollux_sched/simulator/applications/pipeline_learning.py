@@ -150,5 +150,4 @@ def _step_time(params: PerfParams, running: RunningJob) -> StepTime:
         np.float64(running.atomic_bsz),
         np.float64(running.accum_steps),
         np.float64(running.num_microbatches),
-        xp=np,
     )

@@ -21,7 +21,7 @@ from pipollux_sched.policy import (
     is_pinned,
     violations,
 )
-from pipollux_sched.policy.placement.free_space import FreeSpace, ReplicaRequest
+from pipollux_sched.policy.placement.cluster_state import ClusterState, ReplicaRequest
 from tests.extent import examples
 from tests.sched.policy.baseline_cases import NODE, World, fixed, random_world
 
@@ -110,13 +110,13 @@ def test_nothing_to_do(policy: str) -> None:
 def test_one_node_is_the_tightest_that_holds_all() -> None:
     nodes = {"a": NODE, "b": NodeInfo({"slots": 3}), "spot": NodeInfo({"slots": 2}, True)}
     job = fixed(0, 1)
-    space, shapes = FreeSpace({"j": job}, nodes, {}), job.all_shapes
-    assert space.find("j", ReplicaRequest(shapes, 2)) == ["b", "b"]
-    assert space.find("j", ReplicaRequest(shapes, 4)) == ["a"] * 4
-    assert space.find("j", ReplicaRequest(shapes, 6)) == ["a"] * 4 + ["b"] * 2
-    assert space.find("j", ReplicaRequest(shapes, 9)) == ["a"] * 4 + ["b"] * 3 + ["spot"] * 2
-    assert space.find("j", ReplicaRequest(shapes, 9, max_nodes=2)) is None
-    assert space.find("j", ReplicaRequest(shapes, 10)) is None
+    state, shapes = ClusterState({"j": job}, nodes, {}), job.all_shapes
+    assert state.find("j", ReplicaRequest(shapes, 2)) == ["b", "b"]
+    assert state.find("j", ReplicaRequest(shapes, 4)) == ["a"] * 4
+    assert state.find("j", ReplicaRequest(shapes, 6)) == ["a"] * 4 + ["b"] * 2
+    assert state.find("j", ReplicaRequest(shapes, 9)) == ["a"] * 4 + ["b"] * 3 + ["spot"] * 2
+    assert state.find("j", ReplicaRequest(shapes, 9, max_nodes=2)) is None
+    assert state.find("j", ReplicaRequest(shapes, 10)) is None
 
 
 def test_no_two_distributed_jobs_meet() -> None:

@@ -72,6 +72,21 @@ def test_distributed_jobs_that_are_in_each_others_way_get_whole_nodes() -> None:
     assert sorted(map(len, answer.values())) == [4] * 4 + [8] * 6
 
 
+@pytest.mark.parametrize("extra", [0, 1])
+def test_bytes_of_memory_may_be_the_scarcest_resource(extra: int) -> None:
+    """Whether they have a large common divisor or none: no table has an entry for each byte."""
+    gib = 2**30
+    node = NodeInfo({"slots": 64, "memory": 512 * gib})
+    jobs = {
+        f"j{i}": JobInfo({"slots": 1, "memory": (40 + i) * gib + i * extra}, scaling(0.0), i, 0, 9)
+        for i in range(4)
+    }
+    answer, certificate = ExactPolicy(FairSpeedup()).solve(jobs, {"n": node}, {}, node)
+    assert violations(jobs, {"n": node}, {}, answer) == []
+    assert all(len(nodes) >= 2 for nodes in answer.values())
+    assert certificate.value <= certificate.bound + 1e-9 * abs(certificate.bound)
+
+
 def test_a_move_that_gains_less_than_it_costs_is_not_made() -> None:
     nodes = {"n": NodeInfo({"slots": 4})}
 

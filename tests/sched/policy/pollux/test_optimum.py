@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
+from pipollux_sched.policy.fitness import FLOOR, restart_factor
 from pipollux_sched.policy.pollux import nsga2
 from pipollux_sched.policy.pollux.arrays import ClusterArrays, build_cluster
-from pipollux_sched.policy.pollux.problem import FLOOR, AllocationProblem, restart_factor
+from pipollux_sched.policy.pollux.problem import AllocationProblem
 from tests.extent import first
 from tests.sched.policy.policy_cases import (
     TEMPLATE,

@@ -7,15 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from pipollux_sched.policy.exact.knapsack import knapsack
-from pipollux_sched.policy.exact.reduction import promising
+from pipollux_sched.policy.exact.knapsack import knapsack, promising
 from tests.extent import first
 
 
 def random_knapsack(
     seed: int,
 ) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Draw options of a few jobs, of which one takes nothing: smooth, rough, or with ties."""
+    """Draw items of a few jobs, of which one takes nothing: smooth, rough, or with ties."""
     rng = np.random.default_rng(seed)
     costs, values = [], []
     for _ in range(rng.integers(1, 6)):
@@ -52,13 +51,13 @@ def test_every_optimum_is_kept(seed: int) -> None:
     kept = promising(costs, values, capacity)
     best, choices = optima(costs, values, capacity)
     for choice in choices:
-        assert all(option in keep for option, keep in zip(choice, kept, strict=True))
+        assert all(item in keep for item, keep in zip(choice, kept, strict=True))
     chosen, value = knapsack(costs, values, capacity)
     assert value == pytest.approx(best)
     assert tuple(chosen) in choices
 
 
-def test_smooth_options_are_mostly_dropped() -> None:
+def test_smooth_items_are_mostly_dropped() -> None:
     rng = np.random.default_rng(0)
     costs = [np.arange(65)] * 40
     values = [-1 / np.maximum(costs[0] ** rng.uniform(0.5, 1), 0.01) for _ in costs]
@@ -66,7 +65,7 @@ def test_smooth_options_are_mostly_dropped() -> None:
     assert sum(map(len, kept)) < 0.2 * 40 * 65
 
 
-def test_with_room_for_all_only_the_best_options_stay() -> None:
+def test_with_room_for_all_only_the_best_items_stay() -> None:
     costs, values = [np.array([0, 1, 2])] * 2, [np.array([0.0, 1.0, 3.0])] * 2
     assert [keep.tolist() for keep in promising(costs, values, 4)] == [[2], [2]]
 

@@ -1,0 +1,162 @@
+"""What is left of the nodes as replicas are placed on them, and where replicas go.
+
+A replica lies whole on one node. A job's replicas go to one node if one has room, the tightest
+such; else to as few nodes as possible. A job on several nodes is *distributed*, and a node carries
+at most one distributed job. Every policy places by these rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipollux_sched.policy.job_info import NodeInfo, ReplicaShape
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
+NodeCounts: TypeAlias = tuple[tuple[int, int], ...]
+"""(node, number of replicas) of every node that a job lies on."""
+
+
+def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> Ints:
+    """Return what shapes hold or nodes have of each kind of resource: (len(infos), T)."""
+    rows = [[info.resources.get(kind, 0) for kind in kinds] for info in infos]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(kinds))
+
+
+def num_fitting(need: Ints, free: Ints) -> Ints:
+    """Return how many replicas fit: need (T,), free (..., T) -> (...,)."""
+    asked = need > 0
+    counts: Ints = (free[..., asked] // need[asked]).min(axis=-1)
+    return np.maximum(counts, 0)
+
+
+def find_nodes(
+    counts: Ints,
+    closed: Bools,
+    num_replicas: int,
+    *,
+    preferred: Bools | None = None,
+    avoided: Bools | None = None,
+    max_nodes: int | None = None,
+) -> NodeCounts | None:
+    """Find nodes for all replicas of a job; None if they do not fit.
+
+    Args:
+        counts: (N,), how many of the replicas fit on each node.
+        closed: (N,), nodes that take no further distributed job.
+        num_replicas: how many replicas to place, at least 1.
+        preferred: (N,), nodes to prefer among those that are as tight for a whole job.
+        avoided: (N,), nodes to choose last, however tight they are.
+        max_nodes: the most nodes that will do; None: any number.
+
+    Returns:
+        The nodes in the order in which they are filled: the roomiest, then the tightest that holds
+        the rest. More room on any node never makes the answer None.
+
+    Example:
+        >>> closed = np.array([False, False, False])
+        >>> find_nodes(np.array([4, 2, 3]), closed, 2)
+        ((1, 2),)
+        >>> find_nodes(np.array([4, 2, 3]), closed, 6)
+        ((0, 4), (1, 2))
+    """
+    node = _tightest(counts, num_replicas, preferred, avoided)
+    if node is not None:
+        return ((node, num_replicas),)
+    counts = np.where(closed, 0, counts)
+    found: list[tuple[int, int]] = []
+    left = num_replicas
+    for node in np.argsort(-counts, kind="stable").tolist():
+        count = int(counts[node])
+        if count == 0:
+            return None
+        if count >= left:
+            if max_nodes is not None and len(found) >= max_nodes:
+                return None
+            last = _tightest(counts, left, None, avoided)
+            assert last is not None  # noqa: S101  # this very node holds what is left
+            return (*found, (last, left))
+        found.append((node, count))
+        counts[node] = 0
+        left -= count
+    return None
+
+
+def _tightest(
+    counts: Ints, num_replicas: int, preferred: Bools | None, avoided: Bools | None
+) -> int | None:
+    """Return the node with the least room of those that hold all replicas, if one does."""
+    enough = np.flatnonzero(counts >= num_replicas)
+    if not enough.size:
+        return None
+    if avoided is not None:
+        enough = _narrow(enough, ~avoided)
+    if preferred is not None:
+        enough = _narrow(enough[counts[enough] == counts[enough].min()], preferred)
+    return int(enough[counts[enough].argmin()])
+
+
+def _narrow(nodes: Ints, wanted: Bools) -> Ints:
+    """Return the wanted ones of some nodes; all of them if none is wanted."""
+    chosen: Ints = nodes[wanted[nodes]]
+    return chosen if chosen.size else nodes
+
+
+class NodeCapacity:
+    """What is free on N nodes, and how many distributed jobs each carries.
+
+    Args:
+        free: (N, T), amounts of T resources.
+    """
+
+    def __init__(self, free: Ints) -> None:
+        self.free: Ints = free.copy()
+        """(N, T)."""
+        self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
+        """(N,)."""
+
+    def counts(self, need: Ints, allowed: Bools) -> Ints:
+        """Return how many replicas fit on each of the allowed nodes, 0 elsewhere: (N,).
+
+        Args:
+            need: what one replica holds, (T,).
+            allowed: (N,).
+        """
+        return np.where(allowed, num_fitting(need, self.free), 0)
+
+    def find(self, need: Ints, allowed: Bools, num_replicas: int) -> NodeCounts | None:
+        """Find nodes for a job (`find_nodes`), in ascending order."""
+        found = find_nodes(self.counts(need, allowed), self.num_distributed > 0, num_replicas)
+        return None if found is None else tuple(sorted(found))
+
+    def most(self, need: Ints, allowed: Bools) -> int:
+        """Return the most replicas for which `find` finds nodes."""
+        counts = self.counts(need, allowed)
+        spread = counts.sum(where=self.num_distributed == 0)
+        return max(int(counts.max(initial=0)), int(spread))
+
+    def accepts(self, placed: NodeCounts, need: Ints) -> bool:
+        """Tell whether a job fits on these nodes."""
+        nodes = [node for node, _ in placed]
+        if len(placed) > 1 and self.num_distributed[nodes].any():
+            return False
+        fits = num_fitting(need, self.free[nodes]) >= [count for _, count in placed]
+        return bool(fits.all())
+
+    def put(self, placed: NodeCounts, need: Ints) -> None:
+        """Take the room of a job's replicas."""
+        self._change(placed, need, 1)
+
+    def take(self, placed: NodeCounts, need: Ints) -> None:
+        """Free the room of a job's replicas."""
+        self._change(placed, need, -1)
+
+    def _change(self, placed: NodeCounts, need: Ints, sign: int) -> None:
+        for node, count in placed:
+            self.free[node] -= sign * count * need
+            self.num_distributed[node] += sign * (len(placed) > 1)
