@@ -68,7 +68,7 @@ class Adapter:
             num_restarts=info.num_restarts,
             restart_seconds=RESTART_SECONDS,
             attained_service=float(info.attained_service),
-            remaining_work=self._known_length.told(job.name, _remaining_work(job)),
+            remaining_work=self._known_length.estimate(job.name, _remaining_work(job)),
         )
 
 

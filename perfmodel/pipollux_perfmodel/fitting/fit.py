@@ -154,8 +154,8 @@ def fit_measurements(
 ) -> FitResult:
     """Fit step time parameters to measurements, and say how far to trust them.
 
-    As `fit_perf_params`, but stages come as their times, where they were measured; without any they
-    are taken to be equally slow, and what the pipeline gains is told by steps of several M alone.
+    As `fit_perf_params`, but stages come as their times, where they were measured. Without any they
+    count as equally slow, and the pipeline's gain is identifiable from steps of several M only.
 
     Args:
         num_nodes: nodes that the replicas lay on, shape (points,) like all that follow.

@@ -5,10 +5,10 @@
       + 1e-3·((ω - 1)² + (gamma_c - 1)² + κ² + δ²) + 1e-2·p²
 
 The rmse is robust: an error e counts as 2·D²·(√(1 + (e/D)²) - 1), its square up to about D = 10 %
-and its magnitude beyond, so that stragglers do not bend the fit. A fit asks for this dozens of
+and its magnitude beyond, so that stragglers do not bend the fit. A fit evaluates this dozens of
 times while a job trains, so the gradient is written out below by the chain rule through logarithms
-(x = log of the fixed cost, and so on): it takes a fifteenth of the time that autograd takes, to
-which the tests compare it.
+(x = log of the fixed cost, and so on). It takes a fifteenth of autograd's time; the tests compare
+both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipollux_perfmodel.timing.step_time import EPSILON, pipeline_factor
 
 from .measurements import Floats, Profile
 
-# The numbers that are fitted: six times in seconds, six numbers without a unit, and one more time.
+# The fitted numbers: six times in seconds, six numbers without a unit, and one more time.
 NAMES = (
     "alpha_c",
     "beta_c",
@@ -41,7 +41,7 @@ NAMES = (
     "overhead",
 )
 NEUTRAL = (EPSILON,) * 6 + (1.0, 1.0, 1.0, 0.0, 1.0, 0.0) + (0.0,)
-"""What each number is where nothing tells it."""
+"""The value of each number where no measurement determines it."""
 _COMPUTE_WEIGHT = 0.1  # step times decide the predictions; compute times only split them up
 _ROBUST = 0.1  # D, a relative error
 # Of gamma, overlap, gamma_c, contention, growth_n, two_node_penalty: pulled to where, how strongly.
@@ -60,7 +60,7 @@ def with_values(shape: PerfParams, values: Any) -> PerfParams:
 
 
 class Rows(NamedTuple):
-    """What of the measurements does not change during a search; arrays of shape (points,)."""
+    """The constants of a search; arrays of shape (points,)."""
 
     micro_bsz: Floats
     crowd: Floats

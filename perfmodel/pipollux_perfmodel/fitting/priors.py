@@ -1,7 +1,7 @@
-"""What a fit assumes of what was not measured, and where it starts from.
+"""Priors of a fit, for what was not measured, and where its search starts.
 
 The priors are AdaptDL's. They keep unexplored regimes optimistic: a job seen on one replica only
-must not be priced out of two. What a parameter needs, and what is assumed without it:
+must not be priced out of two. What a parameter needs, and its value otherwise:
 
     parameter         needs                                        else
     alpha_c           two micro-batch sizes                        half of C(b) of T_pipe
@@ -17,7 +17,7 @@ must not be priced out of two. What a parameter needs, and what is assumed witho
     contention        two numbers of replicas a node               0
     overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
 
-gamma_c, contention, growth_n, two_node_penalty and overhead are neutral, too, where the others
+gamma_c, contention, growth_n, two_node_penalty and overhead are neutral also where the others
 explain everything (`fit`).
 """
 
@@ -54,33 +54,33 @@ class Start(NamedTuple):
 
 
 def start(profile: Profile, shape: PerfParams) -> Start:
-    """Return first guesses for what data can tell, and priors for what they cannot.
+    """Return first guesses for identifiable parameters, and priors for the others.
 
     Args:
         profile: the measurements.
         shape: its shares and checkpoint mode are those of the job.
     """
-    told = tell(profile, shape)
+    known = identifiable(profile, shape)
     values = dict(zip(NAMES, NEUTRAL, strict=True))
-    if told["gamma"]:
+    if known["gamma"]:
         values["gamma"] = _GAMMA
-    if told["gamma_c"]:
+    if known["gamma_c"]:
         values["gamma_c"] = _GAMMA_C
-    if told["beta_n"]:
+    if known["beta_n"]:
         values["growth_n"] = _LOGARITHMIC
-    values.update(_guess_compute(profile, shape, told))
+    values.update(_guess_compute(profile, shape, known))
     many, across = profile.num_replicas > 1, profile.num_nodes > 1
     for ending, seen in (("n", across), ("r", many & ~across)):
         if seen.any():
             alpha, beta = _guess_network(profile, seen, values["gamma"], logarithmic=ending == "n")
             values["alpha_" + ending] = alpha
-            values["beta_" + ending] = beta if told["beta_" + ending] else EPSILON
-    free = np.array([told[name] for name in NAMES])
+            values["beta_" + ending] = beta if known["beta_" + ending] else EPSILON
+    free = np.array([known[name] for name in NAMES])
     return Start(np.array([values[name] for name in NAMES]), free)
 
 
-def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
-    """Return which numbers of `NAMES` the measurements can tell."""
+def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
+    """Return which numbers of `NAMES` the measurements determine."""
     replicas, nodes = profile.num_replicas, profile.num_nodes
     many, across = replicas > 1, nodes > 1
     inside, beyond_two = many & ~across, replicas > 2
@@ -93,9 +93,9 @@ def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
         "alpha_r": bool(inside.any()),
         "beta_r": bool((inside & beyond_two).any()),
         "gamma": _count_distinct(profile, many) > 1,
-        "overlap": _tells_overlap(profile, shape),
+        "overlap": _determines_overlap(profile, shape),
         "gamma_c": num_sizes > 3,
-        "overhead": _tells_overhead(profile),
+        "overhead": _determines_overhead(profile),
         "contention": len(np.unique(replicas / nodes)) > 1,
         "growth_n": len(np.unique(replicas[across])) > 2,
         "two_node_penalty": bool(((nodes == 2) & beyond_two).any() and (nodes > 2).any()),
@@ -103,7 +103,7 @@ def tell(profile: Profile, shape: PerfParams) -> dict[str, bool]:
 
 
 def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
-    """Keep the network between nodes no faster than the one inside, where it was not seen."""
+    """Keep the network between nodes no faster than the one inside, if it was not measured."""
     if np.any(profile.num_nodes > 1):
         return params
     return params._replace(
@@ -113,53 +113,52 @@ def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
 
 
 def _count_distinct(profile: Profile, chosen: Booleans) -> int:
-    """Return how many different configurations there are among the chosen measurements."""
+    """Return the number of different configurations among the chosen measurements."""
     return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
 
 
-def _tells_overlap(profile: Profile, shape: PerfParams) -> bool:
-    """Whether overlap changes predictions of what was measured differently from alpha_c, beta_c."""
+def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:
+    """Return whether overlap changes predictions in another way than alpha_c and beta_c do."""
     serial, ideal = (
         pipeline_factor(shape._replace(overlap=overlap), profile.num_microbatches)
         for overlap in (0.0, 1.0)
     )
     matters = ideal < serial * (1 - 1e-6)
-    told_directly = matters & ~np.isnan(profile.compute_time)
-    return bool(told_directly.any()) or (
+    directly = matters & ~np.isnan(profile.compute_time)
+    return bool(directly.any()) or (
         bool(matters.any()) and len(np.unique(profile.num_microbatches)) > 1
     )
 
 
-def _tells_overhead(profile: Profile) -> bool:
-    """Whether what a step costs besides differs from what every micro-batch costs."""
+def _determines_overhead(profile: Profile) -> bool:
+    """Return whether a step's fixed cost can be told from that of every micro-batch."""
     sizes, counts = profile.micro_bsz, profile.num_microbatches
     num_distinct = len(np.unique(np.stack((sizes, counts)), axis=1).T)
     return min(len(np.unique(sizes)), len(np.unique(counts))) > 1 and num_distinct > 3
 
 
-def _guess_compute(profile: Profile, shape: PerfParams, told: dict[str, bool]) -> dict[str, float]:
+def _guess_compute(profile: Profile, shape: PerfParams, known: dict[str, bool]) -> dict[str, float]:
     """Return alpha_c, beta_c, overhead and overlap that explain accumulation steps best.
 
     Given the overlap they are lines, so a few overlaps are tried.
     """
     guesses = []
-    for overlap in _OVERLAPS if told["overlap"] else (1.0,):
-        factor = pipeline_factor(
-            shape._replace(overlap=float(overlap)), profile.num_microbatches, np
-        )
-        values, error = _fit_steps(profile, factor * np.ones_like(profile.micro_bsz), told)
-        # Where several explain them alike, the most overlap: the loss has the same term.
+    for overlap in _OVERLAPS if known["overlap"] else (1.0,):
+        overlapping = shape._replace(overlap=float(overlap))
+        factor = pipeline_factor(overlapping, profile.num_microbatches)
+        values, error = _fit_steps(profile, factor * np.ones_like(profile.micro_bsz), known)
+        # Of equally good ones the most overlap: the loss has the same term.
         guesses.append((error + 1e-3 * (overlap - 1) ** 2, float(overlap), values))
     _, overlap, values = min(guesses, key=lambda guess: guess[0])
     return {**values, "overlap": overlap}
 
 
 def _fit_steps(
-    profile: Profile, factor: Floats, told: dict[str, bool]
+    profile: Profile, factor: Floats, known: dict[str, bool]
 ) -> tuple[dict[str, float], float]:
     """Return alpha_c, beta_c and overhead of T_pipe = overhead + C(b)·F(M), and their error."""
-    if not told["alpha_c"]:
-        # By the whole step, not by the stages' timers: what a step costs beside its stages
+    if not known["alpha_c"]:
+        # By the whole step, not by the stages' timers: the cost of a step beside its stages
         # (launching them, the loss) is the same for any batch size, and belongs to alpha_c.
         implied = profile.accum_time / factor
         half = float(np.average(implied, weights=profile.weight)) / 2
@@ -170,7 +169,7 @@ def _fit_steps(
     sizes, times = profile.micro_bsz[measured], profile.compute_time[measured]
     columns = [factor, factor * profile.micro_bsz]
     below = [np.ones_like(sizes), sizes]
-    if told["overhead"]:
+    if known["overhead"]:
         columns.append(np.ones_like(factor))
         below.append(np.zeros_like(sizes))
     every = np.concatenate((np.stack(columns, axis=1), np.stack(below, axis=1)))
@@ -182,7 +181,7 @@ def _fit_steps(
 def _guess_network(
     profile: Profile, seen: Booleans, gamma: float, logarithmic: bool
 ) -> tuple[float, float]:
-    """Return alpha and beta from what optimizer steps took longer than accumulation steps."""
+    """Return alpha and beta from the excess of optimizer steps over accumulation steps."""
     accum, optim = profile.accum_time[seen], profile.optim_time[seen]
     # In units of the step, so that no power overflows.
     rest = optim * np.maximum(1 - (accum / optim) ** gamma, 0.0) ** (1 / gamma)

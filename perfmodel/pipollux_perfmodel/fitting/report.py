@@ -18,7 +18,7 @@ from pipollux_perfmodel.timing.step_time import (
 
 from .loss import NAMES
 from .measurements import Floats, Profile
-from .priors import tell
+from .priors import identifiable
 
 _REASONS = {
     "alpha_c": "one micro-batch size was measured; half of its time is taken to be fixed",
@@ -62,15 +62,15 @@ class FitReport(NamedTuple):
     """How far to trust a fit."""
 
     regimes: tuple[RegimeError, ...]
-    """Accumulation steps, then optimizer steps by where the replicas lay; those measured only."""
+    """Accumulation steps, then optimizer steps by allocation; only those that were measured."""
     assumed: tuple[Assumption, ...]
-    """Parameters that the measurements do not tell."""
+    """Parameters that the measurements do not determine."""
     outliers: tuple[int, ...]
-    """Rows that a fit should rather not be judged by: far off while the others are not."""
+    """Rows far off while the others are not; they should not be held against the fit."""
 
 
 def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitReport:
-    """Return what predictions of the measurements, and the measurements, say of a fit.
+    """Return the errors of a fit on its measurements, and what it assumes.
 
     Args:
         params: what was fitted.
@@ -87,15 +87,15 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
         ("two nodes", optim, nodes == 2),
         ("three or more nodes", optim, nodes > 2),
     )
-    told = tell(profile, shape)
+    known = identifiable(profile, shape)
     meaningless = {"overlap"} if shape.num_stages == 1 else set()
     if np.all(profile.num_microbatches == 1):
         meaningless.add("overhead")
-    reasons = {**_REASONS, "growth_n": _growth_reason(params, told)}
+    reasons = {**_REASONS, "growth_n": _growth_reason(params, known)}
     assumed = tuple(
         Assumption(name, float(getattr(params, name)), reasons[name])
         for name in NAMES
-        if not told[name] and name not in meaningless
+        if not known[name] and name not in meaningless
     )
     return FitReport(
         regimes=tuple(
@@ -108,8 +108,8 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
     )
 
 
-def _growth_reason(params: PerfParams, told: dict[str, bool]) -> str:
-    if not told["beta_n"]:
+def _growth_reason(params: PerfParams, known: dict[str, bool]) -> str:
+    if not known["beta_n"]:
         return "never more than two replicas across nodes; nothing grows that it could bend"
     grown = "linear" if params.growth_n == 1 else "logarithmic"
     return f"fewer than three numbers of replicas across nodes; taken to be {grown}"

@@ -226,9 +226,8 @@ class _Goodput:
         params = self._params
         if not is_simple(params):
             where = self._nodes[columns], self._replicas[columns]
-            return step_time(
-                params, *where, atomic_bsz, accum_steps, self._num_microbatches, np
-            ).total
+            times = step_time(params, *where, atomic_bsz, accum_steps, self._num_microbatches)
+            return times.total
         micro_bsz = atomic_bsz / self._num_microbatches
         pipeline = pipeline_time(params, micro_bsz, self._num_microbatches)
         accum = pipeline * self._slow[columns] + params.overhead

@@ -82,7 +82,7 @@ def fit(
     Exit code: 0 fitted; 1 the fit cannot be written; 2 a row or an option is
     wrong, and nothing was written.
     """
-    from pipollux_sched.modeling.pictures import picture_format
+    from pipollux_sched.modeling.arguments import picture_format
 
     with data_errors():
         gradients = grad_params(grad_sqr, grad_var)

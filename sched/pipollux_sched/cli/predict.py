@@ -138,8 +138,7 @@ def predict(
 
     Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is wrong.
     """
-    from pipollux_sched.modeling.arguments import parse_numbers
-    from pipollux_sched.modeling.pictures import picture_format
+    from pipollux_sched.modeling.arguments import parse_numbers, picture_format
     from pipollux_sched.modeling.prediction import Question
     from pipollux_sched.modeling.prediction import predict as answer_question
 
@@ -198,10 +197,9 @@ def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:
 def _layers(
     path: str | None, memory_limit: str | None, link: str | None, params: str
 ) -> Layers | None:
+    from pipollux_sched.modeling.arguments import parse_link, parse_size
     from pipollux_sched.modeling.cutting import Layers
-    from pipollux_sched.modeling.files import STANDARD_INPUT
-    from pipollux_sched.modeling.layers_file import read_layers
-    from pipollux_sched.modeling.sizes import parse_link, parse_size
+    from pipollux_sched.modeling.files import STANDARD_INPUT, read_layers
 
     if path is None:
         for option, value in (("--memory-limit", memory_limit), ("--link", link)):

@@ -1,6 +1,6 @@
-"""Decoding JSON that people write, with reasons that people understand.
+"""JSON files written by users, and readable errors.
 
-A key that stands twice in one object is refused, where the standard library keeps the last.
+A key that occurs twice in one object is refused; the standard library would keep the last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipollux_perfmodel import LayerProfile
 from pipollux_sched.utils.text_file import not_text, read_text_file
+from pipollux_sched.utils.validation import spell_value
 
 from .errors import ModelingError
 
@@ -55,6 +57,26 @@ def read_text(path: str | Path) -> tuple[str, str]:
         return sys.stdin.buffer.read().decode("utf-8-sig"), name
     except UnicodeDecodeError as error:
         raise ModelingError(not_text(name, error)) from None
+
+
+def read_layers(path: str | Path) -> LayerProfile:
+    """Read `layers.json`, the costs of a model's layers (`LayerProfile.to_json_object`).
+
+    Raises:
+        ModelingError: naming the file, the key, its value and what is allowed.
+    """
+    text, name = read_text(path)
+    try:
+        data = decode(text)
+        if not isinstance(data, dict):
+            raise ValueError(
+                f'{spell_value(data)} is not an object; it must begin with {{"version": 1'
+            )
+        return LayerProfile.from_json_object(data)
+    except OverflowError:
+        raise ModelingError(f"{name}: a number is too large; give finite numbers") from None
+    except ValueError as error:
+        raise ModelingError(f"{name}: {str(error).removeprefix('layer profile: ')}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Pictures of a fit and of predictions, drawn by matplotlib without a display.
+"""Plots of a fit and of predictions, drawn by matplotlib without a display.
 
-The same data give the same bytes: matplotlib's own defaults whatever the user's are, no dates, no
-random names.
+The same data give the same bytes: matplotlib's defaults whatever the user's settings, no dates, no
+random names. A fit's plot shows two points for every row, by regime: its accumulation step, and its
+optimizer step in the regime of its allocation.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import matplotlib.style
@@ -18,17 +19,56 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
+from pipollux_perfmodel import GoodputFunction
+
 from .fitting import StageFit
+from .measurements import Measurement
 from .prediction import Answer
-from .regimes import ACCUMULATION, REGIMES, RegimePoint, points
 from .stage_model import Prediction
 
+ACCUMULATION = "accumulation steps"
+REGIMES = (ACCUMULATION, "one replica", "one node", "two nodes", "three or more nodes")
+"""What was at work in a step's time, by the names of the fit's report."""
 _MARKERS = dict(zip(REGIMES, ("o", "s", "^", "D", "P"), strict=True))
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARGIN = 1.25
 _WITHIN = 0.1
 """The band around the diagonal of a fit."""
+
+
+class RegimePoint(NamedTuple):
+    """One measured time and its prediction, in seconds."""
+
+    regime: str
+    """One of `REGIMES`."""
+    micro_bsz: float
+    """Samples of a micro-batch."""
+    measured: float
+    predicted: float
+    outlier: bool
+    """Whether the fit counts its row as an outlier."""
+
+
+def points(fit: StageFit) -> list[RegimePoint]:
+    """Return the points of a fit, two for each of its rows, in their order."""
+    # Step times depend on neither the gradient nor the initial batch size.
+    model = GoodputFunction(fit.perf_params, (0.0, 1.0), 1)
+    outliers = set(fit.report.outliers)
+    found = []
+    for index, row in enumerate(fit.rows):
+        one = row.measurement
+        times = model.step_time(
+            one.num_nodes, one.num_replicas, one.atomic_bsz, 0, one.num_microbatches
+        )
+        for regime, measured, predicted in (
+            (ACCUMULATION, one.accum_step_time, times.accum_time),
+            (_regime(one), one.optim_step_time, times.optim_time),
+        ):
+            found.append(
+                RegimePoint(regime, one.micro_bsz, measured, float(predicted), index in outliers)
+            )
+    return found
 
 
 def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
@@ -38,7 +78,7 @@ def draw_fit(fits: Sequence[StageFit], form: str = "png") -> bytes:
 
     Args:
         fits: at least one.
-        form: one of `pictures.FORMATS`.
+        form: one of `arguments.FORMATS`.
     """
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(5.2 * len(fits) + 1.0, 5.0), layout="constrained")
@@ -60,7 +100,7 @@ def draw_answer(answer: Answer, form: str = "png") -> bytes:
 
     Args:
         answer: the predictions.
-        form: one of `pictures.FORMATS`.
+        form: one of `arguments.FORMATS`.
     """
     by_stages: dict[int, list[Prediction]] = {}
     for one in answer.predictions:
@@ -74,6 +114,12 @@ def draw_answer(answer: Answer, form: str = "png") -> bytes:
             _answer_lines(left, right, rows, _label(num_stages, rows[0]), colour)
         _finish_answer(left, right, answer)
         return _render(figure, form)
+
+
+def _regime(one: Measurement) -> str:
+    if one.num_replicas == 1:
+        return "one replica"
+    return {1: "one node", 2: "two nodes"}.get(one.num_nodes, "three or more nodes")
 
 
 def _fit_panel(axes: Axes, fit: StageFit, colours: LogNorm) -> Any:

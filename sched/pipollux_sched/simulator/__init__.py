@@ -51,8 +51,8 @@ from pipollux_sched.simulator.workload.generate import generate
 
 from .experiment import Experiment, Workload, make_nodes, node_events
 from .known_length import KnownLength
-from .load import scale_load
 from .parallel import run_pairs
+from .workload.arrivals import scale_load
 
 __all__ = [
     "A100_40G",

@@ -109,7 +109,7 @@ def make_nodes(
     """Return nodes by name.
 
     Args:
-        counts: by type of GPU (empty: not told), how many nodes and how many GPUs each.
+        counts: by type of GPU (empty: unknown), how many nodes and how many GPUs each.
         preemptible: they may be taken away.
 
     Example:

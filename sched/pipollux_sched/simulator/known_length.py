@@ -1,8 +1,8 @@
-"""What a policy is told of how long a simulated job still has to train.
+"""What a policy knows of the remaining work of simulated jobs.
 
-No scheduler knows it by itself. A script that trains a fixed number of epochs can tell exactly; one
-that stops by a target can guess; Pollux is not told. What a policy makes of a workload depends on
-it, so every figure names it.
+A scheduler cannot measure it. A script that trains a fixed number of epochs knows it exactly, one
+that stops at a target can estimate it, and Pollux does without. Results depend on it, so every
+figure names it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownLength:
-    """How much of a job's length its policy is told.
+    """How well a policy knows the remaining work of jobs.
 
     Example:
-        >>> KnownLength.parse("none").told("a", 100.0) is None
+        >>> KnownLength.parse("none").estimate("a", 100.0) is None
         True
-        >>> 50.0 <= KnownLength.parse("2").told("a", 100.0) <= 200.0
+        >>> 50.0 <= KnownLength.parse("2").estimate("a", 100.0) <= 200.0
         True
 
     Raises:
@@ -29,16 +29,15 @@ class KnownLength:
     """
 
     factor: float | None = 1.0
-    """Every job's remaining work is told this many times too long or too short at most; 1: exactly.
-    None: not told at all."""
+    """Estimates are at most this many times too long or too short; 1: exact. None: unknown."""
     seed: int = 0
-    """Of the jobs' errors."""
+    """Of the errors of the estimates."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:
             raise ValueError(
                 f"known_length: {self.factor} must be a finite factor of at least 1, "
-                "as in 2 for lengths that are told half or double at worst"
+                "as in 2 for estimates between half and double"
             )
 
     @classmethod
@@ -54,18 +53,18 @@ class KnownLength:
             factor = float(text)
         except ValueError:
             raise ValueError(
-                f"known_length: {text!r} must be exact, none, or a factor of at least 1 by which "
-                "lengths are told wrong at most"
+                f"known_length: {text!r} must be exact, none, or a factor of at least 1, the "
+                "largest error of estimates"
             ) from None
         return cls(factor, seed)
 
-    def told(self, job: str, remaining: float | None) -> float | None:
-        """Return what is told of a job.
+    def estimate(self, job: str, remaining: float | None) -> float | None:
+        """Return the policy's estimate of a job's remaining work.
 
         Args:
-            job: its name. A job is misjudged by the same factor for all of its life, drawn
-                log-uniformly between ``1 / factor`` and ``factor``.
-            remaining: seconds that one replica would still train; None: not even the job knows.
+            job: its name. Its error is one factor for all of its life, drawn log-uniformly between
+                ``1 / factor`` and ``factor``.
+            remaining: seconds that one replica would still train; None: unknown.
         """
         if self.factor is None or remaining is None:
             return None
@@ -76,11 +75,11 @@ class KnownLength:
         return remaining * math.exp(rng.uniform(-bound, bound))
 
     def __str__(self) -> str:
-        """Return what `parse` reads."""
+        """Return the text that `parse` reads."""
         if self.factor is None:
             return "none"
         return "exact" if self.factor == 1 else f"{self.factor:g}"
 
 
-TOLD_EXACTLY = KnownLength()
-"""Jobs that train for a number of epochs, and say so."""
+EXACT_LENGTHS = KnownLength()
+"""Jobs that train for a known number of epochs."""

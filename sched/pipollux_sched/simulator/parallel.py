@@ -1,6 +1,6 @@
-"""Simulations in processes of their own, several at a time; none is left behind.
+"""Simulations in separate processes, several at a time; none is left behind.
 
-A child tells of every round through a pipe. When the parent is interrupted it kills its children;
+A child reports every round through a pipe. When the parent is interrupted it kills its children;
 when the parent is killed, a child finds the pipe broken at its next round, and ends. Ctrl-C reaches
 the parent alone: children start with the signal blocked.
 """
@@ -24,7 +24,7 @@ from .experiment import Experiment, Workload
 Pair = tuple[Workload, str]
 """A workload, and the name of a policy."""
 WatchPair = Callable[[int, float, int], None]
-"""Is told which pair, the time in its simulation, and how many of its jobs are done."""
+"""Called with the pair's index, the time in its simulation, and its completed jobs."""
 
 
 class _Child(NamedTuple):
@@ -35,16 +35,16 @@ class _Child(NamedTuple):
 def run_pairs(
     experiment: Experiment, pairs: Sequence[Pair], watch: WatchPair, processes: int = 1
 ) -> list[SimulationOutcome]:
-    """Simulate every pair; returns outcomes in the order of the pairs.
+    """Simulate every pair, and return outcomes in the order of the pairs.
 
-    Outcomes do not depend on the number of processes, but for the policies' wall-clock seconds,
+    Outcomes do not depend on the number of processes, except for the policies' wall-clock seconds,
     which grow when there are more processes than idle cores.
 
     Args:
         experiment: the cluster.
         pairs: what to run on it.
-        watch: is told of every round.
-        processes: at most so many at a time; 1: in this process.
+        watch: called after every round.
+        processes: the most at a time; 1: in this process.
 
     Raises:
         ValueError: see `Experiment.run`.
@@ -79,12 +79,12 @@ def run_pairs(
 def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, _Child]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    # A child reads applications for itself: what was read here is more to send than to read.
+    # A child reads applications itself: sending what was read here would take longer.
     arguments = sender, replace(experiment), pair
     process = context.Process(target=_work, args=arguments, daemon=True)
     with _blocked_interrupts():
         process.start()
-    # Only the child holds this end now, so that its death is heard.
+    # Only the child holds this end now, so that its death closes the pipe.
     sender.close()
     return receiver, _Child(index, process)
 
@@ -92,7 +92,7 @@ def _start(experiment: Experiment, index: int, pair: Pair) -> tuple[Connection, 
 def _hear(
     receiver: Connection, child: _Child, pairs: Sequence[Pair], watch: WatchPair
 ) -> SimulationOutcome | None:
-    """Take one message of a child; return its outcome if that is what came."""
+    """Receive one message of a child; return it if it is the outcome."""
     try:
         message = receiver.recv()
     except EOFError:
@@ -117,19 +117,19 @@ def _end(receiver: Connection, child: _Child) -> None:
 
 
 def _work(sender: Connection, experiment: Experiment, pair: Pair) -> None:
-    """Simulate, in a process of its own."""
+    """Simulate in a child process."""
     try:
         try:
             sender.send(experiment.run(*pair, lambda now, done: sender.send((now, done))))
         except (SimulationError, ValueError) as error:
             sender.send(error)
     except BrokenPipeError:
-        return  # whoever asked is gone
+        return  # the parent is gone
 
 
 @contextmanager
 def _blocked_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for what is started meanwhile; one that comes is delivered afterwards."""
+    """Block Ctrl-C for processes started meanwhile; a Ctrl-C is delivered afterwards."""
     # The first process that multiprocessing starts has a companion, whose start unblocks Ctrl-C.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -92,9 +92,9 @@ def test_jobs_that_are_starting_are_shown_as_not_preemptible() -> None:
     [
         ({"one": ["a", "a", "a"]}, "node 'a' has 2 slots but 3 are allocated"),
         ({"two": ["a"]}, "node 'a' has 2 slots but 3 are allocated"),  # one holds a half of it
-        ({"one": ["c"]}, "job 'one' is given nodes that take nothing new: c"),
+        ({"one": ["c"]}, "job 'one' is placed on nodes that take no new replicas: c"),
         ({"starting": []}, r"job 'starting' is pinned to \['b'\] but is given \[\]"),
-        ({"pair": ["b"]}, "job 'pair' is given 1 replicas, it may have 2 to 8"),
+        ({"pair": ["b"]}, "job 'pair' has 1 replicas, allowed are 2 to 8"),
     ],
 )
 def test_impossible_answers_are_refused(

@@ -235,7 +235,7 @@ def test_traces_are_interpolated(traced: Path) -> None:
 
 def test_what_traces_do_not_say_is_an_error(traced: Path) -> None:
     app = TraceApplication(traced, Constants(max_epochs=2))
-    with pytest.raises(TraceError, match="tiny: the traces say nothing of placement"):
+    with pytest.raises(TraceError, match="tiny: the traces lack placement"):
         app.step_times(RunningJob((1,), atomic_bsz=9))
     with pytest.raises(TraceError, match="batch size 17 lies outside"):
         app.gradients(17, 0)

@@ -41,16 +41,16 @@ def test_a_factor_misjudges_a_job_by_the_same_for_all_of_its_life() -> None:
 
 def test_errors_differ_between_jobs_and_seeds_and_fill_the_range() -> None:
     known = KnownLength.parse("2")
-    logs = [math.log2(known.told(f"job-{n}", 1.0) or 0.0) for n in range(200)]
+    logs = [math.log2(known.estimate(f"job-{n}", 1.0) or 0.0) for n in range(200)]
     assert min(logs) < -0.9
     assert max(logs) > 0.9
     assert abs(sum(logs) / len(logs)) < 0.1, "as often too long as too short"
     other = KnownLength.parse("2", seed=1)
-    assert known.told("a", 1.0) == known.told("a", 1.0) != other.told("a", 1.0)
+    assert known.estimate("a", 1.0) == known.estimate("a", 1.0) != other.estimate("a", 1.0)
 
 
 def test_what_a_job_does_not_know_itself_is_not_told() -> None:
-    assert KnownLength.parse("exact").told("a", None) is None
+    assert KnownLength.parse("exact").estimate("a", None) is None
 
 
 @pytest.mark.parametrize("text", ["0.5", "nan", "inf", "-2", "half", ""])

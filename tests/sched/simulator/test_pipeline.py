@@ -77,7 +77,7 @@ def test_without_handover_the_truth_is_the_closed_form(
     for num_stages, plan in ways:
         truth = PipelineTruth(name, plan, A100_40G, deviates=False)
         sizes = 1, 1, micro_bsz * num_microbatches, 0, num_microbatches
-        expected = step_time(plan.perf_params, *map(np.float64, sizes), xp=np)
+        expected = step_time(plan.perf_params, *map(np.float64, sizes))
         schedule = truth.schedule(micro_bsz, num_microbatches)
         assert schedule.num_stages == num_stages
         assert schedule.makespan == pytest.approx(float(expected.accum_time), rel=1e-9)

@@ -1,9 +1,9 @@
-"""What the simulator asks of an application: how its jobs really train, and what they know of it.
+"""Interfaces of an application: how its jobs really train, and what they know of it.
 
 An `Application` is the truth: how long an iteration takes on a placement, how noisy gradients are,
-how far a job has to train. A `JobModel` is what ONE job has found out: it sees the step times of
-the configurations that the job ran in, and its gradients, and predicts the rest. Policies see
-nothing but the model, as in a real cluster.
+how far a job has to train. A `JobModel` is what ONE job has learnt: it sees the step times of the
+configurations that the job ran in, and its gradients, and predicts the rest. Policies see only the
+model, as in a real cluster.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class TrueStepTimes(NamedTuple):
     """Without."""
 
     def differ(self, predicted: StepTime) -> bool:
-        """Whether either is off a prediction by more than 4 %, so that a model is fitted anew."""
+        """Return whether either is more than 4 % off its prediction: then a model is refitted."""
         pairs = (predicted.optim_time, self.optim_step), (predicted.accum_time, self.accum_step)
         return any(abs(math.log(guess / seen)) > _TOLERANCE for guess, seen in pairs)
 
 
 class JobModel(Protocol):
-    """What one job has learnt of itself, and what it tells the scheduler."""
+    """What one job has learnt of itself, and reports to the scheduler."""
 
     max_profiled_replicas: int
-    """Largest number of replicas that step times were seen on."""
+    """Largest number of replicas with measured step times."""
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
-        """Note what an iteration took, and the gradients' size and noise."""
+        """Record the times of an iteration, and the gradients' size and noise."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the ways a replica may run, with their speedups; the job's own shape first."""

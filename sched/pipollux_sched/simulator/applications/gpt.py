@@ -123,7 +123,7 @@ def gpt_profile(model: GptModel, device: Device) -> LayerProfile:
 def _layer(
     device: Device, forward: float, backward: float, parameters: int, kept: float, hidden: int
 ) -> Layer:
-    """Return a layer of so many flops and kept bytes per sample."""
+    """Return a layer by its flops and kept bytes per sample."""
     return Layer(
         forward_alpha=device.launch_seconds,
         forward_beta=forward / device.flops,

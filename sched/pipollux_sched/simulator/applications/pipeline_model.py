@@ -1,4 +1,4 @@
-"""What one pipeline job knows of itself and tells the scheduler: every K, and what each is worth.
+"""What one pipeline job knows of itself and reports to the scheduler: the speedups of every K.
 
 Step times come from `StepTimeLearner`, the noise of gradients from the job's last step (as large as
 the gradient itself until one was made), the best M, batch size and accumulation for an allocation

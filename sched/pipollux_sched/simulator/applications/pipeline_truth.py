@@ -109,7 +109,7 @@ class PipelineTruth:
     def _all_reduced(self, final: tuple[float, ...], running: RunningJob) -> float:
         """Return when the last gradient is reduced."""
         times = self.all_reduces(running.placement)
-        return float(network_end(final, times, running.num_nodes > 1, np))
+        return float(network_end(final, times, running.num_nodes > 1))
 
     def _update_seconds(self) -> float:
         per_layer = state_bytes(self.plan.profile)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipollux_perfmodel import fit_perf_params
-from pipollux_sched.policy import NodeInfo, ReplicaShape
+from pipollux_sched.policy import NodeInfo
 from pipollux_sched.simulator.workload.generate import CATEGORIES, Mix, Request
 
 from .base import Application
@@ -33,8 +33,8 @@ def load_applications(
 
     Args:
         names: which.
-        traces: holds a folder for each application of the public traces; only those that are asked
-            for are read.
+        traces: holds a folder for each application of the public traces; only requested ones are
+            read.
         devices: types of GPU that pipelines may run on.
         fit: how jobs of the traces fit their model.
 
@@ -58,10 +58,10 @@ def load_applications(
 
 
 def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
-    """Return the devices of types of GPU that nodes tell; those that do not tell are A100s.
+    """Return the devices of nodes' types of GPU; an empty type is an A100.
 
     Raises:
-        ValueError: nothing is known of a type.
+        ValueError: a type is unknown.
     """
     known = {device.name: device for device in DEVICES}
     wanted = sorted(set(gpu_types) - {""})
@@ -77,14 +77,14 @@ def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
 def fits(application: Application, nodes: Mapping[str, NodeInfo]) -> bool:
     """Tell whether some node holds a replica of some shape of an application."""
     shapes = application.new_model().shapes()
-    return any(_holds(node, shape) for shape in shapes for node in nodes.values())
+    return any(node.num_fitting(shape) for shape in shapes for node in nodes.values())
 
 
 def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
-    """Make sure that an application can run at all.
+    """Check that an application can run at all.
 
     Raises:
-        ValueError: no node holds a replica of it, or a node has more GPUs than its traces tell of.
+        ValueError: no node holds a replica of it, or a node has more GPUs than its traces cover.
     """
     sizes = [node.resources.get("slots", 0) for node in nodes.values()]
     most = max(sizes, default=0)
@@ -104,9 +104,9 @@ def check_room(application: Application, nodes: Mapping[str, NodeInfo]) -> None:
 def requests_for(
     mix: Mix, nodes: Mapping[str, NodeInfo], traces: Path | None = None
 ) -> dict[str, Request]:
-    """Return what users ask for, by application of a mix; those that fit on no node are left out.
+    """Return users' requests by application of a mix, without applications that fit on no node.
 
-    Nobody asks for more replicas than the nodes hold.
+    No request exceeds the replicas that the nodes hold.
 
     Args:
         mix: see `generate`.
@@ -136,24 +136,15 @@ def requests_for(
 def _capped(
     application: PipelineApplication | TraceApplication, nodes: Mapping[str, NodeInfo]
 ) -> Request:
-    """Return what users ask for who know how large the cluster is."""
+    """Return the requests of users who know the size of the cluster."""
     shape = application.new_model().shapes()[0]
-    most = sum(
-        min(node.resources.get(key, 0) // n for key, n in shape.resources.items() if n)
-        for node in nodes.values()
-        if shape.runs_on(node)
-    )
+    most = sum(node.num_fitting(shape) for node in nodes.values())
 
     def request(rng: np.random.Generator) -> tuple[int, int]:
         replicas, batch_size = application.requests(rng)
         return max(min(replicas, most), 1), batch_size
 
     return request
-
-
-def _holds(node: NodeInfo, shape: ReplicaShape) -> bool:
-    need = shape.resources.items()
-    return shape.runs_on(node) and all(node.resources.get(key, 0) >= n for key, n in need)
 
 
 def _folder(name: str, traces: Path | None) -> Path:

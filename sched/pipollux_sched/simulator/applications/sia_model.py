@@ -171,7 +171,7 @@ def _goodput(
     """Return 48·R / T · efficiency(48·R), 0.0 above the largest batch size."""
     seconds, network, gradients, most = constants
     batch_size = NUM_MICROBATCHES * num_replicas
-    total = seconds + network_time(network, num_nodes, num_replicas, np)
+    total = seconds + network_time(network, num_nodes, num_replicas)
     goodput = batch_size / total * gradients.efficiency(batch_size)
     return np.where(num_replicas <= most, goodput, 0.0)
 

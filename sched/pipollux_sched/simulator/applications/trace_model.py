@@ -165,7 +165,7 @@ class TraceJobModel:
 
     def _fit(self, gradients: GradParams) -> GoodputFunction:
         self._fitted = len(self._profile)
-        # In an order of their own: which job fits first, and shares it, must not matter.
+        # Sorted: which job fits first, and shares the fit, must not matter.
         rows = sorted(self._profile.items())
         nodes, replicas, sizes = (
             np.array(column) for column in zip(*(r[0] for r in rows), strict=True)

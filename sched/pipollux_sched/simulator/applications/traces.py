@@ -36,7 +36,7 @@ _LEAST_SCALING, _MOST_SCALING = 0.5, 0.8
 
 @dataclass(frozen=True)
 class Constants:
-    """What the artifact says of an application beside its traces."""
+    """Constants of an application in the artifact, beside its traces."""
 
     max_epochs: int
     """Epochs that a job trains, in statistical epochs."""
@@ -233,7 +233,7 @@ class TraceApplication:
             inside = not math.isnan(step)
         if not inside:
             raise TraceError(
-                f"{self.name}: the traces say nothing of placement {placement} with local batch "
+                f"{self.name}: the traces lack placement {placement} with local batch "
                 f"size {local_bsz}; keep to {self.min_local_bsz} to {self.max_local_bsz}"
             )
         return TrueStepTimes(float(step), float(step - sync))
@@ -274,7 +274,7 @@ def _batch_size(path: Path) -> int:
         return int(path.stem.removeprefix("validation-"))
     except ValueError:
         raise TraceError(
-            f"{path}: does not say its batch size; name it validation-B.csv with B samples"
+            f"{path}: has no batch size in its name; name it validation-B.csv with B samples"
         ) from None
 
 

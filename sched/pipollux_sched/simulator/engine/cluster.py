@@ -1,9 +1,9 @@
-"""The simulated cluster: jobs arrive, a policy decides at every round, nodes come and go.
+"""The simulated cluster: jobs arrive, a policy decides in every round, nodes come and go.
 
-Between two moments at which something is decided, every job trains by itself, exactly (`job`). The
-policy sees what a real one would see: `JobInfo` from what jobs measured, `NodeInfo`, the current
-allocations. Its answer is held against the rules of `policy.violations`; what breaks one ends the
-simulation, so that no policy can win by cheating.
+Between two decisions, every job trains by itself, exactly (`job`). The policy sees what it would
+see in a real cluster: `JobInfo` from what jobs measured, `NodeInfo`, the current allocations. Its
+answer is checked by `policy.violations`; a broken rule ends the simulation, so that no policy can
+win by cheating.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipollux_sched.policy import (
     violations,
 )
 from pipollux_sched.simulator.applications.base import Application
-from pipollux_sched.simulator.known_length import TOLD_EXACTLY, KnownLength
+from pipollux_sched.simulator.known_length import EXACT_LENGTHS, KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
 
 Watch: TypeAlias = Callable[[float, int], None]
-"""Is told, after every round, the time in the simulation and how many jobs are done."""
+"""Called after every round with the time in the simulation and the number of completed jobs."""
 
 
 class SimulationError(Exception):
@@ -47,16 +47,16 @@ class Options:
     restart_seconds: float = 30.0
     """Time without training after every start of a job."""
     interference: float = 0.0
-    """By how much distributed jobs that share a node are slowed, 0 to 1; with 0, none may share one
-    (rule 4 of docs/policies.md), because nothing would come of it."""
+    """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
+    (rule 4 of docs/policies.md)."""
     checkpoint_seconds: float = 600.0
-    """Training time after which jobs save; matters where nodes are lost."""
+    """Training time after which jobs save; it matters where nodes are lost."""
     node_events: tuple[NodeEvent, ...] = ()
     """Nodes that drain, are lost and come back."""
-    known_length: KnownLength = TOLD_EXACTLY
-    """What the policy is told of how long jobs still train."""
+    known_length: KnownLength = EXACT_LENGTHS
+    """What the policy knows of the remaining work of jobs."""
     most_days: float = 60.0
-    """A simulation that takes longer is given up: some job is never going to run."""
+    """A simulation that takes longer is stopped: some job will never run."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "checkpoint_seconds", "most_days"):
@@ -70,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a simulation came to."""
+    """The result of a simulation."""
 
     jobs: tuple[SimulatedJob, ...]
     nodes: Mapping[str, NodeInfo]
@@ -93,7 +93,7 @@ class Cluster:
         workload: what arrives when.
         applications: by name, the truth of every application of the workload.
         nodes: by name.
-        policy: decides; one with `adapts_batch_size = False` gets jobs at their user's batch size.
+        policy: decides; with `adapts_batch_size = False` jobs keep their user's batch size.
         options: how the cluster behaves.
 
     Raises:
@@ -128,10 +128,10 @@ class Cluster:
         """Simulate until all jobs are done.
 
         Args:
-            watch: is told how far it is.
+            watch: called after every round.
 
         Raises:
-            SimulationError: the policy broke a rule, or some job never gets to run.
+            SimulationError: the policy broke a rule, or some job never runs.
         """
         while self._waiting or self._active:
             self._skip_idle_rounds()
@@ -143,7 +143,7 @@ class Cluster:
                 names = ", ".join([*self._active][:5])
                 raise SimulationError(
                     f"after {self.options.most_days:g} days {len(self._active)} jobs are not done "
-                    f"({names}); give nodes that hold what they ask for, or fewer jobs"
+                    f"({names}); give nodes that hold their requests, or fewer jobs"
                 )
         jobs = tuple(sorted(self._done, key=lambda job: (job.arrival.time, job.name)))
         return Result(jobs, self._all_nodes, tuple(self._policy_seconds), _activity(jobs))
@@ -156,7 +156,7 @@ class Cluster:
         self._now = max(self._now, rounds * self.options.interval)
 
     def _advance_to(self, until: float) -> None:
-        """Let time pass; nodes come and go on the way, at their very moments."""
+        """Let time pass; nodes come and go at their exact times."""
         while self._events and self._events[0].time <= until:
             event = self._events.pop(0)
             self._train(max(event.time, self._now))
@@ -225,7 +225,7 @@ class Cluster:
         begin = time.perf_counter()
         answer, _ = self.policy.optimize(infos, self.nodes, base, template)
         self._policy_seconds.append(time.perf_counter() - begin)
-        # Where sharing a node has its price, paying it is the policy's affair.
+        # Where sharing a node has a price, the policy may choose to pay it.
         crowding = self.options.interference > 0
         broken = violations(infos, self.nodes, base, answer, crowding=crowding)
         if broken:

@@ -2,7 +2,7 @@
 
 A node is up for an exponentially distributed time, as nodes that do not age are, then fails and is
 repaired; a spot node is besides taken away by its provider, with a notice or without one, and comes
-back when there is capacity again. Each node draws from a generator of its own, of the seed and the
+back when there is capacity again. Each node draws from its own generator, of the seed and the
 node's name, so other nodes and their order change nothing.
 """
 
@@ -76,7 +76,7 @@ SPOT = Outages(mean_uptime=6 * 3600.0, mean_downtime=1800.0, notice=120.0, least
 def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -> list[NodeEvent]:
     """Return the events of all nodes before `duration` seconds, sorted by time.
 
-    A node that drains before the end may be lost after it, and is then not told to be lost.
+    A node that drains before the end may be lost after it; that loss is not an event.
 
     Args:
         nodes: names, each once.
@@ -103,7 +103,7 @@ def outages(nodes: Sequence[str], duration: float, outage: Outages, seed: int) -
 
 
 def merge_events(*streams: Sequence[NodeEvent]) -> list[NodeEvent]:
-    """Return the events of several streams as one, sorted by time, that tells one story a node.
+    """Return the events of several streams as one, sorted by time and consistent for each node.
 
     A node that one stream took away stays away until all that took it give it back; what happens to
     it meanwhile is left out.

@@ -41,7 +41,7 @@ class IsolatedTimes:
         return sum(node.resources.get("slots", 0) for node in self._nodes.values())
 
     def seconds(self, app: Application, share: float) -> float:
-        """Return how long a job takes alone on so many slots, on at least one replica.
+        """Return how long a job takes alone on a number of slots, on at least one replica.
 
         Replicas are of the job's own shape, whole, as close together as they can be, and no more
         than the job can use.

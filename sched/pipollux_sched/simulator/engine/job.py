@@ -3,7 +3,7 @@
 Progress is counted as Pollux counts it, in iterations that the initial batch size would have taken:
 per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when
 progress has reached the application's for it; gradients then change, and the job chooses its batch
-size anew. Nothing is rounded to whole seconds.
+size again. Nothing is rounded to whole seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Interval:
-    """A time in which a job held the same nodes."""
+    """A period in which a job held the same nodes."""
 
     start: float
     """Seconds since the workload's begin."""
@@ -35,12 +35,12 @@ class Interval:
 
 @dataclass
 class SimulatedJob:
-    """A job on its way through the cluster.
+    """One job in the simulated cluster.
 
     Args:
         arrival: its row of the workload.
         app: the truth.
-        model: what it knows.
+        model: what the job knows.
         restart_seconds: time without training after every start.
         checkpoint_seconds: training time after which it saves; what came later is lost with a node.
     """
@@ -51,7 +51,7 @@ class SimulatedJob:
     restart_seconds: float = 30.0
     checkpoint_seconds: float = math.inf
     clock: float = 0.0
-    """Up to when it has been simulated."""
+    """The time up to which it has been simulated."""
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
@@ -65,7 +65,7 @@ class SimulatedJob:
     slots_per_replica: int = 1
     history: list[Interval] = field(default_factory=list)
     lost_progress: float = 0.0
-    """Progress that went with lost nodes, in iterations at the initial batch size."""
+    """Progress lost with nodes, in iterations at the initial batch size."""
     _delay: float = 0.0
     _since: float = 0.0
     _saved: tuple[float, int] = (0.0, 0)
@@ -96,7 +96,7 @@ class SimulatedJob:
             self._save()
         if not nodes or shape is None:
             return
-        self.slots_per_replica = int(shape.resources.get("slots", shape.num_stages))
+        self.slots_per_replica = shape.slots
         self.num_starts += 1
         self.started = now if self.started is None else self.started
         self._delay = self.restart_seconds
@@ -149,7 +149,7 @@ class SimulatedJob:
             self._save()
 
     def _look(self, running: RunningJob) -> None:
-        """Let the model see what an iteration takes now."""
+        """Show the model the current time of an iteration."""
         gradients = self.app.gradients(running.batch_size, self.epoch)
         self.model.observe(running, self.app.step_times(running), gradients)
         self.running = running
@@ -192,7 +192,7 @@ def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed:
     Args:
         job: the job.
         now: seconds since the workload's begin.
-        known_length: what is told of how long it still trains.
+        known_length: what the policy knows of its remaining work.
         fixed: whether the policy leaves the user's batch size alone.
     """
     own, *others = job.model.shapes()
@@ -213,7 +213,7 @@ def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed:
         gpu_type=own.gpu_type,
         shapes=tuple(others),
         attained_service=job.attained_service,
-        remaining_work=known_length.told(job.name, _remaining_work(job)),
+        remaining_work=known_length.estimate(job.name, _remaining_work(job)),
         requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
     )
 

@@ -1,4 +1,4 @@
-"""What a simulation is judged by: completion times, restarts, use, fairness, the policy's time."""
+"""Metrics of a simulation: completion times, restarts, use, fairness, the policy's time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .outcome import SimulationOutcome
 
 @dataclass(frozen=True)
 class SimulationMetrics:
-    """One line of the table; the first nine are what every comparison needs."""
+    """One line of the table; every comparison needs the first nine."""
 
     workload: str
     policy: str
@@ -48,7 +48,7 @@ class SimulationMetrics:
     gpus: int
     seed: int
     known_length: str
-    """What the policy was told of how long jobs still train: exact, none, or a factor."""
+    """What the policy knew of the remaining work of jobs: exact, none, or a factor."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, in their order."""
@@ -56,7 +56,7 @@ class SimulationMetrics:
 
 
 def measure(outcome: SimulationOutcome) -> SimulationMetrics:
-    """Work out the metrics of a simulation."""
+    """Return the metrics of a simulation."""
     jcts = np.array([job.jct for job in outcome.jobs])
     fairness = np.array([job.finish_time_fairness for job in outcome.jobs])
     calls = np.array(outcome.policy_seconds)

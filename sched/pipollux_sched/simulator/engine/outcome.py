@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipollux_sched.simulator.applications.base import Application
-from pipollux_sched.simulator.known_length import TOLD_EXACTLY, KnownLength
+from pipollux_sched.simulator.known_length import EXACT_LENGTHS, KnownLength
 
 from .cluster import Result
 from .isolated import Contention, IsolatedTimes
@@ -58,8 +58,8 @@ class SimulationOutcome:
     """By node."""
     policy_seconds: tuple[float, ...]
     """Wall-clock seconds of every call of the policy."""
-    known_length: KnownLength = TOLD_EXACTLY
-    """What the policy was told of how long jobs still train."""
+    known_length: KnownLength = EXACT_LENGTHS
+    """What the policy knew of the remaining work of jobs."""
 
     @property
     def begin(self) -> float:
@@ -80,7 +80,7 @@ def outcome(
     workload: str,
     policy: str,
     seed: int,
-    known_length: KnownLength = TOLD_EXACTLY,
+    known_length: KnownLength = EXACT_LENGTHS,
 ) -> SimulationOutcome:
     """Return what a result comes to, with how long each job would have taken alone.
 
@@ -91,7 +91,7 @@ def outcome(
         workload: name.
         policy: name.
         seed: of the simulation.
-        known_length: what the policy was told of how long jobs still train.
+        known_length: what the policy knew of the remaining work of jobs.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 
