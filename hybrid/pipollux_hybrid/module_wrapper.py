@@ -163,7 +163,7 @@ def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTr
         given = ", ".join(f"{name!r}: {name}" for name in keywords)
         raise ConfigurationError(
             "the model got keyword arguments, and its first layer takes one value: pass them as a "
-            f"dict, model({{{given}}}); docs/models.md shows layers that hand them on"
+            f"dict, model({{{given}}}); docs/models.md shows layers that pass them on"
         )
     return inputs[0] if len(inputs) == 1 else inputs
 

@@ -215,7 +215,7 @@ def find(root: Path) -> Found:
         if fault is None:
             return Found(directory, None)
         faults.append(fault)
-        LOG.warning("checkpoint %s is passed over: %s", directory, fault)
+        LOG.warning("checkpoint %s is skipped: %s", directory, fault)
     if not directories:
         return Found(None, None)
     return Found(

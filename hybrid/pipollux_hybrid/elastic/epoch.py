@@ -1,7 +1,7 @@
 """Epochs that continue where the last run of the job stopped.
 
 A script that is started again runs its epoch under way from the top. What it did in loops over data
-loaders is not done again: loops that were complete are passed over, and the one that was under way
+loaders is not done again: completed loops are skipped, and the one that was under way
 goes on. Code between the loops does run again. What is made there (loaders, accumulators) is
 known by the *phase* it is made in, the script's beginning or an epoch, and its number therein.
 """
@@ -38,7 +38,7 @@ class EpochState(State):
         self.loops_done = 0
         """Loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
-        """Of those, how many were completed before the restart and are yet to be passed over."""
+        """Of those, how many were completed before the restart and are still to be skipped."""
         self.entered = False
         """Whether the script is in a loop over epochs just now."""
         self.began = False
@@ -54,7 +54,7 @@ class EpochState(State):
         fileobj.write(json.dumps({"epoch": self.epoch, "loops_done": self.loops_done}).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read them; the completed loops are passed over."""
+        """Read them; completed loops are skipped."""
         content = json.load(fileobj)
         self.epoch = int(content["epoch"])
         self.loops_done = self.loops_to_skip = int(content["loops_done"])

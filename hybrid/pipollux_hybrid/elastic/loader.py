@@ -74,7 +74,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             order on every replica and in every run. Of the latter, ``set_epoch(epoch)`` is called
             before each epoch, and after a restart ``skip(num_samples)``, which returns the data
             set without its first samples, where it has them; without ``skip`` the samples
-            are read again and passed over.
+            are read again and skipped.
         batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the
             initial one.
         shuffle: Whether each epoch has an order of its own; an iterable data set shuffles itself.
@@ -191,7 +191,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("sampler", "batch_sampler", "drop_last"):
         if options.pop(name, None):
             raise ConfigurationError(
-                f"AdaptiveDataLoader takes no {name}: it shares the samples out itself, each "
+                f"AdaptiveDataLoader takes no {name}: it divides the samples itself, each "
                 "exactly once an epoch; use shuffle=True or a torch.utils.data.Subset"
             )
     if not options.get("in_order", True):

@@ -91,8 +91,8 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
         env = JobEnvironment.read()
         if env.num_replicas > 1 and not dist.is_initialized():
             raise ConfigurationError(
-                f"this is replica {env.rank} of {env.num_replicas}, which has not met the others: "
-                "call pipollux.init_process_group() at the beginning of the script"
+                f"this is replica {env.rank} of {env.num_replicas}, which has not joined the "
+                "others: call pipollux.init_process_group() at the beginning of the script"
             )
         control = ControlPlane(env.num_replicas, timeout)
         agree(control, "their environment", environment_settings(env))

@@ -153,7 +153,7 @@ class AdaptiveOptimizer:
             raise ConfigurationError(
                 "scaler is a torch.amp.GradScaler, which knows nothing of accumulation steps and "
                 "whose scale would be taken for the gradient's noise: use "
-                "`from pipollux_hybrid import GradScaler`, with the same arguments"
+                "pipollux.GradScaler, with the same arguments"
             )
 
     @contextmanager

@@ -148,7 +148,7 @@ def _check_distinct(layers: Sequence[tuple[str, nn.Module | None]]) -> None:
         before = first.setdefault(id(layer), name)
         if before != name:
             raise ConfigurationError(
-                f"layers {before!r} and {name!r} of the module are one and the same object: a "
+                f"layers {before!r} and {name!r} of the module are the same object: a "
                 "layer belongs to one stage; make a layer of its own for each place, or one "
                 "layer that applies it twice"
             )

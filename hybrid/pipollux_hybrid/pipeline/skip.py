@@ -202,5 +202,5 @@ def _check_carrier(batch: Batch, name: str) -> None:
         raise TypeError(
             f"a layer that stashes or pops {name!r} across stages takes and gives a tuple that "
             f"begins with a tensor of {batch[0].dtype}: put one of floating point type first, as "
-            "the way back of the gradient hangs on it"
+            "the gradient returns through it"
         )

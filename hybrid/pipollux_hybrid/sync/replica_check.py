@@ -88,7 +88,7 @@ class ReplicaCheck:
                 raise SynchronizationError(self._message(name, step, row))
         raise SynchronizationError(
             f"replicas differ after optimizer step {step}: their parameters and buffers are the "
-            "same but go by other names or come in another order; every replica needs the same "
+            "same but have other names or another order; every replica needs the same "
             "layers"
         )
 

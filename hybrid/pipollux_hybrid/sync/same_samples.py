@@ -52,7 +52,7 @@ class SameSamples:
             warnings.warn(
                 f"all {len(digests)} replicas train on the same samples: the batches of their "
                 "first step are equal, as a plain DataLoader gives each replica the whole data "
-                "set; use pipollux.AdaptiveDataLoader, which shares the samples out, or "
+                "set; use pipollux.AdaptiveDataLoader, which divides the samples, or "
                 "DataLoader(…, sampler=DistributedSampler(dataset))",
                 stacklevel=4,
             )

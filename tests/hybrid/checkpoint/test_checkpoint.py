@@ -118,7 +118,7 @@ def test_a_torn_checkpoint_is_passed_over(
     else:
         file.unlink()
     assert restarted().value == 1
-    assert "checkpoint-00000002 is passed over" in caplog.text
+    assert "checkpoint-00000002 is skipped" in caplog.text
 
 
 def test_a_leftover_of_a_killed_save_is_no_checkpoint(directory: Path) -> None:
