@@ -2,7 +2,7 @@
 
 ::
 
-    PipolluxError
+    PipolluxError (`pipollux_perfmodel.errors`)
     ├── ConfigurationError (also ValueError)   an argument or environment variable is wrong
     ├── CheckpointError                        a checkpoint cannot be written or read
     └── SynchronizationError                   gradients cannot be averaged as the loop uses them
@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from pipollux_perfmodel.errors import PipolluxError
 
 __all__ = [
     "Allowed",
@@ -30,10 +32,6 @@ __all__ = [
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 LONGEST = 60
 """Characters of a value that a message shows."""
-
-
-class PipolluxError(Exception):
-    """The base class of the errors that this package raises."""
 
 
 class ConfigurationError(PipolluxError, ValueError):

@@ -6,34 +6,14 @@ It knows neither torch nor a cluster; `docs/performance-model.md` has the formul
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipollux_perfmodel.goodput.config_search import Optimum
-from pipollux_perfmodel.goodput.goodput import GoodputFunction
-from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction
-from pipollux_perfmodel.hints.stage_speedups import stage_speedups
-from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
-from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
-from pipollux_perfmodel.partitioning.partition import least_memory, partition
-from pipollux_perfmodel.partitioning.stage_plan import (
-    StagePlan,
-    correct_profile,
-    plan_stages,
-    price_stages,
-    restage,
-)
-from pipollux_perfmodel.timing.params import GradParams, PerfParams, even_shares
-from pipollux_perfmodel.timing.step_time import StepTime
-from pipollux_perfmodel.timing.timeline import (
-    Schedule,
-    StageEvent,
-    bubble_fraction,
-    gpipe_schedule,
-    one_f_one_b_schedule,
-)
-
 if TYPE_CHECKING:
+    from pipollux_perfmodel.errors import InputError, PipolluxError
     from pipollux_perfmodel.fitting.adaptdl import fit_like_adaptdl
     from pipollux_perfmodel.fitting.fit import FitResult, fit_measurements, fit_perf_params
     from pipollux_perfmodel.fitting.report import Assumption, FitReport, RegimeError
+    from pipollux_perfmodel.goodput.config_search import Optimum
+    from pipollux_perfmodel.goodput.goodput import GoodputFunction
+    from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction
     from pipollux_perfmodel.hints.codec import (
         ParamsError,
         grad_params_from_json,
@@ -42,6 +22,26 @@ if TYPE_CHECKING:
         perf_params_to_json,
     )
     from pipollux_perfmodel.hints.hints import HintsError, SchedHints
+    from pipollux_perfmodel.hints.stage_speedups import stage_speedups
+    from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
+    from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
+    from pipollux_perfmodel.partitioning.partition import least_memory, partition
+    from pipollux_perfmodel.partitioning.stage_plan import (
+        StagePlan,
+        correct_profile,
+        plan_stages,
+        price_stages,
+        restage,
+    )
+    from pipollux_perfmodel.timing.params import GradParams, PerfParams, even_shares
+    from pipollux_perfmodel.timing.step_time import StepTime
+    from pipollux_perfmodel.timing.timeline import (
+        Schedule,
+        StageEvent,
+        bubble_fraction,
+        gpipe_schedule,
+        one_f_one_b_schedule,
+    )
 
 __all__ = [
     "Assumption",
@@ -51,12 +51,14 @@ __all__ = [
     "GoodputFunction",
     "GradParams",
     "HintsError",
+    "InputError",
     "Layer",
     "LayerProfile",
     "Link",
     "Optimum",
     "ParamsError",
     "PerfParams",
+    "PipolluxError",
     "RegimeError",
     "SchedHints",
     "Schedule",
@@ -86,7 +88,31 @@ __all__ = [
     "stage_speedups",
 ]
 
-_LATER = {
+_HOMES = {
+    "goodput.config_search": ("Optimum",),
+    "goodput.goodput": ("GoodputFunction",),
+    "goodput.speedup": ("Configuration", "SpeedupFunction"),
+    "hints.stage_speedups": ("stage_speedups",),
+    "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
+    "partitioning.memory": ("largest_micro_bsz", "stage_memory"),
+    "partitioning.partition": ("least_memory", "partition"),
+    "partitioning.stage_plan": (
+        "StagePlan",
+        "correct_profile",
+        "plan_stages",
+        "price_stages",
+        "restage",
+    ),
+    "timing.params": ("GradParams", "PerfParams", "even_shares"),
+    "timing.step_time": ("StepTime",),
+    "timing.timeline": (
+        "Schedule",
+        "StageEvent",
+        "bubble_fraction",
+        "gpipe_schedule",
+        "one_f_one_b_schedule",
+    ),
+    "errors": ("InputError", "PipolluxError"),
     "fitting.report": ("Assumption", "FitReport", "RegimeError"),
     "fitting.fit": ("FitResult", "fit_measurements", "fit_perf_params"),
     "hints.hints": ("HintsError", "SchedHints"),
@@ -99,8 +125,8 @@ _LATER = {
         "perf_params_to_json",
     ),
 }
-"""Modules that import scipy, autograd or pydantic, which takes longer than a script should wait."""
-_MODULES = {name: module for module, names in _LATER.items() for name in names}
+"""Names by module: numpy, scipy, autograd and pydantic are imported by whoever asks for them."""
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

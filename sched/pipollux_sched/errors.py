@@ -1,19 +1,22 @@
-"""The errors of a running scheduler that a user can do something about.
+"""What goes wrong with a scheduler, its state or its input, in a way that a user can act on.
 
-    SchedulerError
-    ├── StoreError              (.store)    UnknownJobError, ConflictError: JobExistsError, …
-    ├── StateDirError           (.store)
-    ├── BackendError            (.backend)
-    ├── HttpServerError         (.http_server)
-    ├── UnavailableError        (.control)
-    ├── TooManyRequestsError, BusyError   (.supervisor)
-    └── ClientError             (.client)
+    PipolluxError               (`pipollux_perfmodel.errors`)
+    ├── SchedulerError          also RuntimeError
+    │   ├── StoreError, StateDirError, BackendError, HttpServerError, UnavailableError, …
+    │   └── ClientError
+    ├── InputError              also ValueError; a command that meets it exits with 2
+    │   └── SpecError, ModelingError, EventLogError, TraceError, …
+    └── PlanError, SimulationError, ExpanderError, CommandError, …
 
-What is wrong with a file is a `SpecError` (`.document`), what is wrong with a plan a `PlanError`.
+The command line catches the root, and prints a sentence for each of its `problems`.
 """
 
 from __future__ import annotations
 
+from pipollux_perfmodel.errors import InputError, PipolluxError
 
-class SchedulerError(RuntimeError):
-    """Something that a user can do something about; the text is one sentence that says what."""
+__all__ = ["InputError", "PipolluxError", "SchedulerError"]
+
+
+class SchedulerError(PipolluxError, RuntimeError):
+    """What goes wrong with a running scheduler."""

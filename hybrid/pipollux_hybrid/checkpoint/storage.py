@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from pipollux_hybrid.errors import CheckpointError
+from pipollux_perfmodel.errors import PipolluxError
 
 __all__ = [
     "MANIFEST",
@@ -65,7 +66,7 @@ class Found(NamedTuple):
     """Why nothing may be restored or started, one sentence; None if all is well."""
 
 
-class StateError(Exception):
+class StateError(PipolluxError):
     """What a state's own ``save`` or ``snapshot`` raised, with the state's name before it."""
 
     @classmethod

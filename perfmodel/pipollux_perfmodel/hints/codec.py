@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from pipollux_perfmodel.errors import InputError
 from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
 from pipollux_perfmodel.timing.params import (
     Checkpoint,
@@ -45,7 +46,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 _ALWAYS = (*PerfParams._fields[:7], "forward_shares", "backward_shares", "overlap")
 
 
-class ParamsError(ValueError):
+class ParamsError(InputError):
     """Parameters that cannot be believed; its text is one sentence naming key, value, remedy."""
 
 

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
+from pipollux_perfmodel.errors import InputError
 from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import check_balance
@@ -40,7 +41,7 @@ from .codec import (
 )
 
 
-class HintsError(ValueError):
+class HintsError(InputError):
     """Hints that cannot be believed; its text is one sentence naming key, value and remedy."""
 
 

@@ -16,11 +16,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pipollux_sched.errors import PipolluxError
+
 FIELDS = ("desired", "current", "release")
 """What an expander command may name, in braces."""
 
 
-class ExpanderError(Exception):
+class ExpanderError(PipolluxError):
     """The number of nodes could not be changed; the text is one clear sentence."""
 
 

@@ -16,8 +16,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from pipollux_sched.errors import PipolluxError
+
 from .checked_command import CheckedCommand
-from .console import FAILED, USAGE, CommandError, complain
+from .console import FAILED, USAGE, complain
 
 
 class _Entry(NamedTuple):
@@ -134,8 +136,8 @@ def _run(args: Sequence[str] | None) -> int:
         code = app(args=args, prog_name="pipollux", standalone_mode=False)
         # Here, and not at the interpreter's end, a closed pipe can still be met.
         sys.stdout.flush()
-    except CommandError as error:
-        complain(str(error))
+    except PipolluxError as error:
+        complain(*error.problems)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
@@ -144,25 +146,16 @@ def _run(args: Sequence[str] | None) -> int:
         # The reader, say `head`, has what it wanted; nobody is left to be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:  # told in a sentence where it is known, else raised
-        return _known_error(error, sys.argv[1:] if args is None else args)
+    except Exception as error:  # typer's own in a sentence; another one is a defect
+        return _usage_error(error, sys.argv[1:] if args is None else args)
     return code if isinstance(code, int) else 0
 
 
-def _known_error(error: Exception, args: Sequence[str]) -> int:
-    """Say what a known error means; one that is not known is a defect, and shows where."""
-    if hasattr(error, "format_message"):  # typer's own, about the command line
-        command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
-        said = error.format_message().rstrip(".").replace(": Value error, ", ": ")
-        complain(f"{said}; see '{command} --help'")
-        return USAGE
-    # Only who raises these has imported their modules.
-    spec = sys.modules.get("pipollux_sched.spec.job")
-    planner = sys.modules.get("pipollux_sched.planning.plan")
-    if spec and isinstance(error, spec.SpecError):
-        complain(*error.problems)
-        return USAGE
-    if planner and isinstance(error, planner.PlanError):
-        complain(str(error))
-        return FAILED
-    raise error
+def _usage_error(error: Exception, args: Sequence[str]) -> int:
+    """Say what is wrong with the command line; anything else shows where it was raised."""
+    if not hasattr(error, "format_message"):  # typer's errors have it
+        raise error
+    command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
+    said = error.format_message().rstrip(".").replace(": Value error, ", ": ")
+    complain(f"{said}; see '{command} --help'")
+    return USAGE

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from pipollux_sched.errors import PipolluxError
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -26,7 +28,7 @@ _PIPE_WIDTH = 160
 """Columns of a table that is written to a file or a pipe, which have no width of their own."""
 
 
-class CommandError(Exception):
+class CommandError(PipolluxError):
     """Ends a command with one clear sentence on standard error.
 
     Args:

@@ -19,6 +19,7 @@ from pipollux_sched.allocator.job_infos import (
     replica_resources,
 )
 from pipollux_sched.allocator.reasons import explain, misfit
+from pipollux_sched.errors import PipolluxError
 from pipollux_sched.policy import (
     DEFAULT_POLICY,
     Allocation,
@@ -53,7 +54,7 @@ PLAN_AGE = 3600.0
 """Seconds that a job of a plan is taken to have run, as files do not tell: a restart costs 1 %."""
 
 
-class PlanError(Exception):
+class PlanError(PipolluxError):
     """Jobs and cluster are each valid, but do not go together; the text is one clear sentence."""
 
 

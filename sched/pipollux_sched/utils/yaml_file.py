@@ -13,19 +13,13 @@ from typing import Any
 
 import yaml
 
+from pipollux_sched.errors import InputError
+
 from .text_file import read_text_file
 
 
-class SpecError(ValueError):
-    """A description of a cluster or a job that cannot be used.
-
-    Its text is for the user: one sentence a problem, each with file, place, value and remedy.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems: tuple[str, ...] = problems
-        """One sentence each."""
+class SpecError(InputError):
+    """A description of a cluster or a job that cannot be used; problems name file and place."""
 
 
 class _Loader(yaml.SafeLoader):

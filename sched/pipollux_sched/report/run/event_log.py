@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipollux_sched.errors import InputError
+
 Event = Mapping[str, Any]
 
 LARGEST = 1e18
 """No number of an event is larger; what is, or is not finite, is taken as unknown."""
 
 
-class EventLogError(ValueError):
+class EventLogError(InputError):
     """An event log that cannot be read; its text says which file, what is wrong and what to do."""
 
 

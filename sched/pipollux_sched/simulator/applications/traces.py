@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
 
 from pipollux_perfmodel import GradParams, PerfParams, fit_perf_params
+from pipollux_sched.errors import InputError
 
 from .base import JobModel, RunningJob, TrueStepTimes
 from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
@@ -57,7 +58,7 @@ CONSTANTS: Mapping[str, Constants] = {
 """The six applications of the public workloads."""
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """A trace that is not there or cannot be read; the text names file, row and remedy."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from pipollux_sched.errors import PipolluxError
 from pipollux_sched.policy import (
     Allocation,
     JobInfo,
@@ -34,7 +35,7 @@ Watch: TypeAlias = Callable[[float, int], None]
 """Called after every round with the time in the simulation and the number of completed jobs."""
 
 
-class SimulationError(Exception):
+class SimulationError(PipolluxError):
     """A policy broke a rule, or a job cannot run; the text says which, when, and what to do."""
 
 
