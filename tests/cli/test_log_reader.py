@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipollux_sched.backend.local.replica_log import last_lines
-from pipollux_sched.backend.local.runner import rotate
+from pipollux_sched.backend.local.runner import RotatingLog
 from pipollux_sched.cli.log_reader import LogReader
 from pipollux_sched.store import StateDir
 
@@ -15,15 +15,16 @@ def test_no_line_is_lost_or_told_twice_when_a_log_is_moved_aside(tmp_path: Path)
     path = state_dir.log("toy", 1, 0)
     path.parent.mkdir(parents=True)
     reader = LogReader(state_dir, "toy", None, None)
-    with path.open("ab", buffering=0) as log:
-        log.write(b"one\ntwo\nthr")
-        assert [line.line for line in reader.read()] == ["one", "two"]
-        log.write(b"ee\nfour\n")
-        rotate(path, 1)
-        log.write(b"five\n")
-        assert [line.line for line in reader.read()] == ["three", "four", "five"]
-        assert list(reader.read()) == []
-        assert last_lines(path, 3) == ["three", "four", "five"]
-        log.write(b"six\nand")
-        assert [line.line for line in reader.read()] == ["six"]
-        assert [line.line for line in reader.rest()] == ["and"]
+    log = RotatingLog(path, limit=19)
+    log.write(b"one\ntwo\nthr")
+    assert [line.line for line in reader.read()] == ["one", "two"]
+    log.write(b"ee\nfour\n")
+    log.write(b"five\n")
+    assert path.read_bytes() == b"five\n"
+    assert [line.line for line in reader.read()] == ["three", "four", "five"]
+    assert list(reader.read()) == []
+    assert last_lines(path, 3) == ["three", "four", "five"]
+    log.write(b"six\nand")
+    log.close()
+    assert [line.line for line in reader.read()] == ["six"]
+    assert [line.line for line in reader.rest()] == ["and"]

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from platformdirs import user_state_path
+
 from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
 from .errors import StateDirError
@@ -75,11 +77,12 @@ class StateDir:
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:
-        """Take `path`, else what PIPOLLUX_STATE_DIR says, else ~/.local/state/pipollux."""
-        if path is None:
-            named = os.environ.get(ENVIRONMENT_VARIABLE)
-            path = Path(named) if named else Path("~/.local/state/pipollux")
-        return cls(path)
+        """Take `path`, else what PIPOLLUX_STATE_DIR says, else the user's folder for states.
+
+        That is `pipollux` in what XDG_STATE_HOME says, else in ~/.local/state.
+        """
+        named = path or os.environ.get(ENVIRONMENT_VARIABLE)
+        return cls(Path(named) if named else user_state_path("pipollux", appauthor=False))
 
     @property
     def database(self) -> Path:

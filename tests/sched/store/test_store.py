@@ -316,7 +316,10 @@ def test_where_the_state_directory_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert StateDir.choose().path == tmp_path
     monkeypatch.delenv("PIPOLLUX_STATE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     assert StateDir.choose().path == tmp_path / ".local/state/pipollux"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    assert StateDir.choose().path == tmp_path / "states/pipollux"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

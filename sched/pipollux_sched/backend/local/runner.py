@@ -4,26 +4,27 @@
 
 Only the parent of a process learns how it ended. So that this is not lost with a scheduler that is
 killed, each agent has this small parent of its own: it says in STATUS who it is, runs COMMAND,
-passes SIGTERM on, keeps LOG below LIMIT bytes (what is older goes to LOG.1), and in the end writes
-the exit status of COMMAND into STATUS. It is run as a file, without the package around it, so it
-costs a few milliseconds and megabytes; it must import nothing but the standard library.
+passes SIGTERM on, writes what COMMAND prints into LOG (renamed to LOG.1 when it has grown to LIMIT
+bytes), and in the end writes the exit status of COMMAND into STATUS. It is run as a file, without
+the package around it, so it costs a few milliseconds and megabytes; it must import nothing but the
+standard library.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-LOOK_INTERVAL = 2.0
-"""Seconds between two looks at the size of the log."""
+LAST_WORDS = 1.0
+"""Seconds for which what COMMAND has printed is still written down once it has ended."""
 WRITE_PATIENCE = 60.0
 """Seconds for which writing the exit status is tried again, say while the disk is full."""
 NO_STATUS = 74
@@ -56,15 +57,36 @@ def write_status(path: Path, status: dict[str, Any]) -> None:
     aside.replace(path)
 
 
-def rotate(log: Path, limit: int) -> None:
-    """Move a log that has grown to `limit` bytes aside; who appends to it goes on at its new end.
+class RotatingLog:
+    """A log that is renamed to `LOG.1` when it has grown to so many bytes, and begun again.
 
-    What is written between the copy and the cut is lost, at most a few lines.
+    Args:
+        path: of the log; what is there stays.
+        limit: bytes.
     """
-    with suppress(OSError):
-        if log.stat().st_size >= limit:
-            shutil.copyfile(log, log.with_name(log.name + ".1"))
-            os.truncate(log, 0)
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path = path
+        self._limit = limit
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append what was printed; what a full disk cannot take is lost, and ends nobody."""
+        with suppress(OSError):
+            if self._file.tell() >= self._limit:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def copy_from(self, source: int) -> None:
+        """Append all that comes out of a pipe, until nobody can write into it any more."""
+        while data := os.read(source, 2**16):
+            self.write(data)
 
 
 def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
@@ -86,16 +108,16 @@ def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
     except OSError as error:
         print(f"{status} cannot be written ({error}); nothing was started", flush=True)
         return NO_STATUS
-    child = subprocess.Popen(command)
+    printed, printing = os.pipe()
+    child = subprocess.Popen(command, stdout=printing, stderr=printing)
+    os.close(printing)
     if asked:
         child.send_signal(asked[0])
-    while True:
-        try:
-            code = child.wait(LOOK_INTERVAL)
-        except subprocess.TimeoutExpired:
-            rotate(log, limit)
-        else:
-            break
+    copy = RotatingLog(log, limit).copy_from
+    copying = threading.Thread(target=copy, args=(printed,), daemon=True)
+    copying.start()
+    code = child.wait()
+    copying.join(LAST_WORDS)  # processes that COMMAND has left behind may hold the pipe open
     _say_ended(status, {**known, "code": code})
     return code if code >= 0 else 128 - code
 

@@ -130,14 +130,26 @@ def test_without_a_status_nothing_is_started(case: Case, tmp_path: Path) -> None
 
 
 def test_a_log_is_moved_aside_and_goes_on(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("ab") as file:
-        file.write(b"old\n" * 10)
-        file.flush()
-        runner.rotate(log, 41)
-        assert log.stat().st_size == 40
-        runner.rotate(log, 40)
-        file.write(b"new\n")
-        file.flush()
-    assert log.read_bytes() == b"new\n"
+    path = tmp_path / "log"
+    path.write_bytes(b"old\n" * 5)
+    log = runner.RotatingLog(path, limit=40)
+    log.write(b"old\n" * 4)
+    log.write(b"old\n")
+    assert path.stat().st_size == 40
+    log.write(b"new\n")
+    log.close()
+    assert path.read_bytes() == b"new\n"
     assert (tmp_path / "log.1").read_bytes() == b"old\n" * 10
+
+
+def test_no_line_is_lost_while_a_log_is_moved_aside(tmp_path: Path) -> None:
+    """However fast a script prints; here into a log and the one before it."""
+    log = tmp_path / "log"
+    lines = "".join(f"{number:06d}\n" for number in range(60_000)).encode()
+    code = "for number in range(60_000): print(f'{number:06d}')"
+    arguments = (str(tmp_path / "status.json"), str(log), str(len(lines) * 2 // 3))
+    own = [sys.executable, "-I", "-S", runner.__file__, *arguments]
+    subprocess.run([*own, sys.executable, "-c", code], check=True, timeout=240)
+    before = (tmp_path / "log.1").read_bytes()
+    assert len(lines) * 2 // 3 <= len(before) < len(lines)
+    assert before + log.read_bytes() == lines
