@@ -6,7 +6,7 @@ Five threads share the work, and meet in the store alone:
 * `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
 * `pipollux-executor` starts and stops processes and watches them (`.executor`);
 * `pipollux-watchdog` looks for what is overdue, and tidies the store (`.watchdog`);
-* `pipollux-events` hands events on to whoever listens (`.event_feed`).
+* `pipollux-events` hands events on to listeners (`.event_feed`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads what is known, decides, and has it carried out; again and again.
+"""One round of allocation: read a snapshot, decide, carry out.
 
 One thing goes into the next: `SnapshotReader.read` says what is known, `place_new` and `reallocate`
 make decisions of it, and what they come to is carried out. A job that has just come is started
@@ -64,7 +64,7 @@ class Allocator:
         return decisions
 
     def adjust(self, autoscaler: Autoscaler) -> bool:
-        """Let the number of nodes be looked after, with what was decided last.
+        """Run the autoscaler with the last decisions.
 
         Returns:
             Whether other nodes drain now than before, so that jobs have to be weighed again.
@@ -96,7 +96,7 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Say of the jobs that have just come and got nothing why they wait."""
+        """Give new jobs that got nothing the reason why they wait."""
         waiting = [job for job in snapshot.candidates if job.is_new and not job.allocation]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
         self._let([(job.name, Allocate((), why)) for job, why in zip(waiting, whys, strict=True)])

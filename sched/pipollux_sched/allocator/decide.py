@@ -1,4 +1,4 @@
-"""What jobs are to hold, as a pure function of what they hold and of a strategy's answers.
+"""Turn a strategy's answers into decisions; pure functions.
 
 * A job that has just come starts at once where something is free (`place_new`).
 * All jobs are weighed against each other at every interval, and when one has come or ended
@@ -23,7 +23,7 @@ __all__ = ["Decision", "place_new", "reallocate", "why_waiting"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What one job is to get, and why."""
+    """The new allocation of one job, and why."""
 
     job: str
     nodes: tuple[str, ...]
@@ -62,7 +62,7 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
 
 
 def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
-    """Decide anew on all jobs; the decisions are those that change something.
+    """Weigh all jobs against each other; return the decisions that change something.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
@@ -77,7 +77,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 def why_waiting(
     waiting: Sequence[Candidate], candidates: Sequence[Candidate], nodes: Nodes
 ) -> list[str]:
-    """Say why jobs that hold nothing get nothing at the moment.
+    """Explain why jobs that hold nothing get nothing at the moment.
 
     Args:
         waiting: those jobs.

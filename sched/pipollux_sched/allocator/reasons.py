@@ -13,7 +13,7 @@ from .job_infos import count_fitting, linear_speedup
 
 
 def misfit(job: str, info: JobInfo, nodes: Mapping[str, NodeInfo]) -> str | None:
-    """Say why a job could not run even if the cluster were empty; None if it could."""
+    """Explain why a job could not run even if the cluster were empty; None if it could."""
     reasons = [_misfit(job, info, shape, nodes) for shape in info.all_shapes]
     return None if None in reasons else reasons[0]
 
@@ -52,7 +52,7 @@ def explain(
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """Say in a short sentence why a job's allocation is what it is.
+    """Explain a job's allocation in a short sentence.
 
     Args:
         info: the job as the policy saw it.
@@ -88,7 +88,7 @@ def explain(
 def why_nothing(
     info: JobInfo, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
 ) -> str:
-    """Say what keeps a job from running, given what is left of the nodes."""
+    """Explain what keeps a job from running, given what is left of the nodes."""
     least = max(info.min_replicas, 1)
     open_nodes = usable_nodes(nodes)
     if not open_nodes:
@@ -118,7 +118,7 @@ def why_nothing(
 
 
 def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
-    """Say which nodes could hold a replica, did they not drain."""
+    """Name the nodes that could hold a replica if they did not drain."""
     names = [
         name
         for name, node in nodes.items()

@@ -1,4 +1,4 @@
-"""What a scheduler knows at one moment, read from its store in the form that decisions are made of.
+"""One moment of a scheduler, read from its store in the form that decisions need.
 
 Reading changes nothing. A job whose generation has not taken its first step, or is being stopped,
 is pinned: it would be moved on the strength of nothing, and moved again soon. A job gets at most
@@ -145,7 +145,7 @@ class SnapshotReader:
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
-        """Say that a job's hints are left aside, once for every reason."""
+        """Log that a job's hints are left aside, once for every reason."""
         if doubt is None:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:
@@ -181,7 +181,7 @@ def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
 
 
 def is_pinned(state: JobState) -> bool:
-    """Say whether a job is to be left where it is: it starts, stops, or waits after a failure."""
+    """Return whether a job is left where it is: it starts, stops, or waits after a failure."""
     if state.phase is Phase.RESTARTING or state.intent is not None:
         return True
     return bool(state.running_on) and not state.training

@@ -133,7 +133,7 @@ class Control:
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Let a job that was suspended be given room again; another living one stays as it is.
+        """Resume a suspended job; another living one stays as it is.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -149,14 +149,14 @@ class Control:
 
         Args:
             name: of the job.
-            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+            from_scratch: whether it starts from the beginning; else from its last checkpoint.
 
         Raises:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
-            JobEndedError: it is complete, and is not to begin anew.
-            SpecError: it cannot run here any more, as `submit` says, or is to begin anew where its
-                user lets it save, and there are checkpoints.
+            JobEndedError: it is complete, and is not to start from the beginning.
+            SpecError: it cannot run here any more, as `submit` says, or is to start from the
+                beginning where its user lets it save, and there are checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
@@ -179,12 +179,12 @@ class Control:
         """
         self._check_running()
         deleted = self._deletion.delete(name)
-        # Another job of the name counts its generations anew.
+        # Another job of the name counts its generations from 1.
         self.heartbeats.forget(name, deleted.job.state.generation)
         return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
-        """Let a node be ready, drain, or be dead: its jobs are then started elsewhere.
+        """Set a node's condition; the jobs of a dead one start elsewhere.
 
         Raises:
             UnknownNodeError: there is no node of this name.
@@ -218,7 +218,7 @@ class Control:
                 self.heartbeats.note(job.name, job.state.generation, replica)
 
     def decide(self) -> None:
-        """Let the allocator decide now, not only at the next interval."""
+        """Run the allocator now, not only at the next interval."""
         self._check_running()
         self._reconsider()
 

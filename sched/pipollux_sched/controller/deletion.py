@@ -26,7 +26,7 @@ class DeletedJob:
     job: JobRecord
     """As it was."""
     left: tuple[Path, ...]
-    """Folders that are left: a `checkpoint_dir` of its user's own, and what cannot be removed."""
+    """Folders that are left: the user's own `checkpoint_dir`, and what cannot be removed."""
 
 
 class JobDeletion:
@@ -46,7 +46,7 @@ class JobDeletion:
     def delete(self, name: str) -> DeletedJob:
         """Delete a job with its logs and with its checkpoints in the state directory.
 
-        A `checkpoint_dir` of its user's own is left as it is.
+        The user's own `checkpoint_dir` is left as it is.
 
         Raises:
             UnknownJobError: there is no job of this name.

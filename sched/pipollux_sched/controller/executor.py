@@ -82,7 +82,7 @@ class Executor:
         """Set when there is something to do."""
 
     def handle(self, name: str, event: Event) -> JobRecord:
-        """Let an event happen to a job; what follows is done by the next `step`.
+        """Apply an event to a job; the next `step` carries out what follows.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -100,7 +100,7 @@ class Executor:
         return change.job
 
     def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
-        """Let events happen to jobs in one transaction; jobs that are gone are left aside."""
+        """Apply events to jobs in one transaction; jobs that are gone are left aside."""
         with self._lock:
             changes = self._store.transition_all(events)
             for (name, _), change in zip(events, changes, strict=True):

@@ -11,18 +11,18 @@ from .state import Outcome
 
 @dataclass(frozen=True)
 class Submit:
-    """Somebody asks for the job; on a failed or cancelled one: to take it up again."""
+    """A user submits the job; a failed or cancelled one goes on."""
 
     max_restarts: int = 3
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """Somebody wants a job that has ended to be run again."""
+    """A user wants a job that has ended to run again."""
 
     max_restarts: int = 3
     from_scratch: bool = False
-    """Whether it begins anew; else it goes on from its last checkpoint."""
+    """Whether it starts from the beginning; else it goes on from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Allocate:
     nodes: Sequence[str]
     why: str
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What the event log shall say besides: num_microbatches, batch_size, speedup, …"""
+    """More for the event log: num_microbatches, batch_size, speedup, …"""
     num_stages: int | None = None
     """K of each replica; None: the one that the job was submitted with."""
 
@@ -77,7 +77,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Somebody wants the job to end."""
+    """A user cancels the job."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Resume:
-    """Somebody wants a job that was suspended to go on."""
+    """A user resumes a suspended job."""
 
 
 @dataclass(frozen=True)

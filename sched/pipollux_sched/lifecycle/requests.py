@@ -1,4 +1,4 @@
-"""What becomes of a job when people, the clock or the scheduler itself ask something of it.
+"""Transitions that people, the clock or the scheduler itself ask for.
 
 `cancel`, `suspend`, `resume` and `rerun` are asked by people, `expire` by the job's deadline, and
 the others by the scheduler: `shutdown` when it ends, `adopt`, `not_adopted` and `recover` when it
@@ -54,7 +54,7 @@ def suspend(state: JobState, now: float) -> Transition:
 
 
 def resume(state: JobState, now: float) -> Transition:
-    """Let a job that its user suspended be given room again."""
+    """Resume a job that its user suspended."""
     if state.phase.ended or not state.suspended:
         return state, ()
     free = replace(state, suspended=False)
@@ -82,7 +82,7 @@ def rerun(state: JobState, event: Rerun, now: float) -> Transition:
 
 
 def shutdown(state: JobState, now: float) -> Transition:
-    """Let the job save and end with the scheduler, to go on when that is back."""
+    """Stop the job with the scheduler; it goes on when that is back."""
     if state.phase.ended or state.intent in (*_FINAL, Intent.SHUTDOWN):
         return state, ()
     message = "The scheduler is being stopped."
@@ -111,7 +111,7 @@ def adopt(state: JobState, generation: int) -> Transition:
 
 
 def not_adopted(state: JobState, generation: int, why: str, now: float) -> Transition:
-    """Let a generation be ended that its new scheduler cannot look after; it is not to blame.
+    """End a generation that a new scheduler cannot look after; it is no failure.
 
     One that was being stopped already still is, for the reason that it was stopped for.
     """
@@ -125,7 +125,7 @@ def not_adopted(state: JobState, generation: int, why: str, now: float) -> Trans
 
 
 def recover(state: JobState, now: float) -> Transition:
-    """Let a job go on of which a new scheduler has found nothing running."""
+    """Queue a job of which a new scheduler has found nothing running."""
     if state.phase.ended:
         return state, ()
     lost = (Record("stopped", state.generation, {"step": None}),) if state.running_on else ()

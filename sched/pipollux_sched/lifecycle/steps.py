@@ -21,7 +21,7 @@ _AT_REST: dict[str, Any] = {
     "intent": None,
     "suspended": False,
 }
-"""What a job has that has ended: nothing of what only a living one has."""
+"""The state of a job that has ended."""
 
 Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
 
@@ -90,7 +90,7 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
 
 
 def set_aside(state: JobState, now: float) -> JobState:
-    """Let a job of which nothing runs wait: for the allocator, or for its user to resume it."""
+    """Suspend a job of which nothing runs, until the allocator or its user lets it go on."""
     if state.suspended:
         message = "The job was suspended by its user, and waits to be resumed."
         return enter(state, Phase.SUSPENDED, SUSPENDED_BY_USER, message, now, assigned=())

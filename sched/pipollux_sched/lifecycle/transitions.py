@@ -60,7 +60,7 @@ def backoff(failures: int) -> float:
 
 
 def advance(state: JobState, event: Event, now: float) -> Transition:
-    """Say what becomes of a job, and what is to be done, when `event` happens at the time `now`.
+    """Return a job's next state, and the actions to carry out, for an event at the time `now`.
 
     An event that does not matter in the present state (a late exit of an old generation, a decision
     on a job that has ended) changes nothing and asks for nothing.
@@ -218,7 +218,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
 
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
-    """Let a job whose generation failed wait for another try, or give it up.
+    """Let a job whose generation failed wait for its restart, or give it up.
 
     Args:
         state: the job while that generation ran.

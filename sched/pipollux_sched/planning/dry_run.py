@@ -40,7 +40,7 @@ class PlannedChange:
 
 
 def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
-    """Say of every job that can be decided on what it would have; touch nothing.
+    """Return what every job that can be decided on would have; change nothing.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
@@ -55,7 +55,7 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
 
 
 def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
-    """Say what the allocator would change now: `Allocator.run_once`, without carrying it out.
+    """Return what the allocator would change now: `Allocator.run_once`, without carrying it out.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.

@@ -56,7 +56,7 @@ def check_checkpoint_folder(
 
 
 def check_empty(spec: JobSpec) -> None:
-    """Refuse a job that is to begin anew in a folder of its user's that holds something.
+    """Refuse a job that starts from the beginning in its user's folder that holds something.
 
     Raises:
         SpecError: it is.
@@ -67,7 +67,7 @@ def check_empty(spec: JobSpec) -> None:
     if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
         raise SpecError(
             f"job '{spec.name}': checkpoint_dir: {folder} holds checkpoints, which the scheduler "
-            "leaves as they are; to begin anew, move them away first"
+            "leaves as they are; to start from the beginning, move them away first"
         )
 
 

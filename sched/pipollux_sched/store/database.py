@@ -1,6 +1,6 @@
-"""The database under the store: how transactions begin and end, and who is told of them.
+"""The database under the store: how transactions begin and end, and who is woken by them.
 
-Within this process writers queue for a lock, and a commit wakes whoever waits for changes.
+Within this process writers queue for a lock, and a commit wakes those that wait for changes.
 `engines.py` says what keeps writers of several processes apart.
 """
 
@@ -62,7 +62,7 @@ class Database:
         return self._location
 
     def acquire_leader_lock(self) -> None:
-        """Let nobody else serve the store until this is closed.
+        """Be the one scheduler that serves the store, until this is closed.
 
         Raises:
             StoreTakenError: another scheduler serves it.

@@ -1,8 +1,8 @@
 """How the store forgets a job that has ended, by its user's wish.
 
-Three steps, each a transaction or many small ones, so that whoever is killed between them leaves
-nothing half done. First the job is gone for everybody, and it is written down that it is being
-deleted: its name is not given to another one until all of it is. Then whoever asked removes its
+Three steps, each a transaction or many small ones, so that a kill between them leaves nothing
+half done. First the job is gone for everybody, and it is written down that it is being
+deleted: its name is not given to another one until all of it is. Then the caller removes its
 files. At last its events are deleted, but for the one that says that there was such a job, and what
 was written down. What the store counts over all generations goes on counting those of deleted jobs.
 """
@@ -55,7 +55,7 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str) -> JobRecord:
-        """Let a job be gone, and write down that the rest of it is to be deleted.
+        """Remove a job, and record that the rest of it is to be deleted.
 
         Returns:
             The job as it was.
@@ -75,7 +75,7 @@ class Deletions:
             return [PendingDeletion(row.key.removeprefix(_MARK), int(row.value)) for row in rows]
 
     def finish(self, deletion: PendingDeletion) -> None:
-        """Delete the events of a job that is being deleted, and be done with it."""
+        """Delete the events of a job that is being deleted, and complete the deletion."""
         mine = (EventRow.job == deletion.name, EventRow.id < deletion.event)
         query = select(EventRow.id).where(*mine).limit(BATCH)
         while True:
@@ -86,7 +86,7 @@ class Deletions:
                 if len(ids) < BATCH:
                     session.execute(delete(MetaRow).where(MetaRow.key == _MARK + deletion.name))
                     return
-            # Whoever waits to write gets as much of the time as this.
+            # Other writers get as much of the time as this.
             time.sleep(time.monotonic() - began)
 
 

@@ -2,7 +2,7 @@
 
 A writing transaction holds a lock that every other one takes as well, from its beginning to its
 end. What it has read cannot change before it commits, two writers never deadlock, and events get
-their ids in the order in which they are committed, so whoever reads "all after 17" misses none.
+their ids in the order in which they are committed, so a reader of "all after 17" misses none.
 
 * SQLite: its own write lock (`BEGIN IMMEDIATE`). Write-ahead logging, so that other processes read
   while the scheduler writes, and `synchronous=FULL`, so that what was committed survives a power
@@ -30,7 +30,7 @@ BUSY_TIMEOUT = 10
 """Seconds to wait for another process that writes, and for a server to answer."""
 
 _WRITERS_LOCK = 0x50697078
-"""Number of the advisory lock, within its database, of whoever writes."""
+"""Number of the advisory lock, within its database, of the writer."""
 
 _WAITING = {
     "connect_timeout": BUSY_TIMEOUT,
@@ -41,7 +41,7 @@ _WAITING = {
 }
 """After how long a PostgreSQL server counts as gone, where the URL does not say."""
 
-# Not a number is not JSON, and whoever reads the events could not be sent it.
+# Not a number is not JSON, and could not be sent to readers of events.
 _to_json = partial(json.dumps, allow_nan=False)
 
 
@@ -135,7 +135,7 @@ def _postgresql(location: Location) -> Engine:
             hide_parameters=True,
             pool_size=4,
             max_overflow=-1,
-            pool_pre_ping=True,  # a server that was started again is asked anew
+            pool_pre_ping=True,  # after a restart of the server
         )
     except ImportError:
         raise StoreError(

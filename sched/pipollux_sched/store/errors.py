@@ -46,4 +46,4 @@ class JobLivesError(ConflictError):
 
 
 class StaleGenerationError(ConflictError):
-    """Whoever reports belongs to a generation that is no longer the present one."""
+    """The sender belongs to a generation that is no longer the present one."""

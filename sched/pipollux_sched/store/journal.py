@@ -38,7 +38,7 @@ from .tables import EventRow, GenerationRow, JobRow, PointRow
 
 
 class Change(NamedTuple):
-    """What a transition came to."""
+    """The result of a transition."""
 
     job: JobRecord
     actions: tuple[Action, ...]
@@ -65,7 +65,7 @@ def check_present(row: JobRow, generation: int) -> None:
 
 
 def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Change:
-    """Let `event` happen to a job and write down everything that follows from it.
+    """Apply an event to a job, and write down everything that follows from it.
 
     Raises:
         JobEndedError: `event` is what a user asks of a job that has not ended, but it has.

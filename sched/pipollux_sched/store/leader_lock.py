@@ -1,4 +1,4 @@
-"""One scheduler a store: who serves it holds a lock, and whoever lost the lock can write no more.
+"""One scheduler a store: it holds a lock, and can write no more once it has lost it.
 
 The lock is one that ends with its process: of a file beside an SQLite file, of a session of
 PostgreSQL. The latter also ends when the server is started again, or a network breaks; another

@@ -22,7 +22,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_private(path: Path, advice: str) -> bool:
-    """Let a file or folder be its owner's alone.
+    """Make a file or folder its owner's alone.
 
     Args:
         path: the file or folder; a symbolic link is not followed.

@@ -72,7 +72,7 @@ def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
                 deleted += _prune_batch(session, rule, now)
             if time.monotonic() > deadline:
                 return deleted
-            # Whoever waits to write gets as much of the time as this.
+            # Other writers get as much of the time as this.
             time.sleep(time.monotonic() - began)
     return deleted
 

@@ -46,7 +46,7 @@ class NodeOccupancy:
 def occupancy(
     nodes: Mapping[str, NodeRecord], jobs: Iterable[JobRecord]
 ) -> dict[str, NodeOccupancy]:
-    """Say who holds the slots of every node.
+    """Return which jobs hold the slots of every node.
 
     A replica holds its slots from its start until its process has ended; one that was promised
     slots and is yet to be started holds those.

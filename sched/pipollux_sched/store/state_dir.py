@@ -111,7 +111,7 @@ class StateDir:
             ) from error
 
     def has_store(self) -> bool:
-        """Say whether a scheduler has kept a store for this directory."""
+        """Return whether a scheduler has kept a store for this directory."""
         return self.store_url.exists() or self.database.exists()
 
     @property
@@ -172,7 +172,7 @@ class StateDir:
             )
 
     def _holds_other_things(self) -> bool:
-        """Say whether there is something, but nothing that a scheduler has left."""
+        """Return whether there is something, but nothing that a scheduler has left."""
         names = {path.name for path in self.path.iterdir()}
         return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
 
@@ -186,8 +186,8 @@ class StateDir:
     def check_known(self, store: Path | str, last_event: int) -> None:
         """Refuse a store in which nothing has ever happened, though jobs have left files here.
 
-        Its database was lost, or is not the one that was: served, it would be filled anew, and what
-        the jobs have left be mixed with what others of their names do.
+        Its database was lost, or is another one: it would be filled again, and files of these jobs
+        be mixed with those of new ones of their names.
 
         Args:
             store: where the store is.
@@ -202,7 +202,7 @@ class StateDir:
             raise StateDirError(
                 f"the store {Location.of(store)} is empty, but {self.path / 'jobs'} holds the "
                 f"files of {len(jobs)} jobs ({names}); bring its database back, or move that "
-                "folder away to begin anew"
+                "folder away to start again"
             )
 
     @contextmanager
@@ -223,7 +223,7 @@ class StateDir:
             yield
 
     def is_served(self) -> bool:
-        """Say whether a scheduler serves the directory now."""
+        """Return whether a scheduler serves the directory now."""
         try:
             with (self.path / "lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -234,7 +234,7 @@ class StateDir:
         return False
 
     def keep_store(self, where: Path | str) -> None:
-        """Say where the store is, for commands and later schedulers; for the owner alone."""
+        """Record where the store is, for commands and later schedulers; for the owner alone."""
         new = Location.of(where)
         if self.has_store():
             old = Location.of(self.store)
@@ -250,7 +250,7 @@ class StateDir:
         path = self.path / "admin.token"
         try:
             if make_private(path, "remove it to have another"):
-                _LOG.warning("whoever has read %s can do everything; remove it", path)
+                _LOG.warning("others could read %s, which opens everything; remove it", path)
             token = path.read_text(encoding="ascii").strip()
         except FileNotFoundError:
             token = ""
@@ -265,7 +265,7 @@ class StateDir:
         return token
 
     def write_server(self, info: ServerInfo) -> None:
-        """Say where the scheduler listens; readable for the owner alone."""
+        """Record where the scheduler listens; readable for the owner alone."""
         write_aside(self.server, (json.dumps(asdict(info), indent=2) + "\n").encode(), PRIVATE)
 
     def read_server(self) -> ServerInfo | None:
@@ -277,7 +277,7 @@ class StateDir:
             return None
 
     def remove_server(self) -> None:
-        """Say that no scheduler listens any more."""
+        """Record that no scheduler listens any more."""
         with suppress(FileNotFoundError):
             self.server.unlink()
 

@@ -83,7 +83,7 @@ class Store:
         """Be the one scheduler that serves the store, until it is closed.
 
         Raises:
-            StoreTakenError: another scheduler serves it. Whoever has to give way to another later
+            StoreTakenError: another scheduler serves it. A scheduler that has to give way later
                 on, because its connection was lost, is told so by whatever writes.
         """
         self._database.acquire_leader_lock()
@@ -145,16 +145,16 @@ class Store:
         return changes
 
     def rerun(self, name: str, *, from_scratch: bool) -> Change:
-        """Let a job that has ended be run again, as it was submitted.
+        """Run a job again that has ended, as it was submitted.
 
         Args:
             name: of the job.
-            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+            from_scratch: whether it starts from the beginning; else from its last checkpoint.
 
         Raises:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
-            JobEndedError: it is complete, and is not to begin anew.
+            JobEndedError: it is complete, and is not to start from the beginning.
         """
         with self._database.write() as session:
             return run_again(session, name, self._clock(), from_scratch=from_scratch)
@@ -181,7 +181,7 @@ class Store:
             return [job_record(row) for row in session.scalars(query)]
 
     def transition(self, name: str, event: Event) -> Change:
-        """Let `event` happen to a job: see `pipollux_sched.lifecycle.advance`.
+        """Apply an event to a job: see `pipollux_sched.lifecycle.advance`.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -192,7 +192,7 @@ class Store:
             )
 
     def transition_all(self, events: Sequence[tuple[str, Event]]) -> list[Change | None]:
-        """Let events happen to jobs, in one transaction; None for a job that is not there."""
+        """Apply events to jobs, in one transaction; None for a job that is not there."""
         names = {name for name, _ in events}
         with self._database.write() as session:
             found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
@@ -385,7 +385,7 @@ class Store:
     def set_node_condition(
         self, name: str, condition: NodeCondition, reason: str = ""
     ) -> NodeRecord:
-        """Let a node be ready, drain, or be dead; an event says so if it was not before.
+        """Set a node's condition; an event records a change.
 
         Raises:
             UnknownNodeError: there is no node of this name.

@@ -66,7 +66,7 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
 
 
 def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:
-    """Let a job that has ended be run again, as it was submitted.
+    """Run a job again that has ended, as it was submitted.
 
     Raises:
         UnknownJobError: there is no job of this name.

@@ -4,7 +4,7 @@ Times are seconds since the epoch. Progress points are events as well, but they 
 so they have a table with columns of their own: the row in `events` says that there is one, and the
 row in `points` with the same id says what it is.
 
-Whoever changes a table writes a revision in `migrations/versions`, which brings stores that are
+A change of a table needs a revision in `migrations/versions`, which brings stores that are
 there to the same, and names it in `schema.py`.
 """
 

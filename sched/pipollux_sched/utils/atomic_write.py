@@ -1,4 +1,4 @@
-"""Writing a file so that whoever opens it meets the whole of it, or the one before."""
+"""Write a file so that readers meet the whole of it, or the one before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the files that people write, with reasons that people understand."""
+"""Read the files that people write; say clearly why one cannot be read."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class VitalThread(threading.Thread):
         """Run the task; keep what it raises."""
         try:
             self._task()
-        except BaseException as error:  # whoever looks after the threads ends the process
+        except BaseException as error:  # its owner ends the process
             self._error = error
             _LOG.critical("the thread %s has failed", self.name, exc_info=error)
         finally:

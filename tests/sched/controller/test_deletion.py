@@ -204,7 +204,7 @@ def test_what_a_user_has_saved_is_moved_away_by_the_user(
     client.submit(JobSpec(name="mine", script=SCRIPT, checkpoint_dir=str(own)))
     client.cancel("mine")
     (own / "checkpoint-00000001").mkdir(parents=True)
-    with pytest.raises(ClientError, match="which the scheduler leaves as they are; to begin anew"):
+    with pytest.raises(ClientError, match="which the scheduler leaves as they are; to start from"):
         client.rerun("mine", from_scratch=True)
     own.rename(tmp_path / "moved")
     assert client.rerun("mine", from_scratch=True)["phase"] == "Created"

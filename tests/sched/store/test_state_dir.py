@@ -40,7 +40,8 @@ def test_what_is_open_to_others_is_closed(tmp_path: Path, caplog: pytest.LogCapt
     assert (mode(directory.path), mode(directory.database)) == (0o700, 0o600)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{directory.path} was open to others (mode 0755); it is yours alone now" in said
-    assert f"whoever has read {directory.path / 'admin.token'} can do everything; remove it" in said
+    token_file = directory.path / "admin.token"
+    assert f"others could read {token_file}, which opens everything; remove it" in said
     caplog.clear()
     directory.create()
     assert directory.admin_token() == token

@@ -181,7 +181,7 @@ class LocalBackend(Backend):
             return group.finished() if group and group.generation == generation else set()
 
     def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Keep it in the folder of the record: see `Backend`."""
+        """Keep it in the folder of the generation: see `Backend`."""
         with suppress(OSError):  # a full disk, or a generation that is over
             (self._state_dir.generation(job, generation) / f"heard-{replica}").touch(PRIVATE)
 

@@ -67,7 +67,7 @@ def replica_environment(
 
     Args:
         workload: what it runs.
-        record: which record.
+        record: of its generation.
         replica: which of its replicas.
         state_dir: where the scheduler keeps everything.
         error_file: where what ended the script is written.

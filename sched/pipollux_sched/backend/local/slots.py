@@ -23,7 +23,7 @@ class SlotLedger:
         self._held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
-        """Say whether the replicas would fit if nobody held anything."""
+        """Return whether the replicas would fit if nobody held anything."""
         return all(
             name in self._size and nodes.count(name) * num_stages <= self._size[name]
             for name in nodes

@@ -1,4 +1,4 @@
-"""Starting the processes of a record: one torchrun agent per pipeline replica, below its runner."""
+"""Start the processes of a generation: a torchrun agent per pipeline replica, below its runner."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def start(
     logs: Sequence[Path],
     environments: Sequence[Mapping[str, str]],
 ) -> list[ReplicaProcess]:
-    """Start the replicas of a record.
+    """Start the replicas of a generation.
 
     Args:
         workload: what they run.
-        record: which record.
+        record: what the generation is to be.
         folder: where their runners say how they are.
         logs: file that takes what each replica prints.
         environments: complete environment of each replica.

@@ -88,7 +88,7 @@ def resume(name: str, control: ControlDep) -> dict[str, Any]:
 
 @router.post("/{name}/rerun", response_model=JobReply, summary="Run a job again that has ended")
 def rerun(name: str, control: ControlDep, from_scratch: _FromScratch = False) -> dict[str, Any]:
-    """As it was submitted; 409 where it has not ended, or is complete and not to begin anew."""
+    """As it was submitted; 409 where it has not ended, or is complete and not to start again."""
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 
