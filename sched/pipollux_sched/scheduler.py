@@ -29,7 +29,7 @@ from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
-from pipollux_sched.backend.local.hardware import check_gpus
+from pipollux_sched.backend.registry import DEFAULT_BACKEND, make_backend
 from pipollux_sched.controller.admission import workload
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
@@ -42,7 +42,7 @@ from pipollux_sched.store.event_feed import EventFeed, Listener
 from pipollux_sched.utils.units import check_seconds
 from pipollux_sched.utils.vital_thread import VitalThreads
 
-from .backend import Backend, LocalBackend, Node
+from .backend import Node
 from .lifecycle import Allocate
 from .metrics import Metrics
 from .policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
@@ -117,8 +117,7 @@ class Scheduler:
         check_seconds(interval=interval, hints_interval=hints_interval)
         check_seconds(checkpoint_interval=checkpoint_interval, heartbeat_timeout=heartbeat_timeout)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
-        self._store_url = store
-        self._cluster = cluster
+        self._store_url, self._cluster = store, cluster
         self._nodes = {node.name: node_info(node) for node in cluster.nodes}
         self._autoscaler: Autoscaler | None = None
         if allocations is None:
@@ -132,10 +131,9 @@ class Scheduler:
         else:
             self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
         self._interval, self._restart_seconds = interval, restart_seconds
-        self._grace = grace
         self._heartbeat_timeout, self._open_metrics = heartbeat_timeout, open_metrics
         self._address, self._hosts = (host, port), (host, *allowed_hosts)
-        self._pass_on = pass_environment
+        self._grace, self._pass_on = grace, pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
@@ -299,9 +297,12 @@ class Scheduler:
     def _start_backend(self, resources: ExitStack) -> None:
         """Open the backend, and all that acts through it."""
         nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
-        check_gpus(nodes)
-        self._backend: Backend = LocalBackend(
-            nodes, self.state_dir, grace=self._grace, pass_environment=self._pass_on
+        self._backend = make_backend(
+            DEFAULT_BACKEND,
+            nodes,
+            self.state_dir,
+            grace=self._grace,
+            pass_environment=self._pass_on,
         )
         self._executor = Executor(
             self._store,

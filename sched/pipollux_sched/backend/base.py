@@ -22,6 +22,9 @@ from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Exited, Started
 from pipollux_sched.spec.job import JobSpec
 
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at what runs."""
+
 
 class BackendError(SchedulerError):
     """A backend cannot do what was asked; the text is one sentence for the user."""
@@ -97,7 +100,7 @@ class Backend(ABC):
         """Return the number of slots by node that no process holds."""
 
     @abstractmethod
-    def apply(self, workload: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
+    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
         """Make a job run as `generation`, with one replica for each entry of `nodes`.
 
         An earlier generation of the job that still runs is stopped gracefully first, and the new
@@ -106,7 +109,7 @@ class Backend(ABC):
 
         Raises:
             BackendError: `nodes` names a node that is not there or too small, or the engine cannot
-                run such a workload.
+                run such a program.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipollux_sched.backend import Backend, BackendError, ReplicaProgram, Report
-from pipollux_sched.backend.local.processes import POLL_INTERVAL
+from pipollux_sched.backend.base import POLL_INTERVAL
 from pipollux_sched.lifecycle import (
     Action,
     Event,

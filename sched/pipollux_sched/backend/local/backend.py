@@ -11,17 +11,15 @@ the next scheduler of the state directory adopts them.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
-from pipollux_sched.backend.base import Backend, BackendError, Node, ReplicaProgram, Report, Running
-from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.backend.base import BackendError, Node, ReplicaProgram
+from pipollux_sched.backend.generations import Generations
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.atomic_write import PRIVATE
@@ -29,23 +27,14 @@ from pipollux_sched.utils.atomic_write import PRIVATE
 from . import processes
 from .environment import Devices, marks, replica_environment
 from .generation_file import GenerationFile, drop_earlier, error_files, status_files
-from .replica_group import ReplicaGroup
+from .replica_group import LocalGroup
 from .replica_process import ReplicaProcess
-from .slots import SlotLedger
-from .starting import free_port, start
+from .starting import free_port, start_replicas
 
 _REPORT_LIMIT = 8 * 2**20
 """Characters that are read of a report; a thousand points and a time line have far fewer."""
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
-
-
-class _Pending(NamedTuple):
-    """A generation that waits for the one before it to end, or for its slots."""
-
-    workload: ReplicaProgram
-    generation: int
-    nodes: tuple[str, ...]
 
 
 def check_local(spec: JobSpec) -> None:
@@ -62,7 +51,7 @@ def check_local(spec: JobSpec) -> None:
         )
 
 
-class LocalBackend(Backend):
+class LocalBackend(Generations):
     """Runs every pipeline replica as a torchrun agent on this machine.
 
     Args:
@@ -82,103 +71,22 @@ class LocalBackend(Backend):
         grace: float = STOP_GRACE,
         pass_environment: Collection[str] = (),
     ) -> None:
-        self._nodes = dict(nodes)
+        super().__init__(nodes, grace)
         self._state_dir = state_dir
-        self._grace = grace
         self._pass_on = frozenset(pass_environment)
-        self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
         self._devices = Devices(nodes)
-        self._groups: dict[str, ReplicaGroup] = {}
-        self._pending: dict[str, _Pending] = {}
-        self._reports: list[Report] = []
-        self._lock = threading.RLock()
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job with an image: see `Backend`."""
         check_local(spec)
 
-    def nodes(self) -> Mapping[str, Node]:
-        """Return the virtual nodes."""
-        return dict(self._nodes)
-
-    def free(self) -> dict[str, int]:
-        """Return the number of slots by node that no process holds."""
-        with self._lock:
-            return self._ledger.free()
-
-    def apply(self, workload: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        """Make a job run as `generation`, one replica for each entry of `nodes`: see `Backend`."""
-        if workload.image is not None or workload.script is None:
+    def check_program(self, program: ReplicaProgram) -> None:
+        """Refuse what runs in a container: see `Generations`."""
+        if program.image is not None or program.script is None:
             raise BackendError(
-                f"job {workload.job!r} cannot run in {workload.image or 'an image'}: the local "
+                f"job {program.job!r} cannot run in {program.image or 'an image'}: the local "
                 "backend starts processes of this machine and no containers"
             )
-        if not nodes or not self._ledger.fits(nodes, workload.num_stages):
-            raise BackendError(
-                f"job {workload.job!r} cannot run on {', '.join(nodes) or 'no node'}: each replica "
-                f"needs {workload.num_stages} slots of its node, and the nodes have "
-                + ", ".join(f"{name}: {node.slots}" for name, node in self._nodes.items())
-            )
-        with self._lock:
-            self._pending[workload.job] = _Pending(workload, generation, tuple(nodes))
-            if workload.job in self._groups:
-                self._groups[workload.job].stop(self._grace)
-            else:
-                self._start_pending(workload.job)
-
-    def stop(self, job: str, grace: float) -> bool:
-        """Ask a job's processes to save and end: see `Backend`."""
-        with self._lock:
-            pending = self._pending.pop(job, None)
-            if job in self._groups:
-                self._groups[job].stop(grace)
-                return True
-            if pending is not None:
-                message = "It was stopped before it had started."
-                exited = Exited(pending.generation, Outcome.FAILED, message=message)
-                self._reports.append(Report(job, exited))
-            return pending is not None
-
-    def kill(self, job: str, why: str) -> bool:
-        """End a job's processes at once: see `Backend`."""
-        with self._lock:
-            if job in self._groups:
-                self._groups[job].kill(why)
-                return True
-        return self.stop(job, 0.0)
-
-    def poll(self) -> list[Report]:
-        """Carry on with what is under way; return what has happened since the last call."""
-        with self._lock:
-            for job, group in list(self._groups.items()):
-                exited = group.poll()
-                if exited is not None:
-                    del self._groups[job]
-                    self._ledger.release(job)
-                    self._reports.append(Report(job, exited))
-                    if exited.outcome is Outcome.COMPLETE:
-                        self._pending.pop(job, None)
-            for job in list(self._pending):
-                self._start_pending(job)
-            reports, self._reports = self._reports, []
-            return reports
-
-    def running(self) -> Mapping[str, Running]:
-        """Return what runs or is about to, by job."""
-        with self._lock:
-            waiting = {
-                job: Running(entry.generation, entry.nodes) for job, entry in self._pending.items()
-            }
-            there = {
-                job: Running(group.generation, group.nodes) for job, group in self._groups.items()
-            }
-            return waiting | there
-
-    def finished(self, job: str, generation: int) -> set[int]:
-        """Return the replicas of which only torchrun's agent is left, or nothing: see `Backend`."""
-        with self._lock:
-            group = self._groups.get(job)
-            return group.finished() if group and group.generation == generation else set()
 
     def note_heard(self, job: str, generation: int, replica: int) -> None:
         """Keep it in the folder of the generation: see `Backend`."""
@@ -245,68 +153,40 @@ class LocalBackend(Backend):
             )
         return found
 
-    def shutdown(self, grace: float = 0.0) -> None:
-        """End everything; return when nothing runs, or 10 s after `grace` at the latest."""
-        with self._lock:
-            for job in list(self.running()):
-                self.stop(job, grace)
-        deadline = time.monotonic() + grace + 10.0
-        while self._groups and time.monotonic() < deadline:
-            reports = self.poll()
-            with self._lock:
-                self._reports = reports + self._reports
-            time.sleep(processes.POLL_INTERVAL)
-
-    def _start_pending(self, job: str) -> None:
-        """Start what waits of a job, if its slots are free."""
-        if job in self._groups:
-            return
-        pending = self._pending[job]
-        slots = self._ledger.take(job, pending.nodes, pending.workload.num_stages)
-        if slots is None:
-            return
-        del self._pending[job]
-        try:
-            group = self._start(pending, slots)
-        except (OSError, ValueError) as error:  # ValueError: NUL in an argument
-            self._ledger.release(job)
-            message = f"The processes could not be started: {error}"
-            exited = Exited(pending.generation, Outcome.FAILED, message=message)
-            self._reports.append(Report(job, exited))
-            return
-        self._groups[job] = group
-        started = Started(pending.generation, group.pids, group.port)
-        self._reports.append(Report(job, started))
-
-    def _start(self, pending: _Pending, slots: Sequence[tuple[int, ...]]) -> ReplicaGroup:
+    def start(
+        self,
+        program: ReplicaProgram,
+        generation: int,
+        nodes: tuple[str, ...],
+        slots: Sequence[tuple[int, ...]],
+    ) -> LocalGroup:
         """Start a generation: what it is to be is on the disk before its first process is there."""
-        workload, generation, nodes = pending
-        first = workload.first_generation
+        first = program.first_generation
         record = GenerationFile(
-            job=workload.job,
+            job=program.job,
             generation=generation,
             nodes=nodes,
             slots=tuple(slots),
             devices=tuple(map(self._devices.of, nodes, slots)),
             port=free_port(),
-            supervisor_url=workload.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
-            checkpoints=workload.checkpoints or self._state_dir.checkpoints(workload.job, first),
+            supervisor_url=program.environment.get("PIPOLLUX_SUPERVISOR_URL", ""),
+            checkpoints=program.checkpoints or self._state_dir.checkpoints(program.job, first),
         )
-        folder = self._state_dir.generation(workload.job, generation)
+        folder = self._state_dir.generation(program.job, generation)
         logs = self._logs(record)
         for needed in (record.checkpoints, logs[0].parent, folder):
             needed.mkdir(mode=0o700, parents=True, exist_ok=True)
         drop_earlier(folder, list(folder.parent.iterdir()))
         record.write(folder)
         errors = error_files(folder, len(nodes))
-        replicas = start(
-            workload,
+        replicas = start_replicas(
+            program,
             record,
             folder=folder,
             logs=logs,
             environments=[
                 replica_environment(
-                    workload,
+                    program,
                     record,
                     replica,
                     state_dir=str(self._state_dir.path),
@@ -318,14 +198,14 @@ class LocalBackend(Backend):
         )
         return self._group(record, replicas)
 
-    def _group(self, record: GenerationFile, replicas: Sequence[ReplicaProcess]) -> ReplicaGroup:
+    def _group(self, record: GenerationFile, replicas: Sequence[ReplicaProcess]) -> LocalGroup:
         wanted = marks(str(self._state_dir.path), record.job, record.generation).items()
 
         def find_marked() -> set[psutil.Process]:
             return processes.marked(lambda environment: wanted <= environment.items())
 
         folder = self._state_dir.generation(record.job, record.generation)
-        return ReplicaGroup(
+        return LocalGroup(
             record,
             replicas,
             logs=self._logs(record),

@@ -16,8 +16,7 @@ from contextlib import suppress
 
 import psutil
 
-POLL_INTERVAL = 0.05
-"""Seconds between two looks at processes that are being waited for."""
+from pipollux_sched.backend.base import POLL_INTERVAL
 
 
 def descendants(pids: Iterable[int]) -> set[psutil.Process]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.lifecycle import Exited, Outcome, Started
 
 from .generation_file import GenerationFile
 from .processes import descendants, kill
@@ -34,7 +34,7 @@ _RUNNER_AND_AGENT = 2
 """Processes of a replica of which the script does not run."""
 
 
-class ReplicaGroup:
+class LocalGroup:
     """The running processes of one generation.
 
     Args:
@@ -69,9 +69,10 @@ class ReplicaGroup:
         self._killed = ""
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the agents' parents, in the order of replicas."""
-        return tuple(replica.pid for replica in self._replicas)
+    def started(self) -> Started:
+        """Which generation, and the process ids of its agents' parents."""
+        pids = tuple(replica.pid for replica in self._replicas)
+        return Started(self.generation, pids, self.port)
 
     def stop(self, grace: float) -> None:
         """Ask all replicas to save and end; `poll` kills what is left after `grace` seconds."""

@@ -22,7 +22,7 @@ _AGENT = Path(__file__).with_name("agent.py")
 """Not imported, as it imports torch."""
 
 
-def start(
+def start_replicas(
     workload: ReplicaProgram,
     record: GenerationFile,
     *,

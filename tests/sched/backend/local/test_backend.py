@@ -15,7 +15,7 @@ import pytest
 from pipollux_sched.backend import BackendError, LocalBackend, Node, ReplicaProgram, Report
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.local.replica_log import last_words
-from pipollux_sched.backend.local.slots import SlotLedger
+from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.store import StateDir
 from tests.sched.processes import processes_of
