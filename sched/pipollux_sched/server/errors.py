@@ -84,6 +84,8 @@ def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
     where, *place = first["loc"]
     if where != "body":
         return refusal(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    if isinstance(first["input"], HTTPException):  # the body could not even be read
+        return _answer_http(request, first["input"])
     if not place and first["type"] == "missing":
         return refusal(422, "the body is not valid JSON: it is empty; send an object, {…}")
     field = request.scope["route"].body_field

@@ -105,12 +105,15 @@ class JsonRoute(APIRoute):
 class JsonRequest(Request):
     """A request whose body is to be an object that can be kept."""
 
-    async def json(self) -> dict[str, Any]:
-        """Return the body, or raise a refusal of one sentence."""
+    async def json(self) -> dict[str, Any] | HTTPException:
+        """Return the body, or what refuses it: FastAPI reads a body before it checks a token, and
+        who has none is to be told that first.
+        """
         body = await self.body()
-        if len(body) > LARGE:
-            return await run_in_threadpool(_parse, body)
-        return _parse(body)
+        try:
+            return await run_in_threadpool(_parse, body) if len(body) > LARGE else _parse(body)
+        except HTTPException as refused:
+            return refused
 
 
 def _parse(body: bytes) -> dict[str, Any]:

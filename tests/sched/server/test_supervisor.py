@@ -77,6 +77,19 @@ def test_wrong_tokens_open_nothing(
     assert "token" in detail(response)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": "\\u0000"}', "[" * 100_000, '{"a": 1}'])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/jobs"), ("PUT", "/jobs/toy/hints?generation=1"), ("PUT", "/nodes/node-a")],
+)
+def test_who_has_no_token_is_told_so_whatever_is_sent(
+    service: Service, method: str, path: str, content: str
+) -> None:
+    with service.client(None) as client:
+        assert client.request(method, path, content=content).status_code == 401
+    assert service.admin.request(method, path, content=content).status_code == 422
+
+
 def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
     with service.submit("other") as other:
         assert other.put("/jobs/toy/hints?generation=1", json={}).status_code == 401

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import DiscoveryReply, refusals
+from pipollux_sched.server.schemas import DiscoveryReply, ReplicaPlace, refusals
 from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery
 from pipollux_sched.store.replicas import check_replica
@@ -112,24 +112,26 @@ def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
     store.replicas.register(name, replica.generation, replica.replica, replica.address)
 
 
-@router.get("/replicas", response_model=DiscoveryReply, summary="Discover the replicas")
+@router.get("/replicas", summary="Discover the replicas")
 async def get_replicas(
     name: str, services: ServicesDep, generation: _Generation, wait: _Wait = 0.0
-) -> dict[str, Any]:
+) -> DiscoveryReply:
     """Wait until all replicas of the generation are there; answer with those that are.
 
     409 as soon as the generation is no longer the present one.
     """
     with services.waiting.take(name):
         found = await _discover(services, name, generation, wait)
-    return {
-        "generation": generation,
-        "num_replicas": found.num_replicas,
-        "complete": found.complete,
-        "replicas": [
-            {"replica": replica, "address": address} for replica, address in found.addresses.items()
-        ],
-    }
+    places = [
+        ReplicaPlace(replica=replica, address=address)
+        for replica, address in found.addresses.items()
+    ]
+    return DiscoveryReply(
+        generation=generation,
+        num_replicas=found.num_replicas,
+        complete=found.complete,
+        replicas=places,
+    )
 
 
 async def _discover(services: Services, name: str, generation: int, wait: float) -> Discovery:

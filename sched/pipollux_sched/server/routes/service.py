@@ -14,10 +14,10 @@ metrics_router = APIRouter(tags=["service"])
 """Whether it needs the admin's token is up to whoever includes it."""
 
 
-@router.get("/healthz", response_model=Health, summary="Whether the scheduler is there")
-async def healthz() -> dict[str, str]:
+@router.get("/healthz", summary="Whether the scheduler is there")
+async def healthz() -> Health:
     """Needs no token."""
-    return {"status": "ok"}
+    return Health(status="ok")
 
 
 @metrics_router.get(
