@@ -30,7 +30,7 @@ from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, make_backend
-from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
@@ -307,7 +307,7 @@ class Scheduler:
         self._executor = Executor(
             self._store,
             self._backend,
-            lambda job: workload(job, self._environment),
+            lambda job: program(job, self._environment),
             grace=self._grace,
             on_ended=self._reconsider.set,
         )

@@ -11,7 +11,7 @@ import httpx
 
 from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.backend import LocalBackend, Node
-from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
@@ -71,7 +71,7 @@ class Service:
         backend = LocalBackend(
             {node.name: Node(node.slots, node.kind) for node in nodes}, self.state_dir, grace=1.0
         )
-        executor = Executor(self.store, backend, lambda job: workload(job, {}), grace=1.0)
+        executor = Executor(self.store, backend, lambda job: program(job, {}), grace=1.0)
         self.num_reconsidered = 0
         self.control = Control(
             self.store,

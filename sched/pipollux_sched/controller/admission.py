@@ -13,7 +13,7 @@ from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.store import JobRecord
 
-__all__ = ["admitted", "workload"]
+__all__ = ["admitted", "program"]
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
@@ -37,7 +37,7 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     return spec.model_copy(update=found)
 
 
-def workload(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
+def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
     """Return what every replica of a job runs; a generation may have another number of stages.
 
     Args:

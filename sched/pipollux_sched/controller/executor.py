@@ -54,7 +54,7 @@ class Executor:
     Args:
         store: keeps the jobs.
         backend: runs them.
-        workload: tells what the processes of a job run.
+        program: tells what the processes of a job run.
         grace: seconds that a job has to save when it is asked to stop.
         on_ended: called when a job has ended, or waits for an allocation.
     """
@@ -63,14 +63,14 @@ class Executor:
         self,
         store: Store,
         backend: Backend,
-        workload: Callable[[JobRecord], ReplicaProgram],
+        program: Callable[[JobRecord], ReplicaProgram],
         *,
         grace: float,
         on_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._backend = backend
-        self._workload = workload
+        self._program = program
         self._grace = grace
         self._on_ended = on_ended
         self._lock = threading.Lock()
@@ -182,10 +182,10 @@ class Executor:
 
     def _start(self, name: str, action: Start) -> None:
         try:
-            workload = self._workload(self._store.job(name))
+            program = self._program(self._store.job(name))
             if action.num_stages is not None:
-                workload = replace(workload, num_stages=action.num_stages)
-            self._backend.apply(workload, action.generation, action.nodes)
+                program = replace(program, num_stages=action.num_stages)
+            self._backend.apply(program, action.generation, action.nodes)
         except (BackendError, SpecError, OSError) as error:
             _LOG.warning("generation %d of job %s: %s", action.generation, name, error)
             failed = Exited(action.generation, Outcome.FAILED, message=str(error))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.client import Client, ClientError
-from pipollux_sched.controller.admission import workload
+from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
 from pipollux_sched.spec.job import JobSpec
@@ -185,14 +185,14 @@ def test_a_job_is_run_again(service: Service, client: Client, tmp_path: Path) ->
     assert service.num_reconsidered == before + 1
     assert "again" in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
-    assert workload(store.job("again"), {}).first_generation == 1
+    assert program(store.job("again"), {}).first_generation == 1
     store.transition("again", Exited(2, Outcome.COMPLETE))
     with pytest.raises(ClientError, match="start: pipollux rerun again --from-scratch"):
         client.rerun("again")
     assert client.rerun("again", from_scratch=True)["first_generation"] == 3
     assert "again" not in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
-    first = workload(store.job("again"), {}).first_generation
+    first = program(store.job("again"), {}).first_generation
     assert service.state_dir.checkpoints("again", first).name == "checkpoints-3"
     assert [event["type"] for event in store.events(job="again")].count("rerun") == 2
 

@@ -55,7 +55,7 @@ def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
 
 
 def replica_environment(
-    workload: ReplicaProgram,
+    program: ReplicaProgram,
     record: GenerationFile,
     replica: int,
     *,
@@ -66,7 +66,7 @@ def replica_environment(
     """Return the whole environment of one replica.
 
     Args:
-        workload: what it runs.
+        program: what it runs.
         record: of its generation.
         replica: which of its replicas.
         state_dir: where the scheduler keeps everything.
@@ -78,14 +78,14 @@ def replica_environment(
         "PYTHONUNBUFFERED": "1",
         **_meet_on(loopback_interface()),
         **record.devices[replica],
-        **workload.environment,
+        **program.environment,
         # How long a replica may take to save is decided by the scheduler, not by torchrun.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         **marks(state_dir, record.job, record.generation),
         "PIPOLLUX_CHECKPOINT_DIR": str(record.checkpoints),
         "PIPOLLUX_NUM_NODES": str(len(set(record.nodes))),
-        "PIPOLLUX_NUM_STAGES": str(workload.num_stages),
+        "PIPOLLUX_NUM_STAGES": str(program.num_stages),
     }
 
 

@@ -23,7 +23,7 @@ _AGENT = Path(__file__).with_name("agent.py")
 
 
 def start_replicas(
-    workload: ReplicaProgram,
+    program: ReplicaProgram,
     record: GenerationFile,
     *,
     folder: Path,
@@ -33,7 +33,7 @@ def start_replicas(
     """Start the replicas of a generation.
 
     Args:
-        workload: what they run.
+        program: what they run.
         record: what the generation is to be.
         folder: where their runners say how they are.
         logs: file that takes what each replica prints.
@@ -46,11 +46,11 @@ def start_replicas(
     try:
         for replica, status in enumerate(status_files(folder, len(record.nodes))):
             process = ReplicaProcess.start(
-                _command(workload, record, replica),
+                _command(program, record, replica),
                 status=status,
                 log=logs[replica],
                 environment=environments[replica],
-                directory=workload.directory,
+                directory=program.directory,
             )
             replicas.append(process)
     except OSError:
@@ -61,7 +61,7 @@ def start_replicas(
     return replicas
 
 
-def _command(workload: ReplicaProgram, record: GenerationFile, replica: int) -> list[str]:
+def _command(program: ReplicaProgram, record: GenerationFile, replica: int) -> list[str]:
     return [
         *(sys.executable, "-P", str(_AGENT)),
         f"--nnodes={len(record.nodes)}",
@@ -73,8 +73,8 @@ def _command(workload: ReplicaProgram, record: GenerationFile, replica: int) -> 
         # From here on nothing is the agent's, however much it looks like an option of its.
         "--",
         script_main.__file__,
-        str(workload.script),
-        *workload.args,
+        str(program.script),
+        *program.args,
     ]
 
 

@@ -31,7 +31,7 @@ def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
     backend.shutdown()
 
 
-def workload(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram:
+def program(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram:
     return ReplicaProgram(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
@@ -70,7 +70,7 @@ def environment_of(pid: int, seconds: float = 240.0) -> dict[str, str]:
 
 def test_graceful_stop_on_two_nodes(backend: LocalBackend, state_dir: StateDir) -> None:
     """Two replicas of two stages fill both nodes, each with slots of its own; a stop saves."""
-    backend.apply(workload(num_stages=2), 1, ["node-a", "node-b"])
+    backend.apply(program(num_stages=2), 1, ["node-a", "node-b"])
     started = wait_for(backend, Started)
     assert isinstance(started, Started)
     assert len(started.pids) == 2
@@ -100,9 +100,9 @@ def test_graceful_stop_on_two_nodes(backend: LocalBackend, state_dir: StateDir) 
 def test_a_newer_generation_takes_the_place_of_the_older(
     backend: LocalBackend, state_dir: StateDir
 ) -> None:
-    backend.apply(workload(), 1, ["node-a"])
+    backend.apply(program(), 1, ["node-a"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    backend.apply(workload("--steps", "3"), 2, ["node-b"])
+    backend.apply(program("--steps", "3"), 2, ["node-b"])
     stopped = wait_for(backend, Exited)
     assert isinstance(stopped, Exited)
     assert (stopped.generation, stopped.outcome) == (1, Outcome.STOPPED)
@@ -113,7 +113,7 @@ def test_a_newer_generation_takes_the_place_of_the_older(
 
 def test_a_replica_that_ends_before_the_others(backend: LocalBackend, state_dir: StateDir) -> None:
     """Its torchrun agent waits for theirs, so that it has ended cannot be told by that."""
-    backend.apply(workload("--only-rank", "0"), 1, ["node-a", "node-b"])
+    backend.apply(program("--only-rank", "0"), 1, ["node-a", "node-b"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
     wait_for_text(state_dir.log("toy", 1, 1), "goes on from step 0")
     deadline = time.monotonic() + 240
@@ -136,7 +136,7 @@ def test_a_replica_that_ends_before_the_others(backend: LocalBackend, state_dir:
 
 def test_stubborn_processes_are_killed(backend: LocalBackend, state_dir: StateDir) -> None:
     """Neither a worker that ignores the signal nor its children nor its orphans survive."""
-    backend.apply(workload("--stubborn"), 1, ["node-a"])
+    backend.apply(program("--stubborn"), 1, ["node-a"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
     assert len(processes_of(state_dir.path)) >= 4  # agent, worker, child, orphan
     backend.stop("toy", grace=0.5)
@@ -150,7 +150,7 @@ def test_one_failing_replica_ends_the_generation(
     backend: LocalBackend, state_dir: StateDir
 ) -> None:
     """The other replica ends too, and the message has the last words of the one at fault."""
-    failing = workload("--fail-at", "3", "--fail-rank", "1")
+    failing = program("--fail-at", "3", "--fail-rank", "1")
     backend.apply(failing, 1, ["node-a", "node-b"])
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
@@ -164,7 +164,7 @@ def test_one_failing_replica_ends_the_generation(
 
 def test_a_stop_that_somebody_else_asked_for(backend: LocalBackend, state_dir: StateDir) -> None:
     """Agents that get the signal from elsewhere stop as agreed: that is no failure."""
-    backend.apply(workload(), 1, ["node-a", "node-b"])
+    backend.apply(program(), 1, ["node-a", "node-b"])
     started = wait_for(backend, Started)
     assert isinstance(started, Started)
     for replica in range(2):
@@ -179,7 +179,7 @@ def test_a_stop_that_somebody_else_asked_for(backend: LocalBackend, state_dir: S
 def test_recover_ends_what_another_instance_left(
     backend: LocalBackend, state_dir: StateDir
 ) -> None:
-    backend.apply(workload(), 1, ["node-a"])
+    backend.apply(program(), 1, ["node-a"])
     wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
     found = LocalBackend(TWO_NODES, state_dir).recover(grace=20.0)
     assert found
@@ -190,8 +190,8 @@ def test_recover_ends_what_another_instance_left(
 
 def test_a_generation_waits_for_its_slots(backend: LocalBackend, state_dir: StateDir) -> None:
     """What was decided for two jobs at once need not come about at once."""
-    backend.apply(workload(job="first"), 1, ["node-a", "node-a"])
-    backend.apply(workload(job="second"), 1, ["node-a"])
+    backend.apply(program(job="first"), 1, ["node-a", "node-a"])
+    backend.apply(program(job="second"), 1, ["node-a"])
     assert isinstance(wait_for(backend, Started), Started)
     assert backend.free() == {"node-a": 0, "node-b": 2}
     assert backend.running()["second"] == (1, ("node-a",))
@@ -203,9 +203,9 @@ def test_a_generation_waits_for_its_slots(backend: LocalBackend, state_dir: Stat
 
 def test_impossible_allocations_are_refused(backend: LocalBackend) -> None:
     with pytest.raises(BackendError, match="needs 3 slots of its node"):
-        backend.apply(workload(num_stages=3), 1, ["node-a"])
+        backend.apply(program(num_stages=3), 1, ["node-a"])
     with pytest.raises(BackendError, match="cannot run on node-c"):
-        backend.apply(workload(), 1, ["node-c"])
+        backend.apply(program(), 1, ["node-c"])
     boxed = ReplicaProgram(job="toy", script=None, image="train:2")
     with pytest.raises(BackendError, match="cannot run in train:2: the local backend starts"):
         backend.apply(boxed, 1, ["node-a"])
@@ -260,7 +260,7 @@ def test_nothing_of_the_scheduler_leaks_into_a_job(
     """A scheduler that was itself started by torchrun, or by a job, does not confuse its jobs."""
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PIPOLLUX_JOB_ID"):
         monkeypatch.setenv(name, "outer")
-    backend.apply(workload("--steps", "1"), 1, ["node-a"])
+    backend.apply(program("--steps", "1"), 1, ["node-a"])
     started = wait_for(backend, Started)
     assert isinstance(started, Started)
     environment = environment_of(started.pids[0])
