@@ -270,7 +270,7 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    multiprocessing.set_start_method(None, force=True)  # a Python's own, not how we came to be
+    multiprocessing.set_start_method(None, force=True)  # not the parent's
     if argv[0] == str(PIPOLLUX):
         warnings.simplefilter("error")
     sys.argv = argv

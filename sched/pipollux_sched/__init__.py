@@ -1,1 +1,1 @@
-"""The cluster: policy, store, supervisor, backends, and the command line `pipollux`."""
+"""The cluster: policies, store, server, backends, and the command line `pipollux`."""

@@ -86,7 +86,7 @@ def test_the_u_net_learns_across_its_stages(repository: Path) -> None:
 def test_two_replicas_on_one_machine(repository: Path) -> None:
     path, *arguments = command("unet.py")
     with Replicas(repository / path, 2, arguments, environment(), repository) as job:
-        assert by_epoch(ended_well(job))[-1] > 0.2, "and one replica speaks for all"
+        assert by_epoch(ended_well(job))[-1] > 0.2, "and only one replica prints"
 
 
 @pytest.mark.exhaustive

@@ -95,7 +95,7 @@ def save_all_states(*, background: bool = False) -> Path | None:
 
 
 def save_last_states() -> None:
-    """Save every state at the end of the training, whatever comes of it.
+    """Save every state at the end of the training; a failure does not raise.
 
     A checkpoint that cannot be written is told in the log and in the process's exit status, so that
     the script comes to its own end, where it may save the model itself.

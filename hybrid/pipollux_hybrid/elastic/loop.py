@@ -219,7 +219,7 @@ class ElasticLoop(Generic[T]):
         )
 
     def _begin(self) -> None:
-        """See that all replicas loop over the same; the first loop of a run chooses its shape."""
+        """Check that all replicas loop over the same; a run's first loop chooses its shape."""
         ctx, epochs = self._context, self._epochs
         chooses = self._limits is not None and not self._metrics.shape_chosen
         # What the goodput model knows, else the initial batch size.

@@ -50,7 +50,7 @@ class JobEnvironment:
     hints_interval: float = 30.0
     """Seconds between two fits of the performance model (``PIPOLLUX_HINTS_INTERVAL``)."""
     heartbeat_interval: float = 10.0
-    """Seconds between two signs of life (``PIPOLLUX_HEARTBEAT_INTERVAL``); 0: none."""
+    """Seconds between two heartbeats (``PIPOLLUX_HEARTBEAT_INTERVAL``); 0: none."""
     checkpoint_interval: float = 60.0
     """Seconds between two periodic checkpoints (``PIPOLLUX_CHECKPOINT_INTERVAL``)."""
     checkpoint_background: bool = False

@@ -167,7 +167,7 @@ def _measure(
     rounds: int,
     saved_before: SavedBytes,
 ) -> _Measured:
-    """Run a layer at all sizes; the flows go on with what it gives."""
+    """Run a layer at all sizes; the flows continue with its outputs."""
     try:
         worker = copy.deepcopy(layer).to(device)
         saved = SavedBytes(worker, saved_before)

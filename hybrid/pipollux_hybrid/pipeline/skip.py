@@ -50,7 +50,7 @@ def skippable(
             def forward(self, x):
                 return x + (yield pop("long"))
 
-    Two pairs of the same name are told apart by :meth:`~Skippable.isolate` with a
+    Two pairs of the same name are distinguished by :meth:`~Skippable.isolate` with a
     :class:`Namespace` each.
 
     Args:

@@ -31,7 +31,7 @@ class IterationTotals:
     sqr: float
     """Σ n²/b |c|² over contributions c of b samples, in parts of n."""
     unmeasurable: float
-    """Replicas whose contributions cannot be told apart."""
+    """Replicas whose contributions cannot be separated."""
     buffers: Sequence[float]
     """:meth:`~pipollux_hybrid.sync.buffers.BufferSynchronizer.report`, or nothing."""
     late: Sequence[float]

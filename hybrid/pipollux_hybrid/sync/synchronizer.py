@@ -51,7 +51,7 @@ class SyncResult:
     batch_size: int
     """B: samples behind the averaged gradients, over all replicas and accumulation steps."""
     num_estimates: int
-    """J: independent gradient estimates among them; 0 if they could not be told apart."""
+    """J: independent gradient estimates among them; 0 if they could not be separated."""
     estimate_sqr: float
     """S of :mod:`pipollux_hybrid.optim.gradient_noise_scale`."""
     sync_time: float
@@ -156,7 +156,7 @@ class GradientSynchronizer:
         Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize
-        # One gradient for all samples of an iteration: nothing to be told apart.
+        # One gradient for all samples of an iteration: no separate estimates.
         single = self._fresh and plan.synchronize and plan.passes == self._num_replicas == 1
         if self._fresh:
             self._begin_iteration(plan)

@@ -96,7 +96,7 @@ def write_trace(
     events: Sequence[StageEvent],
     devices: Sequence[torch.device],
 ) -> None:
-    """Write a time line to a file, which is there whole or not at all.
+    """Write a time line to a file, atomically.
 
     Raises:
         OSError: The file cannot be written.

@@ -178,7 +178,7 @@ def test_a_directory_that_cannot_be_made(directory: Path, monkeypatch: pytest.Mo
 
 
 def test_no_whole_checkpoint_is_no_fresh_start(directory: Path) -> None:
-    """Beginning anew without a word would prune what might have been rescued."""
+    """Starting silently from scratch would prune what might have been rescued."""
     Number(value=1)
     saved = save_all_states()
     assert saved is not None
@@ -246,7 +246,7 @@ def test_names_are_unique_file_names(directory: Path) -> None:
 
 
 def test_a_pickle_is_not_run(directory: Path) -> None:
-    """A checkpoint that carries code is refused, whoever put it there."""
+    """A checkpoint that carries code is refused."""
 
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:

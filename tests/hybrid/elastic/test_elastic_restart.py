@@ -21,7 +21,7 @@ def job(tmp_path: Path, repository: Path) -> Job:
 
 
 def kill_all(replicas: Replicas) -> list[psutil.Process]:
-    """Kill a job's replicas without a word; what they started themselves is left."""
+    """Kill a job's replicas; what they started themselves is left."""
     left = [w for program in replicas.programs for w in psutil.Process(program.pid).children()]
     replicas.send_signal(signal.SIGKILL)
     assert replicas.wait() == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""The loss curve of a job does not tell that it was stopped and cut anew, over and over."""
+"""A job that is stopped and cut again, over and over, has the loss curve of one that is not."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.hybrid.pipeline.trap_cases import (
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_gradients_of_inputs_alone_are_refused_under_recomputation(checkpoint: str) -> None:
-    # Parameters' gradients changed as a side effect, without a word.
+    # Parameters' gradients changed silently, as a side effect.
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     inputs = torch.randn(4, 4, requires_grad=True)
     output = forward(engine(module, [1, 1], checkpoint), inputs, 4, 2)

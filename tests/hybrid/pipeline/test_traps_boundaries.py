@@ -136,7 +136,7 @@ def test_what_is_no_tensor_is_refused_by_layer() -> None:
 
 
 def test_tuples_whose_first_dimensions_differ() -> None:
-    # Rows were dropped without a word.
+    # Rows were dropped silently.
     model = wrap(nn.Sequential(Picks(0), nn.Linear(4, 4)))
     with pytest.raises(ConfigurationError, match=r"different size \(\(6, 4\), \(5, 4\)\)"):
         model(torch.randn(6, 4), torch.randn(5, 4))

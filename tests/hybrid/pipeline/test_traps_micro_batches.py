@@ -57,7 +57,7 @@ def micro_batches_from_4_to_2(checkpoint: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_data_parallel_gradients_when_micro_batches_fall_from_4_to_2(checkpoint: str) -> None:
-    # DistributedDataParallel with static_graph=True over GPipe: wrong gradients without a word.
+    # DistributedDataParallel with static_graph=True over GPipe: silently wrong gradients.
     module = make_model("mlp")
     inputs, targets = make_data("mlp", 8)[list(range(8))]
     F.cross_entropy(module(inputs), targets).backward()

@@ -73,4 +73,4 @@ def test_the_same_samples_on_all_replicas_are_told_once() -> None:
         assert "all 2 replicas train on the same samples" in sentence
         assert "pipollux.AdaptiveDataLoader" in sentence
     assert not any(first.values())
-    assert not any(second.values()), "replica 0 speaks for all"
+    assert not any(second.values()), "only replica 0 warns"

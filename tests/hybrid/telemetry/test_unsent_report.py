@@ -19,7 +19,7 @@ from tests.hybrid.telemetry.test_reporting import Supervisor, environment, tell
 
 @pytest.fixture
 def reporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], Reporter]]:
-    """Make a reporter that saves in a folder, to whoever listens at a port."""
+    """Return a reporter that saves in a folder and sends to a port."""
 
     def make(folder: Path, port: int) -> Reporter:
         for name, value in environment(f"http://127.0.0.1:{port}").items():
