@@ -105,6 +105,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
     )
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
     web = repository / "sched/pipollux_sched/server/web"
+    charts = repository / "sched/pipollux_sched/report/charts"
     vendor = repository / "sched/pipollux_sched/server/vendor/swagger_ui"
     for name in (
         "pipollux/py.typed",
@@ -115,6 +116,8 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_sched/store/migrations/env.py",
         *(f"pipollux_sched/server/vendor/swagger_ui/{path.name}" for path in vendor.iterdir()),
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
+        *(f"pipollux_sched/report/charts/{path.name}" for path in charts.glob("*.js")),
+        *(f"pipollux_sched/report/charts/vendor/{n}" for n in ("plot.min.js", "LICENSE", "README.md")),
         "pipollux_sched/store/migrations/versions/v0001_first.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",

@@ -1,7 +1,7 @@
 """The report as one HTML file: sections in order, each a picture with what it says in words.
 
-The file needs nothing but itself: no script, no font, no address. It is written aside, synced and
-renamed, so whoever opens it meets the whole of it or the one before.
+The file needs nothing but itself: no font, no address; the scripts that draw are in it. It is
+written aside, synced and renamed, so whoever opens it meets the whole of it or the one before.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
-from pipollux_sched.report.charts.bubble import bubble, draw_bubble, missing, verdict
-from pipollux_sched.report.charts.curves import draw_goodput, draw_loss
-from pipollux_sched.report.charts.gantt import MAX_HOLDS, draw_gantt, slot_use
+from pipollux_sched.report.charts.bubble import bubble, bubble_chart, missing, verdict
+from pipollux_sched.report.charts.curves import goodput_chart, loss_charts
+from pipollux_sched.report.charts.gantt import MAX_HOLDS, gantt, slot_use
 from pipollux_sched.report.charts.prediction import (
     MAX_DRAWN,
     Accuracy,
     accuracies,
-    draw_predictions,
     mean_absolute_error,
+    prediction_chart,
 )
+from pipollux_sched.report.charts.specs import Chart, chart_data, chart_scripts
 from pipollux_sched.report.run.event_log import Event, EventLog, read_events
 from pipollux_sched.report.run.records import JobRun, Run
 from pipollux_sched.report.run.replay import Recorder
@@ -37,11 +37,11 @@ MAX_DETAILED = 12
 
 
 class Figure(NamedTuple):
-    """A picture of one job: its name and colour, the picture or None, and what it says."""
+    """Pictures of one job: its name and colour, the charts by name, and what they say."""
 
     job: str
     colour: int
-    picture: Markup | None
+    charts: dict[str, Chart]
     words: str
 
 
@@ -102,6 +102,16 @@ def _render(run: Run, log: EventLog) -> str:
     detailed = list(run.jobs.values())[:MAX_DETAILED]
     entries = accuracies(run)
     start = run.start or 0.0
+    losses = [_loss(job, colours[job.name], start) for job in detailed]
+    goodputs = [_goodput(job, colours[job.name], start) for job in detailed]
+    bubbles = [_bubble(j, colours[j.name], run) for j in detailed if j.num_stages > 1]
+    charts: dict[str, Chart | None] = {
+        "gantt": gantt(run, colours),
+        "prediction": prediction_chart(entries, colours),
+    }
+    for figure in (*losses, *goodputs, *bubbles):
+        charts.update(figure.charts)
+    drawn = {name: chart for name, chart in charts.items() if chart is not None}
     return (
         _environment()
         .get_template("template.html.j2")
@@ -114,14 +124,15 @@ def _render(run: Run, log: EventLog) -> str:
             headlines=facts.headlines(run),
             jobs=[facts.job_row(job, colours[job.name]) for job in run.jobs.values()],
             num_left_out=len(run.jobs) - len(detailed),
-            gantt=draw_gantt(run, colours),
+            drawn=drawn,
+            chart_data=chart_data(drawn),
+            chart_scripts=chart_scripts(),
             gantt_words=_gantt_words(run),
-            losses=[_loss(job, colours[job.name], start) for job in detailed],
-            goodputs=[_goodput(job, colours[job.name], start) for job in detailed],
-            predictions=draw_predictions(entries, colours),
+            losses=losses,
+            goodputs=goodputs,
             prediction_rows=[_prediction_row(e, colours) for e in entries[:MAX_DRAWN]],
             prediction_words=_prediction_words(entries),
-            bubbles=[_bubble(j, colours[j.name], run) for j in detailed if j.num_stages > 1],
+            bubbles=bubbles,
             allocations=facts.allocation_rows(run, colours),
             allocations_left_out=max(len(run.allocations) - facts.MAX_ALLOCATIONS, 0),
             footer=_footer(log),
@@ -165,22 +176,23 @@ def _gantt_words(run: Run) -> str:
 
 
 def _loss(job: JobRun, index: int, start: float) -> Figure:
-    picture = draw_loss(job, index, start)
+    pictures = loss_charts(job, index, start)
     num_points = sum(p.loss is not None for p in job.points)
     words = "It reported no loss."
-    if picture is not None:
+    if pictures:
         words = facts.continuations(job)
     elif num_points:
         words = "It reported its loss only once."
-    return Figure(clean(job.name), index, picture, words)
+    names = (f"loss-{index}-by-step", f"loss-{index}-by-time")
+    return Figure(clean(job.name), index, dict(zip(names, pictures, strict=False)), words)
 
 
 def _goodput(job: JobRun, index: int, start: float) -> Figure:
-    picture = draw_goodput(job, index, start)
-    words = "It reported neither goodput, batch size nor efficiency."
-    if picture is not None:
-        words = _goodput_words(job)
-    return Figure(clean(job.name), index, picture, words)
+    picture = goodput_chart(job, index, start)
+    if picture is None:
+        words = "It reported neither goodput, batch size nor efficiency."
+        return Figure(clean(job.name), index, {}, words)
+    return Figure(clean(job.name), index, {f"goodput-{index}": picture}, _goodput_words(job))
 
 
 def _goodput_words(job: JobRun) -> str:
@@ -228,8 +240,9 @@ def _signed(share: float) -> str:
 def _bubble(job: JobRun, index: int, run: Run) -> Figure:
     found = bubble(job)
     if found is None:
-        return Figure(clean(job.name), index, None, missing(job))
-    return Figure(clean(job.name), index, draw_bubble(found, index), verdict(job, found, run))
+        return Figure(clean(job.name), index, {}, missing(job))
+    charts: dict[str, Chart] = {f"bubble-{index}": bubble_chart(found, index)}
+    return Figure(clean(job.name), index, charts, verdict(job, found, run))
 
 
 def _footer(log: EventLog) -> str:

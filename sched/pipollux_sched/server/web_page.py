@@ -1,4 +1,7 @@
-"""The web page: hand-written files that hold no data, so that they need no token.
+"""The web page: files that hold no data, so that they need no token.
+
+The scripts that draw its pictures, and the charting library that they draw with, are those of
+reports.
 
 What the page shows it asks for with the admin's token, which it keeps in the browser's session. The
 policy below lets it load nothing but these files, ask nobody but this scheduler, and put no text
@@ -12,6 +15,8 @@ from importlib import resources
 from typing import NamedTuple
 
 from fastapi import FastAPI, Response
+
+from pipollux_sched.report.charts.specs import LIBRARY, SCRIPTS
 
 POLICY = "; ".join(
     (
@@ -63,7 +68,12 @@ def add_pages(app: FastAPI) -> None:
 def _read() -> dict[str, _File]:
     """Read all files of the page; they are few and small, and do not change under a scheduler."""
     package = resources.files("pipollux_sched")
-    found = {BASE_STYLE: package.joinpath("report", "style.css")}
+    charts = package.joinpath("report", "charts")
+    found = {
+        BASE_STYLE: package.joinpath("report", "style.css"),
+        LIBRARY: charts.joinpath("vendor", LIBRARY),
+        **{name: charts.joinpath(name) for name in SCRIPTS},
+    }
     for entry in package.joinpath("server", "web").iterdir():
         found[entry.name] = entry
     return {

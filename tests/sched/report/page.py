@@ -1,16 +1,17 @@
-"""Reading a report as its reader would: text per section, tables, pictures."""
+"""Reading a report as its reader would: text per section, tables, what pictures are drawn from."""
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
-from xml.etree import ElementTree
+from typing import Any
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What a reader gets: text per section, tables, pictures; checks that tags are balanced."""
+    """What a reader gets: text per section, tables; checks that tags are balanced."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -50,20 +51,18 @@ class Page(HTMLParser):
             self.handle_endtag(tag)
 
     def handle_data(self, data: str) -> None:
+        if self.open[-1:] in (["script"], ["style"]):
+            return
         self.sections[self._section] = self.sections.get(self._section, "") + data
 
     def text(self, section: str) -> str:
         return " ".join(self.sections[section].replace("\u202f", " ").split())
 
 
-def pictures(html: str) -> dict[str, ElementTree.Element]:
-    """Return the page's SVGs by name; each must be well-formed by itself."""
-    found = {}
-    for source in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
-        root = ElementTree.fromstring(source)  # noqa: S314  # a page that this test made
-        found[root.attrib["aria-labelledby"].removesuffix("-title")] = root
-    return found
-
-
-def with_class(root: ElementTree.Element, tag: str, name: str) -> list[ElementTree.Element]:
-    return [e for e in root.iter(tag) if name in e.attrib.get("class", "").split()]
+def charts(html: str) -> dict[str, Any]:
+    """Return what the page's pictures are drawn from, by name; each has one place."""
+    found = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    assert len(found) == 1
+    data: dict[str, Any] = json.loads(found[0])
+    assert sorted(re.findall(r'data-chart="([^"]+)"', html)) == sorted(data)
+    return data

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.report.charts.specs import LIBRARY, SCRIPTS
 from tests.sched.supervised import ADMIN, Service, detail, report
 
 PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
@@ -32,8 +33,9 @@ def test_every_file_is_served_without_a_token_and_with_its_policy(
     service: Service, repository: Path
 ) -> None:
     files = {path.name for path in (repository / "sched/pipollux_sched/server/web").iterdir()}
-    assert len(files) > 15
-    paths = ["/", "/web/base.css", *(f"/web/{name}" for name in files - {"index.html"})]
+    assert len(files) > 12
+    shared = {"base.css", LIBRARY, *SCRIPTS}
+    paths = ["/", *(f"/web/{name}" for name in (files | shared) - {"index.html"})]
     for path in paths:
         response = service.client(None).get(path)
         assert response.status_code == 200, path
@@ -55,13 +57,15 @@ def test_every_file_is_served_without_a_token_and_with_its_policy(
 
 def test_what_the_files_name_is_there_and_nowhere_else(repository: Path) -> None:
     folder = repository / "sched/pipollux_sched/server/web"
-    for path in folder.iterdir():
+    charts = repository / "sched/pipollux_sched/report/charts"
+    served = {path.name for path in folder.iterdir()} | {"base.css", LIBRARY, *SCRIPTS}
+    for path in (*folder.iterdir(), *(charts / name for name in SCRIPTS)):
         text = path.read_text()
         outside = re.findall(r"(?:https?:)?//[a-z][\w.-]*\.[a-z]{2,}[^\s\"']*", text)
         assert set(outside) <= {"http://www.w3.org/2000/svg"}, path
         for name in re.findall(r'from "\./([\w.]+)"|"/web/([\w.]+)"', text):
             wanted = next(filter(None, name))
-            assert wanted == "base.css" or (folder / wanted).exists(), (path, wanted)
+            assert wanted in served, (path, wanted)
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert way not in text, f"{path.name} uses {way}"
 

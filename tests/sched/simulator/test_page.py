@@ -14,7 +14,7 @@ from pipollux_sched.simulator.results.charts import completion_curve, jobs_unfin
 from pipollux_sched.simulator.results.gantt import blocks
 from pipollux_sched.simulator.results.page import render_plots
 from tests.extent import examples
-from tests.sched.report.page import Page, pictures, with_class
+from tests.sched.report.page import Page, charts
 from tests.sched.simulator.simulator_cases import Give, Steady, simulate
 
 
@@ -90,17 +90,25 @@ def test_the_page_needs_nothing_but_itself() -> None:
     html = render_plots([first, replace(first, policy="third"), second])
     page = Page(html)
     assert page.references == []
-    assert "script" not in page.tags
     assert len(set(page.ids)) == len(page.ids)
     assert "<w> & co: 2 jobs on 8 GPUs of 2 nodes" in page.text("section")
-    found = pictures(html)
+    found = charts(html)
     assert set(found) == {"jct-0", "use-0", "gantt-0-0", "gantt-0-1", "jct-1", "use-1", "gantt-1-0"}
     # A curve for every policy.
-    assert len(with_class(found["jct-0"], "path", "mean")) == 2
-    assert len(with_class(found["jct-1"], "path", "mean")) == 1
-    assert len(with_class(found["use-0"], "path", "mean")) == 4
-    (tip, _) = [rect.findtext("title") for rect in with_class(found["gantt-0-0"], "rect", "hold")]
-    assert tip == "j: 2 replicas, 1:00 to 4:00"
+    lines = {
+        name: [line["name"] for panel in found[name]["panels"] for line in panel["lines"]]
+        for name in ("jct-0", "jct-1", "use-0")
+    }
+    assert lines == {
+        "jct-0": ["first", "third"],
+        "jct-1": ["second"],
+        "use-0": ["first", "third"] * 2,
+    }
+    gantt = found["gantt-0-0"]
+    assert gantt["tips"][gantt["blocks"][0]["tip"]] == [
+        *("j", ["holds", "2 replicas"], ["held", "1:00 to 4:00"])
+    ]
+    assert len(gantt["blocks"]) == 2
 
 
 def test_one_job_alone_is_drawn() -> None:

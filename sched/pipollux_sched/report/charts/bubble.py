@@ -7,19 +7,15 @@ times are the means of the measured step, so both do the same work, and what dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
-from typing import NamedTuple
-
-from markupsafe import Markup
+from typing import Literal, NamedTuple
 
 from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule
 from pipollux_sched.report.run.records import JobRun, Run, StepTimeline
-from pipollux_sched.utils.text import duration, percent, plain
+from pipollux_sched.utils.text import duration, percent
 
-from .axes import Panel, Scale, ticks
-from .svg import WIDTH, Drawing, colour_class, text_width
+from .specs import Axis, Block, Group, TimelineChart, Tip
 
-LEFT, RIGHT, ROW = 84.0, 96.0, 30.0
+ROW = 30.0
 
 
 class Bubble(NamedTuple):
@@ -105,82 +101,56 @@ def verdict(job: JobRun, found: Bubble, run: Run) -> str:
     return f"{head} {percent(found.overlap)} of the work was done while another stage worked, too."
 
 
-def draw_bubble(found: Bubble, index: int) -> Markup:
-    """Draw both time lines, stages × time, each block with the number of its micro-batch."""
+def bubble_chart(found: Bubble, colour: int) -> TimelineChart:
+    """Return both time lines, stages × time, each block with the number of its micro-batch."""
     timeline = found.timeline
     begin = min(e.start for e in timeline.events)
     measured = [e._replace(start=e.start - begin, end=e.end - begin) for e in timeline.events]
-    longest = max(timeline.makespan, found.ideal_makespan)
-    block = timeline.num_stages * ROW
-    top, gap = 26.0, 44.0
-    bottom = top + 2 * block + gap
-    x = Scale(0.0, longest, LEFT, WIDTH - RIGHT)
-    drawing = Drawing(f"bubble-{index}", bottom + 46, "Measured and ideal time line of one step")
-    rows: tuple[tuple[str, Sequence[StageEvent], float, float], ...] = (
-        ("measured", measured, found.measured_bubble, top),
-        ("ideal GPipe", found.ideal, found.ideal_bubble, top + block + gap),
+    scale, unit = _unit(max(timeline.makespan, found.ideal_makespan))
+    groups: list[Group] = []
+    blocks: list[Block] = []
+    tips: list[Tip] = []
+    rows: tuple[tuple[str, Sequence[StageEvent], float], ...] = (
+        ("measured", measured, found.measured_bubble),
+        ("ideal GPipe", found.ideal, found.ideal_bubble),
     )
-    for name, events, share, y in rows:
-        drawing.text(LEFT, y - 9, name, "label strong")
-        _draw_stages(drawing, x, events, timeline.num_stages, y, index)
-        end = x(max(e.end for e in events))
-        drawing.line(end, y - 4, end, y + block + 4, "axis")
-        middle = y + block / 2
-        drawing.text(end + 10, middle - 2, percent(share), "label strong")
-        drawing.text(end + 10, middle + 14, "bubble", "tick")
-    panel = Panel(x, Scale(0, 1, bottom + 6, top))
-    step = _unit(longest)
-    marks = ticks(0, longest / step[0], 8)
-    panel.draw_x(drawing, [m * step[0] for m in marks], lambda v: plain(v / step[0]))
-    drawing.text(LEFT - 10, bottom + 24, step[1], "axis-label", at="end")
-    return drawing.markup()
+    for name, events, share in rows:
+        for event in events:
+            blocks.append(_block(event, len(groups), colour, len(tips), scale))
+            length = duration(event.end - event.start)
+            what = f"{event.phase} of micro-batch {event.microbatch}"
+            tips.append((f"stage {event.stage}, {what}", ("takes", length)))
+        groups.append(
+            Group(
+                "",
+                timeline.num_stages,
+                title=name,
+                labels=[f"stage {stage}" for stage in range(timeline.num_stages)],
+                until=max(e.end for e in events) * scale,
+                ending=(percent(share), "bubble"),
+            )
+        )
+    return TimelineChart(
+        title="Measured and ideal time line of one step",
+        x=Axis("number", 0.0, max(group.until or 0.0 for group in groups), unit),
+        row=ROW,
+        gap=22.0,
+        groups=groups,
+        blocks=blocks,
+        tips=tips,
+        right=72.0,
+    )
 
 
 def _unit(longest: float) -> tuple[float, str]:
-    return (1e-3, "ms") if longest < 2 else (1.0, "s")
+    return (1e3, "ms") if longest < 2 else (1.0, "s")
 
 
-def _draw_stages(
-    drawing: Drawing,
-    x: Scale,
-    events: Sequence[StageEvent],
-    num_stages: int,
-    top: float,
-    colour: int,
-) -> None:
-    shade = colour_class(colour)
-    end = x(max(e.end for e in events))
-    for stage in range(num_stages):
-        y = top + stage * ROW
-        drawing.text(LEFT - 10, y + ROW / 2 + 4, f"stage {stage}", "label", at="end")
-        drawing.rect(x.first, y + 1.5, end - x.first, ROW - 3, "idle")
-    named = _phases_with_room(x, events)
-    for event in events:
-        y = top + event.stage * ROW + 1.5
-        left, width = x(event.start), x(event.end) - x(event.start)
-        tip = (
-            f"stage {event.stage}, {event.phase} of micro-batch {event.microbatch}: "
-            f"{duration(event.end - event.start)}"
-        )
-        inset = min(0.6, width / 8)
-        drawing.rect(
-            left + inset, y, width - 2 * inset, ROW - 3, f"{event.phase} {shade}", tip=tip, radius=2
-        )
-        words = str(event.microbatch)
-        if event.phase in named and width >= text_width(words) + 1:
-            css = "on-block" if event.phase == "forward" else "label"
-            drawing.text(left + width / 2, y + ROW / 2 + 3, words, css, at="middle")
-
-
-def _phases_with_room(x: Scale, events: Sequence[StageEvent]) -> set[str]:
-    """Return the phases whose blocks are wide enough for numbers; all blocks get one, or none."""
-    found = set()
-    for phase in ("forward", "backward"):
-        widths = [x(e.end) - x(e.start) for e in events if e.phase == phase]
-        longest = max((str(e.microbatch) for e in events), key=len, default="")
-        if widths and fmean(widths) >= text_width(longest) + 4:
-            found.add(phase)
-    return found
+def _block(event: StageEvent, group: int, colour: int, tip: int, scale: float) -> Block:
+    begin, end = event.start * scale, event.end * scale
+    style: Literal["forward", "backward"] = "forward" if event.phase == "forward" else "backward"
+    words = [str(event.microbatch)]
+    return Block(group, event.stage, 1, colour, begin, begin, end, end, words, tip, style)
 
 
 def missing(job: JobRun) -> str:

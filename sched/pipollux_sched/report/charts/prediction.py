@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from markupsafe import Markup
-
 from pipollux_sched.report.run.records import JobRun, Run, RunPoint
-from pipollux_sched.utils.text import THIN_SPACE, clean, duration, percent, plain
+from pipollux_sched.utils.text import clean, duration, percent
 
-from .axes import Panel, Scale, log_ticks
-from .svg import Drawing, colour_class, text_width
+from .specs import Dot, ScatterChart, Tip
 
 
 class Accuracy(NamedTuple):
@@ -72,105 +69,42 @@ def mean_absolute_error(entries: Sequence[Accuracy]) -> float | None:
     return fmean(abs(e.error) for e in entries) if entries else None
 
 
-def draw_predictions(entries: Sequence[Accuracy], colours: Mapping[str, int]) -> Markup | None:
-    """Draw measured (x) against predicted (y) step time, both logarithmic; None without entries."""
+def prediction_chart(
+    entries: Sequence[Accuracy], colours: Mapping[str, int]
+) -> ScatterChart | None:
+    """Return measured (x) against predicted (y) step time; None without entries."""
     if not entries:
         return None
-    times = [t for e in entries for t in (e.measured, e.predicted, e.first_predicted)]
-    low, high = min(times) / 1.35, max(times) * 1.35
-    side, left, top = 372.0, 72.0, 30.0
-    panel = Panel(
-        Scale(low, high, left, left + side, logarithmic=True),
-        Scale(low, high, top + side, top, logarithmic=True),
+    return ScatterChart(
+        title="Predicted against measured step time",
+        name=("measured step time", "predicted step time"),
+        points=[
+            Dot(
+                entry.measured,
+                entry.predicted,
+                entry.first_predicted,
+                colours[entry.job.name],
+                label(entry),
+                _tip(entry),
+            )
+            for entry in entries[:MAX_DRAWN]
+        ],
     )
-    title = "Predicted against measured step time"
-    drawing = Drawing("prediction", top + side + 42, title, width=left + side + 26)
-    marks = _spread(log_ticks(low, high), panel)
-    _band(drawing, panel, low, high)
-    panel.draw_y(drawing, marks, _tick)
-    panel.draw_x(drawing, marks, _tick, label="measured step time")
-    drawing.text(0, 14, "predicted step time", "axis-label")
-    drawing.path(panel.points([(low, low), (high, high)]), "diagonal")
-    drawn = entries[:MAX_DRAWN]
-    for entry in drawn:
-        _draw_entry(drawing, panel, entry, colours[entry.job.name])
-    _draw_labels(drawing, panel, drawn)
-    return drawing.markup()
 
 
-def _tick(seconds: float) -> str:
-    if seconds < 1:
-        return f"{plain(seconds * 1000)}{THIN_SPACE}ms"
-    return f"{plain(seconds)}{THIN_SPACE}s"
-
-
-def _spread(marks: list[float], panel: Panel) -> list[float]:
-    """Leave out marks whose labels would touch on the y axis."""
-    kept: list[float] = []
-    for mark in marks:
-        if not kept or panel.y(kept[-1]) - panel.y(mark) > 18:
-            kept.append(mark)
-    return kept
-
-
-def _band(drawing: Drawing, panel: Panel, low: float, high: float) -> None:
-    """Shade where the prediction is within ten percent."""
-    corners = [
-        (low * 1.1, low),
-        (high, high / 1.1),
-        (high, high),
-        (high / 1.1, high),
-        (low, low * 1.1),
-        (low, low),
-    ]
-    drawing.path(panel.points(corners), "band", closed=True)
-
-
-def _draw_entry(drawing: Drawing, panel: Panel, entry: Accuracy, colour: int) -> None:
-    """Draw a configuration as a dot, its first prediction as a ring on the same vertical."""
-    shade = colour_class(colour)
-    x, y = panel.x(entry.measured), panel.y(entry.predicted)
-    first = panel.y(entry.first_predicted)
-    drawing.line(x, first, x, y, f"lead {shade}")
-    drawing.circle(x, first, 4.5, f"ring {shade}")
-    tip = (
-        f"{clean(entry.job.name)}: R = {entry.num_replicas}, atomic batch size {entry.atomic_bsz}, "
-        f"{entry.accum_steps} accumulation steps: measured {duration(entry.measured, 3)}, "
-        f"predicted {duration(entry.predicted, 3)} ({percent(entry.error)}), "
-        f"at first {duration(entry.first_predicted, 3)}"
+def _tip(entry: Accuracy) -> Tip:
+    return (
+        clean(entry.job.name),
+        ("replicas", str(entry.num_replicas)),
+        ("atomic batch size", str(entry.atomic_bsz)),
+        ("accumulation steps", str(entry.accum_steps)),
+        ("measured", duration(entry.measured, 3)),
+        ("predicted", f"{duration(entry.predicted, 3)} ({percent(entry.error)})"),
+        ("at first", duration(entry.first_predicted, 3)),
     )
-    drawing.circle(x, y, 6.0, f"mark {shade}", tip=tip)
 
 
 def label(entry: Accuracy) -> str:
     """Return a configuration as `R × atomic batch size`, with accumulation when there is any."""
     tail = f" × {entry.accum_steps + 1}" if entry.accum_steps else ""
     return f"{entry.num_replicas} × {entry.atomic_bsz}{tail}"
-
-
-def _draw_labels(drawing: Drawing, panel: Panel, entries: Sequence[Accuracy]) -> None:
-    """Write each configuration beside its dot where there is room: right, left, above, below."""
-    dots = [(panel.x(e.measured), panel.y(e.predicted)) for e in entries]
-    rings = [(panel.x(e.measured), panel.y(e.first_predicted)) for e in entries]
-    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in [*dots, *rings]]
-    for (x, y), entry in zip(dots, entries, strict=True):
-        words = label(entry)
-        width = text_width(words)
-        for left, base in (
-            (x + 12, y + 5),
-            (x - 12 - width, y + 5),
-            (x - width / 2, y - 13),
-            (x - width / 2, y + 23),
-            (x + 12, y + 21),
-            (x - 12 - width, y - 11),
-        ):
-            box = (left, base - 11, left + width, base + 3)
-            inside = box[0] > panel.left and box[2] < panel.right and box[1] > panel.top
-            if inside and not any(_meet(box, other) for other in taken):
-                drawing.text(left, base, words, "label")
-                taken.append(box)
-                break
-
-
-def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

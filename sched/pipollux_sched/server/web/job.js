@@ -14,7 +14,6 @@ const LINES = 60;
 const SELDOM = 3; // so many times more seldom are log and explanation asked for
 
 const byTime = (points, name) => points.filter((p) => p[name] !== null).map((p) => [p.time, p[name]]);
-const whole = (value) => thousands(Math.round(value));
 
 export class JobPage {
   #asked = 0;
@@ -25,12 +24,12 @@ export class JobPage {
     live.query = "limit=0";
     Object.assign(this, { live, name, title: `${name} · Pipollux`, path: `/jobs/${encodeURIComponent(name)}` });
     this.charts = {
-      goodput: new Chart("Goodput", "samples/s", [{ name: "goodput", kind: "" }], { smooth: true }),
-      loss: new Chart("Loss", "", [{ name: "loss", kind: "" }], { zero: false, smooth: true }),
-      step: new Chart("Step time", "s", [{ name: "measured", kind: "" }, { name: "predicted", kind: "second" }], { spell: seconds, smooth: true }),
-      batch: new Chart("Batch size", "samples", [{ name: "batch size", kind: "step" }], { spell: whole, least: 1 }),
-      noise: new Chart("Gradient noise scale", "samples", [{ name: "noise scale", kind: "" }]),
-      slots: new Chart("Slots held", "", [{ name: "slots", kind: "step" }], { spell: whole, least: 1 }),
+      goodput: new Chart("Goodput", "samples/s", [{ name: "goodput", style: "" }], { smooth: true }),
+      loss: new Chart("Loss", "", [{ name: "loss", style: "" }], { zero: false, smooth: true }),
+      step: new Chart("Step time", "s", [{ name: "measured", style: "" }, { name: "predicted", style: "second" }], { kind: "seconds", smooth: true }),
+      batch: new Chart("Batch size", "samples", [{ name: "batch size", style: "step" }], { kind: "whole" }),
+      noise: new Chart("Gradient noise scale", "samples", [{ name: "noise scale", style: "" }]),
+      slots: new Chart("Slots held", "", [{ name: "slots", style: "step" }], { kind: "whole" }),
     };
     this.mark = h("span");
     this.buttons = h("span", { class: "buttons" });
@@ -132,7 +131,7 @@ export class JobPage {
     const { generations, points } = job;
     const begin = Math.min(...generations.map((one) => one.created_at), ...points.map((one) => one.time), this.live.now);
     const end = job.ended_at ?? Math.max(this.live.now, begin + 10);
-    const marks = generations.slice(1).map((one) => ({ time: one.created_at, label: `generation ${one.generation}` }));
+    const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: `generation ${one.generation}` }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
     goodput.update([byTime(points, "goodput")], shape);

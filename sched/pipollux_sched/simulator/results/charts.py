@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
-from markupsafe import Markup
-
-from pipollux_sched.report.charts.axes import Panel, Scale, clock_ticks, whole_ticks
-from pipollux_sched.report.charts.svg import WIDTH, Drawing, colour_class
+from pipollux_sched.report.charts.specs import Axis, CurveChart, Line, Panel, moments
 from pipollux_sched.simulator.engine.outcome import SimulationOutcome
-from pipollux_sched.utils.text import clock, count, duration, percent
-
-_LEFT, _RIGHT = 64.0, 16.0
-_CLEARANCE = 84.0
-"""Units between two marks of a logarithmic axis, so that their labels stay apart."""
-_HOUR = 3600.0
-_MOMENTS = (
-    *(1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
-    *(n * _HOUR for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
-)
+from pipollux_sched.utils.text import clean, count
 
 Step = tuple[float, float]
 """From when on a value holds."""
@@ -52,83 +39,48 @@ def jobs_unfinished(outcome: SimulationOutcome) -> list[Step]:
     )
 
 
-def draw_completion_times(outcomes: Sequence[SimulationOutcome], name: str) -> Markup:
-    """Draw the share of jobs done within a time, a curve for every policy.
+def completion_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
+    """Return the share of jobs done within a time, a curve for every policy.
 
     Args:
         outcomes: of one workload.
-        name: of the drawing, unique in the page.
     """
     curves = [completion_curve(outcome) for outcome in outcomes]
     low = min(curve[0][0] for curve in curves)
     high = max(curve[-1][0] for curve in curves)
     low, high = (low, high) if high > low else (low / 2, high * 2)
-    top, bottom = 30.0, 330.0
-    drawing = Drawing(name, bottom + 42, "Share of jobs done within a time, by policy")
-    x = Scale(low, high, _LEFT, WIDTH - _RIGHT, logarithmic=True)
-    panel = Panel(x, Scale(0.0, 1.0, bottom, top))
-    drawing.text(0, top - 12, "share of jobs", "axis-label")
-    panel.draw_y(drawing, (0.0, 0.25, 0.5, 0.75, 1.0), percent)
-    panel.draw_x(drawing, _apart(x), _length, label="from arrival to completion")
-    for index, curve in enumerate(curves):
-        steps = [(low, 0.0), *curve, (high, 1.0)]
-        drawing.path(panel.staircase(steps), f"mean {colour_class(index)}")
-    return drawing.markup()
+    ended = [[(low, 0.0), *curve, (high, 1.0)] for curve in curves]
+    panel = Panel("share of jobs", "share of jobs", "share", 300, _lines(outcomes, ended), high=1.0)
+    axis = Axis("length", low, high, "from arrival to completion", log=True)
+    return CurveChart("Share of jobs done within a time, by policy", axis, [panel])
 
 
-def draw_use(outcomes: Sequence[SimulationOutcome], name: str) -> Markup:
-    """Draw slots held, and below unfinished jobs, over time, a curve for every policy.
+def use_chart(outcomes: Sequence[SimulationOutcome]) -> CurveChart:
+    """Return slots held, and below unfinished jobs, over time, a curve for every policy.
 
     Args:
         outcomes: of one workload.
-        name: of the drawing, unique in the page.
     """
     begin = min(outcome.begin for outcome in outcomes)
-    x = Scale(begin, max(outcome.end for outcome in outcomes), _LEFT, WIDTH - _RIGHT)
+    end = max(outcome.end for outcome in outcomes)
     slots = max(sum(outcome.slots.values()) for outcome in outcomes)
-    rows = (
-        _Row(f"GPUs held, of {slots}", [slots_held(one) for one in outcomes], 30.0, slots),
-        _Row("jobs unfinished", [jobs_unfinished(one) for one in outcomes], 250.0, 1),
-    )
-    drawing = Drawing(name, 450 + 42, f"Use of {count(slots, 'GPU')} over time, by policy")
-    for row in rows:
-        panel = _draw_row(drawing, x, row)
-    marks = [mark + begin for mark in clock_ticks(0.0, x.high - begin)]
-    panel.draw_x(drawing, marks, lambda moment: clock(moment - begin), label="time")
-    return drawing.markup()
+    held = _lines(outcomes, map(slots_held, outcomes), begin)
+    unfinished = _lines(outcomes, map(jobs_unfinished, outcomes), begin)
+    panels = [
+        Panel("GPUs held", f"GPUs held, of {slots}", "whole", 170, held, "GPUs", high=slots),
+        Panel("jobs unfinished", "jobs unfinished", "whole", 200, unfinished, "jobs", high=1),
+    ]
+    axis = Axis("elapsed", 0.0, round(end - begin, 2), "time")
+    return CurveChart(f"Use of {count(slots, 'GPU')} over time, by policy", axis, panels)
 
 
-class _Row(NamedTuple):
-    title: str
-    curves: list[list[Step]]
-    top: float
-    least: float
-    """What the axis reaches to at least."""
-
-
-def _draw_row(drawing: Drawing, x: Scale, row: _Row) -> Panel:
-    most = max(row.least, *(value for curve in row.curves for _, value in curve))
-    bottom = row.top + (170.0 if row.top < 100 else 200.0)
-    panel = Panel(x, Scale(0.0, most, bottom, row.top))
-    drawing.text(0, row.top - 12, row.title, "axis-label")
-    panel.draw_y(drawing, whole_ticks(0, most))
-    for index, curve in enumerate(row.curves):
-        drawing.path(panel.staircase(curve), f"mean {colour_class(index)}")
-    return panel
-
-
-def _apart(x: Scale) -> list[float]:
-    """Return round times of a logarithmic axis whose labels do not touch."""
-    marks: list[float] = []
-    for moment in _MOMENTS:
-        if x.low <= moment <= x.high and (not marks or x(moment) - x(marks[-1]) > _CLEARANCE):
-            marks.append(moment)
-    return marks
-
-
-def _length(seconds: float) -> str:
-    """Write a round time, in whole hours from one hour on."""
-    return f"{seconds / _HOUR:g} h" if seconds >= _HOUR else duration(seconds)
+def _lines(
+    outcomes: Sequence[SimulationOutcome], curves: Iterable[Sequence[Step]], begin: float = 0.0
+) -> list[Line]:
+    return [
+        Line(clean(outcome.policy), [moments(curve, begin)], "step", number)
+        for number, (outcome, curve) in enumerate(zip(outcomes, curves, strict=True))
+    ]
 
 
 def _totals(changes: Iterable[tuple[float, int]]) -> list[Step]:

@@ -7,23 +7,23 @@ from importlib import resources
 from typing import NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
 from pipollux_sched import report
+from pipollux_sched.report.charts.specs import Chart, chart_data, chart_scripts
 from pipollux_sched.simulator.engine.metrics import measure
 from pipollux_sched.simulator.engine.outcome import SimulationOutcome
 from pipollux_sched.utils.text import clean, count
 
-from .charts import draw_completion_times, draw_use
-from .gantt import draw_gantt
+from .charts import completion_chart, use_chart
+from .gantt import gantt
 from .table import HEADERS, cells
 
 
-class Chart(NamedTuple):
-    """A picture, and what it is headed by."""
+class Gantt(NamedTuple):
+    """Who held what under a policy: the name of the chart."""
 
-    title: str
-    picture: Markup
+    policy: str
+    chart: str
 
 
 class Section(NamedTuple):
@@ -31,11 +31,10 @@ class Section(NamedTuple):
 
     name: str
     summary: str
-    policies: list[str]
     applications: list[str]
-    completion_times: Markup
-    use: Markup
-    gantts: list[Chart]
+    completion_times: str
+    use: str
+    gantts: list[Gantt]
 
 
 def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
@@ -49,8 +48,9 @@ def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
         True
     """
     workloads = dict.fromkeys(outcome.workload for outcome in outcomes)
+    charts: dict[str, Chart] = {}
     sections = [
-        _section(index, [one for one in outcomes if one.workload == name])
+        _section(index, [one for one in outcomes if one.workload == name], charts)
         for index, name in enumerate(workloads)
     ]
     policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
@@ -62,27 +62,33 @@ def render_plots(outcomes: Sequence[SimulationOutcome]) -> str:
             headers=HEADERS,
             rows=[cells(measure(outcome)) for outcome in outcomes],
             sections=sections,
+            chart_data=chart_data(charts),
+            chart_scripts=chart_scripts(),
         )
     )
 
 
-def _section(index: int, outcomes: Sequence[SimulationOutcome]) -> Section:
+def _section(
+    index: int, outcomes: Sequence[SimulationOutcome], charts: dict[str, Chart]
+) -> Section:
+    """Return the section of a workload; what it shows is added to `charts`."""
     jobs, slots = outcomes[0].jobs, outcomes[0].slots
     applications = sorted({job.application for job in jobs})
     colours = {name: number for number, name in enumerate(applications)}
     until = max(outcome.end for outcome in outcomes)
+    gantts = [Gantt(one.policy, f"gantt-{index}-{n}") for n, one in enumerate(outcomes)]
+    charts[f"jct-{index}"] = completion_chart(outcomes)
+    charts[f"use-{index}"] = use_chart(outcomes)
+    for outcome, shown in zip(outcomes, gantts, strict=True):
+        charts[shown.chart] = gantt(outcome, colours, until)
     return Section(
         name=clean(outcomes[0].workload),
         summary=f"{count(len(jobs), 'job')} on {count(sum(slots.values()), 'GPU')} "
         f"of {count(len(slots), 'node')}",
-        policies=[outcome.policy for outcome in outcomes],
         applications=applications,
-        completion_times=draw_completion_times(outcomes, f"jct-{index}"),
-        use=draw_use(outcomes, f"use-{index}"),
-        gantts=[
-            Chart(one.policy, draw_gantt(one, colours, until, f"gantt-{index}-{number}"))
-            for number, one in enumerate(outcomes)
-        ],
+        completion_times=f"jct-{index}",
+        use=f"use-{index}",
+        gantts=gantts,
     )
 
 

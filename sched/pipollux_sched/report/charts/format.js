@@ -82,3 +82,16 @@ export function epochs(epoch, numEpochs, phase) {
   const done = epoch + (phase === "Complete" ? 1 : 0);
   return numEpochs === null || numEpochs === undefined ? String(done) : `${done}/${numEpochs}`;
 }
+
+/** A moment of a run that began at 0: 0:05, 3:05, 1:01:40. */
+export function elapsed(value) {
+  const whole = Math.round(Math.max(value, 0));
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  return hours ? `${hours}:${pad(minutes, rest)}` : `${minutes}:${pad(rest)}`;
+}
+
+/** A share as a percentage, with a decimal below ten. */
+export function percent(share) {
+  const value = 100 * share;
+  return `${value.toFixed(value && Math.abs(value) < 9.95 && !Number.isInteger(value) ? 1 : 0)}\u202f%`;
+}

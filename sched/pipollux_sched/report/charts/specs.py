@@ -1,0 +1,214 @@
+"""What a picture shows: plain data, which `curves.js`, `timeline.js` and `scatter.js` draw.
+
+Moments are seconds since the run began. A field that is None is not sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal, TypeAlias
+
+from markupsafe import Markup
+
+Point: TypeAlias = tuple[float, float]
+Tip: TypeAlias = Sequence[str | tuple[str, str]]
+"""Lines of the box beside the pointer: a text, or what it is and its value."""
+
+NUM_COLOURS = 8
+"""Job colours in the style sheet; more jobs start over."""
+SCRIPTS = (
+    *("dom.js", "format.js", "hover.js", "axes.js", "figure.js"),
+    *("curves.js", "timeline.js", "scatter.js", "page.js"),
+)
+"""The modules of a page with pictures; each imports only from those before it."""
+LIBRARY = "plot.min.js"
+"""The charting library, in `vendor/`."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis: how its values are written, its ends, what it measures."""
+
+    kind: Literal["elapsed", "whole", "number", "length"]
+    low: float
+    high: float
+    name: str | None = None
+    log: bool | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve, cut between its pieces; `colour` None: that of the picture."""
+
+    name: str
+    pieces: Sequence[Sequence[Point]]
+    style: Literal["", "step", "area"] = ""
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves on one vertical axis, which begins at nought with `zero` and reaches `high`."""
+
+    name: str
+    head: str
+    kind: Literal["number", "whole", "share"]
+    height: float
+    lines: Sequence[Line]
+    unit: str | None = None
+    zero: bool = True
+    smooth: bool = False
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where a generation began: what a reader who points there is told, and the flag above."""
+
+    at: float
+    label: str
+    flag: str
+
+
+@dataclass(frozen=True)
+class CurveChart:
+    """Panels above each other; `bands` are hatched in the colour of job number `colour`."""
+
+    title: str
+    x: Axis
+    panels: Sequence[Panel]
+    bands: Sequence[tuple[float, float]] = ()
+    marks: Sequence[Restart] = ()
+    colour: int | None = None
+    kind: str = "curves"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that belong together, as the slots of a node, up to `until`; see `timeline.js`."""
+
+    name: str
+    rows: int
+    note: str | None = None
+    title: str | None = None
+    labels: Sequence[str] | None = None
+    until: float | None = None
+    ending: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What fills neighbouring rows of a group: hatched from `start` to `to`, solid in between."""
+
+    group: int
+    row: int
+    rows: int
+    colour: int
+    start: float
+    begin: float
+    end: float
+    to: float
+    words: Sequence[str]
+    tip: int
+    style: Literal["", "open", "forward", "backward"] = ""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something that happened, over the chart."""
+
+    at: float
+    words: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class TimelineChart:
+    """Groups of rows over time; `row` and `gap` are heights, `right` the room beside the axis."""
+
+    title: str
+    x: Axis
+    row: float
+    gap: float
+    groups: Sequence[Group]
+    blocks: Sequence[Block]
+    tips: Sequence[Tip]
+    flags: Sequence[Flag] = ()
+    right: float | None = None
+    seams: bool | None = None
+    kind: str = "timeline"
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A measured value, what was predicted for it, and what was predicted at first."""
+
+    x: float
+    y: float
+    first: float
+    colour: int
+    words: str
+    tip: Tip
+
+
+@dataclass(frozen=True)
+class ScatterChart:
+    """Dots around a diagonal; `band` is the factor within which they are shaded as near it."""
+
+    title: str
+    name: tuple[str, str]
+    points: Sequence[Dot]
+    band: float = 1.1
+    kind: str = "scatter"
+
+
+Chart: TypeAlias = CurveChart | TimelineChart | ScatterChart
+
+
+def moments(values: Iterable[tuple[float, float | None]], start: float = 0.0) -> list[Point]:
+    """Return points with as many digits as a picture shows, without those that are unknown."""
+    return [
+        (round(at - start, 2), _short(value))
+        for at, value in values
+        if value is not None and math.isfinite(value) and math.isfinite(at)
+    ]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def chart_data(charts: Mapping[str, Chart]) -> Markup:
+    """Return charts by name as JSON for a page: no text in them can end the element they are in.
+
+    Example:
+        >>> picture = ScatterChart("</script>", ("x", "y"), [])
+        >>> "</script>" in chart_data({"a": picture})
+        False
+    """
+    text = json.dumps(charts, default=_fields, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704  # nothing in it is markup
+
+
+def _fields(chart: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(chart).items() if value is not None}
+
+
+def chart_scripts() -> list[Markup]:
+    """Return the scripts of a page with pictures: the library, and what draws with it."""
+    folder = resources.files(__package__)
+    library = folder.joinpath("vendor", LIBRARY).read_text(encoding="utf-8")
+    modules = [folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
+    return [Markup(library), Markup('"use strict";\n' + "".join(map(_inlined, modules)))]  # noqa: S704  # files of ours
+
+
+def _inlined(module: str) -> str:
+    """Return a module as a part of one script, where all names are in reach of each other."""
+    lines = [line for line in module.splitlines() if not line.startswith(("import ", "//"))]
+    return "".join(line.removeprefix("export ") + "\n" for line in lines)
