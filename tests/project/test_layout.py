@@ -117,7 +117,10 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         *(f"pipollux_sched/server/vendor/swagger_ui/{path.name}" for path in vendor.iterdir()),
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
         *(f"pipollux_sched/report/charts/{path.name}" for path in charts.glob("*.js")),
-        *(f"pipollux_sched/report/charts/vendor/{n}" for n in ("plot.min.js", "LICENSE", "README.md")),
+        *(
+            f"pipollux_sched/report/charts/vendor/{n}"
+            for n in ("plot.min.js", "LICENSE", "README.md")
+        ),
         "pipollux_sched/store/migrations/versions/v0001_first.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",
