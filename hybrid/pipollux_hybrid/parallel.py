@@ -49,7 +49,7 @@ class HybridParallel(ModuleWrapper):
     """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
-    accumulation steps and replicas are weighed by their samples, provided the loss is a MEAN over
+    accumulation steps and replicas are weighted by their samples, provided the loss is a MEAN over
     the batch dimension. ``backward()`` averages gradients over the replicas; the optimizer steps
     when an iteration is complete, at a learning rate that follows the batch size.
 
@@ -62,36 +62,37 @@ class HybridParallel(ModuleWrapper):
     Args:
         module: The layers. Each takes and gives a PyTree of tensors of shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
-        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes before
+        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) overrides
             it.
         balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
-            ``"time"``, so that an iteration is as fast as can be (the default with
-            ``example_inputs``); ``"memory"``, so that the largest stage needs as little as can be;
+            ``"time"``, for the fastest iteration (the default with ``example_inputs``);
+            ``"memory"``, for the smallest maximum of a stage's memory;
             ``"parameters"`` (the default without). Tied layers stay together.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
             between steps through the attribute of the same name. None: one for one stage, 4·K for
-            more (or as many as there are samples), and from there it follows the goodput, where
-            ``autoscale_batch_size`` lets it.
+            more (at most one per sample), and from there it follows the goodput if
+            ``autoscale_batch_size`` is used.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
             ``"never"``.
-        example_inputs: A batch to measure the layers on, best what a replica works on at once.
+        example_inputs: A batch to measure the layers on, ideally as large as a replica's.
         memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
-            nine tenths of a GPU's memory, and as much as there is on a CPU. A cut that does not
-            fit is refused. Needs ``example_inputs``.
+            nine tenths of a GPU's memory, and no limit on a CPU. A cut that does not fit is
+            refused. Needs ``example_inputs``.
         scaling_rule: How the learning rate follows the batch size; by default AdaScale, and its
             square root for Adam and others that divide by a root mean square.
-        lr_scheduler: A scheduler over ``optimizer``, whose state then belongs into checkpoints and
-            whose ``step`` does nothing on accumulation steps, as the optimizer's.
-        reduce_dtype: What gradients travel as between replicas: None for float32 (float64
-            gradients: float64), ``torch.bfloat16`` for half of the bytes and three digits.
-        bucket_bytes: Gradients travel in buckets of about so many bytes, as with
+        lr_scheduler: A scheduler over ``optimizer``. Its state is saved in checkpoints, and its
+            ``step`` does nothing on accumulation steps, like the optimizer's.
+        reduce_dtype: The type in which gradients are sent between replicas: None for float32
+            (float64 for float64 gradients), ``torch.bfloat16`` for half of the bytes and three
+            digits.
+        bucket_bytes: Size of the buckets in which gradients are sent, as with
             DistributedDataParallel.
         broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
             each iteration.
         check_replicas: Compare all parameters and buffers of the replicas after every optimizer
-            step (True) or every so many; for debugging, as it reads every byte.
+            step (True) or at every n-th; for debugging, as it reads every byte.
             ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
     Raises:
@@ -202,7 +203,7 @@ class HybridParallel(ModuleWrapper):
         self._watch = ParameterWatch(module, optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, but for those that accumulation steps have gathered so far."""
+        """Reset gradients, except those that accumulation steps have accumulated so far."""
         if self._optimizer.may_zero:
             super().zero_grad(set_to_none)
 
@@ -218,7 +219,7 @@ class HybridParallel(ModuleWrapper):
 
     @property
     def layer_profile(self) -> LayerProfile | None:
-        """What the layers were measured to cost on ``example_inputs``, by rank 0; else None."""
+        """The layers' costs on ``example_inputs``, measured by rank 0; None without these."""
         return self._layer_profile
 
     @property
@@ -231,7 +232,7 @@ class HybridParallel(ModuleWrapper):
 
     @property
     def output_device(self) -> torch.device:
-        """The last stage's device, where the output is and the targets have to be."""
+        """The last stage's device, where the output is and the targets must be."""
         return self._engine.devices[-1]
 
     @property
@@ -251,7 +252,7 @@ class HybridParallel(ModuleWrapper):
         Args:
             *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
                 several arguments reach the first layer as a tuple.
-            **keywords: Refused: a dict as the one argument does what they do.
+            **keywords: Refused; pass a dict as the one argument instead.
 
         Returns:
             What the module returns, on :attr:`output_device`.
@@ -294,8 +295,8 @@ class HybridParallel(ModuleWrapper):
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the time line of the next optimizer step to a file that Perfetto opens.
 
-        One row per stage, of this replica; the file is there when the step is over, on GPUs a step
-        later. ``PIPOLLUX_TRACE_DIR`` has one written every half minute.
+        One row per stage of this replica. The file is written after the step, on GPUs a step later.
+        With ``PIPOLLUX_TRACE_DIR`` one is written every half minute.
 
         Args:
             path: The file, by convention ``….json``.
@@ -317,9 +318,9 @@ class HybridParallel(ModuleWrapper):
         with the plain model.
 
         Args:
-            max_norm: Largest norm that is let through.
+            max_norm: Largest norm of the result.
             norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
-            error_if_nonfinite: Whether a norm that is no finite number is an error.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
             foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
 
         Returns:

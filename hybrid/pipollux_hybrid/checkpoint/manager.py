@@ -65,15 +65,15 @@ def save_all_states(*, background: bool = False) -> Path | None:
 
     Args:
         background: Whether to return as soon as the states are copied, and write them in a thread.
-            One checkpoint is under way at a time: the call waits for the one before. What goes
-            wrong in the thread is printed at a later step boundary.
+            One checkpoint is under way at a time: the call waits for the one before. Errors in
+            the thread are printed at a later step boundary.
 
     Returns:
         The directory of the checkpoint; None where ``PIPOLLUX_CHECKPOINT_DIR`` is not set, on
         ranks above 0, and in the background.
 
     Raises:
-        CheckpointError: The disk does not take it; the checkpoints before are untouched.
+        CheckpointError: It cannot be written; earlier checkpoints are untouched.
     """
     ctx = context()
     manager, states = ctx.component(CheckpointManager), ctx.component(States)
@@ -114,7 +114,7 @@ def load_state(state: State) -> bool:
 
     Raises:
         CheckpointError: The checkpoint holds the state, but it cannot be read; or there are
-            checkpoints, and none that this job can go on from.
+            checkpoints, but none that this job can resume from.
     """
     ctx = context()
     directory = checkpoint_to_restore(ctx)

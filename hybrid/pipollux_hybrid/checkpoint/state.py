@@ -37,16 +37,16 @@ class States(dict[str, "State"]):
 class State:
     """A piece of state that outlives restarts.
 
-    Subclasses say how to write and read it; :func:`~pipollux_hybrid.load_state` restores it after a
-    restart. Bytes are read back on machines that must not run them, so never unpickle in ``load``
+    Subclasses define how to write and read it; :func:`~pipollux_hybrid.load_state` restores it
+    after a restart. Bytes are read back on machines that must not run them, so never unpickle in ``load``
     (use ``torch.load(..., weights_only=True)`` or JSON).
 
     Args:
         name: Unique in the job, and a plain file name.
 
     Raises:
-        ValueError: Another state has this name, or it is no file name; or the subclass does not say
-            how to save and load (a ConfigurationError).
+        ValueError: Another state has this name, or it is no file name; or the subclass does not
+            define how to save and load (a ConfigurationError).
     """
 
     def __init__(self, name: str) -> None:

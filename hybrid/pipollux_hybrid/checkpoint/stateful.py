@@ -55,10 +55,10 @@ class ObjectState(State):
 
 
 def register_for_checkpointing(name: str, obj: S) -> S:
-    """Have an object's state in checkpoints, and restore it now if there is one.
+    """Add an object's state to checkpoints, and restore it now if there is one.
 
-    For what training needs beside the model and its optimizer: a ``GradScaler``, an exponential
-    average of the parameters, a second learning-rate scheduler. Rank 0's state is the one kept.
+    For anything that training needs beside the model and its optimizer: a ``GradScaler``, an
+    exponential average of the parameters, a second learning-rate scheduler. Rank 0's state is saved.
 
     Example::
 
@@ -75,8 +75,7 @@ def register_for_checkpointing(name: str, obj: S) -> S:
     Raises:
         ValueError: Another state has this name, or it is no file name; or the object lacks one of
             the two methods (a ConfigurationError).
-        CheckpointError: Its state cannot be kept, or the checkpoint holds a state that it does not
-            take.
+        CheckpointError: Its state cannot be saved, or it rejects the state in the checkpoint.
     """
     _check(name, obj)
     load_state(ObjectState(name, obj))

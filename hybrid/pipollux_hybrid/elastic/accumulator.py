@@ -108,7 +108,7 @@ class Accumulator(MutableMapping[Key, Any]):
     strings or integers, and may differ between replicas.
 
     Args:
-        *args: What to begin with, as for ``dict``.
+        *args: Initial content, as for ``dict``.
         **kwargs: The same by keyword.
 
     Raises:
@@ -131,7 +131,7 @@ class Accumulator(MutableMapping[Key, Any]):
 
     @contextmanager
     def synchronized(self) -> Iterator[Accumulator]:
-        """Bring the sums of all replicas together, and look at them inside the block.
+        """Sum the values of all replicas, to be read inside the block.
 
         All replicas enter it at the same place of the script. Inside, values may also be set or
         removed, by all replicas alike.

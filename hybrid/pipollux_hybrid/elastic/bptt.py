@@ -98,8 +98,8 @@ class TextRows:
 class AdaptiveBPTTIterator(ElasticLoop[tuple[Tensor, Tensor]]):
     """Inputs and targets for a language model, window by window, over the replicas of a job.
 
-    Every token but the text's first is a target exactly once an epoch, whatever stops, restarts and
-    changes of replicas or batch size lie in between. A sample is a window of ``bptt_len`` tokens of
+    Every token but the text's first is a target exactly once an epoch, over any stops, restarts and
+    changes of replicas or batch size. A sample is a window of ``bptt_len`` tokens of
     one row. With accumulation steps, an iteration takes several windows of the same rows in a row,
     so hidden states are carried on from batch to batch in either case.
 

@@ -92,12 +92,12 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
                 ...
 
     When the last epoch is complete a final checkpoint is written, so a script that is started
-    once more has nothing left to do. If that one cannot be written, the script goes on to its end,
-    and the process then ends with status 73.
+    again has nothing left to do. If it cannot be written, the script runs to its end, and the
+    process then ends with status 73.
 
     Args:
         num_epochs: Epochs of the whole training, restarts included. A later call with a larger
-            number goes on from there.
+            number resumes there.
 
     Yields:
         The epoch, counted from 0. An epoch that is left with ``break`` counts as done.

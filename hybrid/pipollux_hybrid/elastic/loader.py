@@ -54,8 +54,8 @@ LOADER = {
 class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
     """A :class:`torch.utils.data.DataLoader` over the replicas of a job.
 
-    Every sample is taken exactly once an epoch, whatever stops, restarts and changes of replicas
-    or batch size lie in between. Each pass of the loop body works on one atomic batch; gradients
+    Every sample is taken exactly once an epoch, over any stops, restarts and changes of replicas
+    or batch size. Each pass of the loop body works on one atomic batch; gradients
     are kept on accumulation steps and synchronised on the last one, without a change to the loop.
 
     Example::
@@ -71,20 +71,20 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
     Args:
         dataset: A map-style data set (with ``__len__`` and ``__getitem__``), or an
             :class:`~torch.utils.data.IterableDataset` that gives the same samples in the same
-            order on every replica and in every run. Of the latter, ``set_epoch(epoch)`` is called
-            before each epoch, and after a restart ``skip(num_samples)``, which returns the data
-            set without its first samples, where it has them; without ``skip`` the samples
-            are read again and skipped.
+            order on every replica and in every run. If the latter has ``set_epoch(epoch)``, it
+            is called before each epoch. After a restart ``skip(num_samples)`` is to return the
+            data set without its first samples; without this method they are read again and
+            skipped.
         batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the
             initial one.
-        shuffle: Whether each epoch has an order of its own; an iterable data set shuffles itself.
+        shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
         seed: Seed of these orders; the same on all replicas.
-        **options: Handed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
-            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are this class's
-            own business. An iterable data set is read by one worker process at most.
+        **options: Passed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
+            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. At most one
+            worker process reads an iterable data set.
 
     Raises:
-        ConfigurationError: An argument is out of range or cannot be had with the data set.
+        ConfigurationError: An argument is out of range or does not suit the data set.
     """
 
     def __init__(

@@ -29,20 +29,20 @@ def init_process_group(
 ) -> None:
     """Join the replicas of this job; the first call of a script that uses Pipollux.
 
-    Under torchrun it blocks until all replicas have come. Run by hand it makes a job of one
-    replica. What all replicas must have in common is compared, the folder of checkpoints is tried,
-    and from here on SIGTERM and Ctrl-C ask for a stop at the next step boundary.
+    Under torchrun it blocks until all replicas have joined. Run by hand it makes a job of one
+    replica. It compares the replicas' settings and tests the folder of checkpoints. From here on
+    SIGTERM and Ctrl-C request a stop at the next step boundary.
 
     Args:
-        backend: What carries gradients: ``"nccl"`` or ``"gloo"``; by default NCCL where there are
-            CUDA devices and gloo elsewhere.
+        backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL
+            where there are CUDA devices, else gloo.
         timeout: Seconds to wait for peers, here and in every collective.
 
     Raises:
-        ConfigurationError: The environment is not what torchrun sets, or another one on another
-            replica, or the backend is unknown.
+        ConfigurationError: The environment is not what torchrun sets, differs between replicas,
+            or the backend is unknown.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
-            are checkpoints and none that this job can go on from.
+            are checkpoints but none that this job can resume from.
     """
     env = JobEnvironment.read()
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -66,7 +66,7 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leave the job: end background work and collectives. Called by itself at exit."""
+    """Leave the job: end background work and collectives. Called automatically at exit."""
     contexts.reset()
     if dist.is_initialized():
         dist.destroy_process_group()

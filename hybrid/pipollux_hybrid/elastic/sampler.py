@@ -23,7 +23,7 @@ class ElasticSampler:
 
     Args:
         num_samples: Size of the data set.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether each epoch has its own order.
         seed: Seed of these orders.
 
     Example:

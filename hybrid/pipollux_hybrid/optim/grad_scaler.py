@@ -27,8 +27,8 @@ class GradScaler(torch.amp.GradScaler):
     ``scale`` always scales. ``unscale_``, ``step`` and ``update`` do nothing on accumulation steps
     and act once an iteration, so the loop body stays the usual one. An iteration whose gradients
     are not finite is left out: no step, no progress, no noise, and gradients start from zero. As
-    gradients are averaged over the replicas before anyone looks, all replicas skip the same
-    iterations and their scales stay equal.
+    gradients are averaged over the replicas first, all replicas skip the same iterations and
+    their scales stay equal.
 
     Example::
 
@@ -38,12 +38,12 @@ class GradScaler(torch.amp.GradScaler):
             with torch.autocast("cuda", torch.float16):
                 loss = loss_fn(model(inputs), targets)
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)  # only if gradients are looked at, to clip them say
+            scaler.unscale_(optimizer)  # only to read gradients, for instance to clip them
             model.clip_grad_norm_(1.0)
             scaler.step(optimizer)
             scaler.update()
 
-    Its ``state_dict`` holds the scale and how long it has been good.
+    Its ``state_dict`` holds the scale and the number of good steps since it changed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -76,7 +76,7 @@ class AdaScale:
 class AdamScale:
     """The square root of the gain, for optimizers that divide by the gradient's root mean square.
 
-    Source: AdaptDL, whose rule for Adam it is. That the square root is Adam's law where noise
+    Source: AdaptDL's rule for Adam. That the square root is Adam's law where noise
     dominates (there gain = scale) is derived in Malladi et al., On the SDEs and Scaling Rules for
     Adaptive Gradient Algorithms, NeurIPS 2022, definition 5.2; their rule also moves the betas,
     which this does not.
@@ -90,8 +90,8 @@ class AdamScale:
 class LinearScale:
     """Proportional to the batch size.
 
-    Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1. Their warm-up is for the
-    script's scheduler.
+    Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1. Their warm-up is left to
+    the script's scheduler.
     """
 
     def factor(self, state: ScalingState) -> float:
@@ -123,7 +123,7 @@ class LEGWScale:
 
     Source: You et al., Large-Batch Training for LSTM and Beyond, SC 2019, section 3 (linear-epoch
     gradual warm-up): warm-up epochs k·w₀, then √k·η₀ for a batch k times the initial one. As in
-    AdaptDL, the way through the warm-up is measured by progress, so that it survives changes of
+    AdaptDL, the position in the warm-up is measured by progress, so that it survives changes of
     the batch size; the coming step counts, so that the first one is not at rate 0.
 
     Args:

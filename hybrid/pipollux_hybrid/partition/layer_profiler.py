@@ -57,12 +57,12 @@ def profile_layers(
         balance = pipollux_perfmodel.partition(profile, num_stages=4, num_microbatches=8)
 
     Args:
-        module: The layers, in the training mode that counts. Skip connections of torchgpipe's
-            ``skippable`` are followed.
-        example_inputs: Inputs of the module, tensors of shape [batch, …]: as many samples as a
-            replica works on at once are best, as times are measured at a quarter, half and all of
-            them.
-        optimizer: Over the module's parameters; tells what it will keep beside them.
+        module: The layers, in the mode (training or evaluation) to measure. Skip connections
+            of torchgpipe's ``skippable`` are followed.
+        example_inputs: Inputs of the module, tensors of shape [batch, …]: ideally as many
+            samples as a replica works on at once; times are measured at a quarter, half and all
+            of them.
+        optimizer: Over the module's parameters; for the bytes of its state.
         device: Where to measure; by default where the first parameter is, else the CPU.
         rounds: Timed runs of each layer at each size.
 
