@@ -38,8 +38,8 @@ class State:
     """A piece of state that outlives restarts.
 
     Subclasses define how to write and read it; :func:`~pipollux_hybrid.load_state` restores it
-    after a restart. Bytes are read back on machines that must not run them, so never unpickle in ``load``
-    (use ``torch.load(..., weights_only=True)`` or JSON).
+    after a restart. Bytes are read back on machines that must not run them, so never unpickle in
+    ``load`` (use ``torch.load(..., weights_only=True)`` or JSON).
 
     Args:
         name: Unique in the job, and a plain file name.

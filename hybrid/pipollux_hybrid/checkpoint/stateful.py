@@ -58,7 +58,8 @@ def register_for_checkpointing(name: str, obj: S) -> S:
     """Add an object's state to checkpoints, and restore it now if there is one.
 
     For anything that training needs beside the model and its optimizer: a ``GradScaler``, an
-    exponential average of the parameters, a second learning-rate scheduler. Rank 0's state is saved.
+    exponential average of the parameters, a second learning-rate scheduler. Rank 0's is
+    saved.
 
     Example::
 

@@ -80,8 +80,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
         seed: Seed of these orders; the same on all replicas.
         **options: Passed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
-            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. At most one
-            worker process reads an iterable data set.
+            ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. At
+            most one worker process reads an iterable data set.
 
     Raises:
         ConfigurationError: An argument is out of range or does not suit the data set.
