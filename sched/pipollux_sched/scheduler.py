@@ -318,7 +318,6 @@ class Scheduler:
             self._executor,
             self._backend,
             self._nodes,
-            policy=self._policy_name,
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
             state_dir=self.state_dir.path,

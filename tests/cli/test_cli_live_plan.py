@@ -14,9 +14,10 @@ from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.snapshot import Snapshot, SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
 from pipollux_sched.cli import main
-from pipollux_sched.planning.dry_run import plan_live, policy_named
+from pipollux_sched.planning.dry_run import plan_live
 from pipollux_sched.policy import POLICIES, ExactPolicy, make_policy
 from pipollux_sched.store import NodeCondition, Store
+from pipollux_sched.views.cluster import serving_policy
 
 from .kept import HINTS, Clock, kept, spec
 from .runner import TOY, Cli, one_sentence, wait_until
@@ -68,8 +69,9 @@ def test_dead_nodes_are_not_planned_with(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_are_found_by_what_events_call_them(name: str) -> None:
-    assert policy_named(type(make_policy(name)).__name__, make_policy) == name
+def test_policies_are_found_by_what_events_call_them(store: Store, name: str) -> None:
+    store.add_event("cluster", {"nodes": {}, "policy": type(make_policy(name)).__name__})
+    assert serving_policy(store) == name
 
 
 def say(capsys: pytest.CaptureFixture[str], *command: str) -> str:

@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 
 from pipollux_sched.cli import main
-from pipollux_sched.cli.job_table import job_table
+from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import ListedPhase, Store
+from pipollux_sched.views.jobs import list_jobs
 from tests.sched.report import synthetic_log as synthetic
 
 from .kept import Clock, kept
@@ -84,11 +85,11 @@ def test_jobs_of_a_phase(say: Say) -> None:
 
 
 def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
-    jobs, points, generations = store.jobs(), store.last_points(), store.num_generations()
+    jobs = list_jobs(store)
     shown = {}
     for width in (160, 80, 40):
         console = Console(width=width, file=StringIO())
-        console.print(job_table(jobs, points, generations, console))
+        console.print(job_table(jobs, console))
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # a StringIO
         assert max(map(len, lines)) <= width
         assert len(lines) == 1 + len(jobs)

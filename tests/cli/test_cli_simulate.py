@@ -114,7 +114,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
     """HiGHS has left a line of its own in standard output, past Python, even when silent."""
     code = (
         "import ctypes, os\n"
-        "from pipollux_sched.cli.clean_output import libraries_on_stderr\n"
+        "from pipollux_sched.cli.console import libraries_on_stderr\n"
         "with libraries_on_stderr():\n"
         "    os.write(1, b'past Python\\n')\n"
         "    ctypes.CDLL(None).puts(b'kept back by C')\n"

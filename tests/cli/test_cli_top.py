@@ -17,7 +17,6 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,8 +24,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static, Tab, Tabs
 
 from pipollux_sched.cli import main
-from pipollux_sched.cli.describe import describe_job
-from pipollux_sched.cli.top import details as top_details
+from pipollux_sched.cli.reader import LocalReader
 from pipollux_sched.cli.top.app import TopApp
 from pipollux_sched.cli.top.details import JobScreen, NodeScreen
 from pipollux_sched.cli.top.sparkline import Span, bars, sparkline, window_for
@@ -34,6 +32,7 @@ from pipollux_sched.cli.top.table import LiveTable
 from pipollux_sched.cli.top.view import FIRST_JOBS
 from pipollux_sched.lifecycle import Suspend
 from pipollux_sched.store import StateDir, Store
+from pipollux_sched.views.models import JobDetails
 from tests.sched.crowd import crowd
 
 from .kept import Clock, kept, spec
@@ -77,7 +76,7 @@ def words(app: TopApp, which: str) -> str:
 def test_what_the_screen_shows(state_dir: StateDir) -> None:
     async def look_at_it() -> None:
         with Store(state_dir.store) as store:
-            app = TopApp(store, state_dir, 0.1)
+            app = TopApp(LocalReader(store, state_dir), 0.1)
             async with app.run_test(size=(160, 40)) as pilot:
                 await shown(app, pilot, lambda: len(names(app)) == 6)
                 head = r"Pipollux  policy exact  goodput 870 samples/s  ○ no scheduler runs .*"
@@ -112,21 +111,18 @@ def test_what_the_screen_shows(state_dir: StateDir) -> None:
     asyncio.run(look_at_it())
 
 
-def test_a_job_that_is_left_while_it_is_read(
-    state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_left_while_it_is_read(state_dir: StateDir) -> None:
     """Its screen's text goes first, then the screen, and a look may end in between."""
     read: list[str] = []
 
-    def describe(store: Store, job: str) -> Any:
-        read.append(job)
-        return describe_job(store, job)
-
-    monkeypatch.setattr(top_details, "describe_job", describe)
+    class Noting(LocalReader):
+        def job(self, name: str) -> JobDetails:
+            read.append(name)
+            return super().job(name)
 
     async def look_at_it() -> None:
         with Store(state_dir.store) as store:
-            app = TopApp(store, state_dir, 0.1)
+            app = TopApp(Noting(store, state_dir), 0.1)
             async with app.run_test(size=(160, 40)) as pilot:
                 await shown(app, pilot, lambda: len(names(app)) == 6)
                 await pilot.press("enter")
@@ -154,7 +150,7 @@ def test_many_jobs(tmp_path: Path) -> None:
 
     async def look_at_it() -> None:
         with Store(directory.store) as store:
-            app = TopApp(store, directory, 0.1)
+            app = TopApp(LocalReader(store, directory), 0.1)
             async with app.run_test(size=(80, 24)) as pilot:
                 await shown(app, pilot, lambda: len(names(app)) == FIRST_JOBS)
                 tabs = app.query_one("#phases", Tabs)

@@ -78,7 +78,6 @@ class Service:
             executor,
             backend,
             {node.name: node_info(node) for node in nodes},
-            policy="none",
             reconsider=self._reconsider,
             stopping=lambda: False,
             state_dir=self.state_dir.path,

@@ -29,6 +29,7 @@ from pipollux_sched.store import (
     UnknownJobError,
 )
 from pipollux_sched.utils import vital_thread
+from pipollux_sched.views.cluster import list_nodes
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
 
@@ -104,7 +105,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
         scheduler.submit(toy("bad", "--fail-at", "2", max_restarts=1))
         assert scheduler.wait(lambda jobs: all(j.phase.ended for j in jobs.values()), timeout=240)
         good, bad = scheduler.jobs()["good"], scheduler.jobs()["bad"]
-        assert scheduler.control.cluster()["nodes"]["node-a"]["free"] == 2
+        assert list_nodes(scheduler.store)[0].free == 2
     assert good.phase is Phase.COMPLETE
     assert (bad.phase, bad.state.failures) == (Phase.FAILED, 2)
     first, *_, last = bad.state.message.splitlines()
@@ -281,7 +282,7 @@ def test_a_slow_policy_holds_nobody_up(directory: Path, monkeypatch: pytest.Monk
         assert policy.optimizing.wait(240)
         headers = {"Authorization": f"Bearer {scheduler.admin_token}"}
         with httpx.Client(base_url=scheduler.url, headers=headers, trust_env=False) as client:
-            for path in ("/healthz", "/jobs", "/cluster"):
+            for path in ("/healthz", "/jobs", "/nodes"):
                 assert client.get(path, timeout=240).status_code == 200
         policy.may_decide.set()
         assert scheduler.wait(training("toy"), timeout=240)

@@ -20,6 +20,7 @@ from pipollux_sched.errors import PipolluxError
 
 from .checked_command import CheckedCommand
 from .console import FAILED, USAGE, complain
+from .options import ServerUrl, TokenFile
 
 
 class _Entry(NamedTuple):
@@ -32,16 +33,16 @@ COMMANDS = {
     "plan": _Entry("plan", "Print what each job would get; change nothing."),
     "apply": _Entry("apply", "Carry out a plan, after confirmation."),
     "serve": _Entry("serve", "Run the scheduler until it is interrupted."),
-    "submit": _Entry("jobs", "Submit jobs to a running scheduler."),
+    "submit": _Entry("submit", "Submit jobs to a running scheduler."),
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
     "describe": _Entry("describe", "Print everything known about a job."),
     "explain": _Entry("explain", "Explain a job's allocation, or why it is queued."),
-    "logs": _Entry("jobs", "Print what a job has written."),
-    "cancel": _Entry("requests", "Cancel jobs."),
-    "suspend": _Entry("requests", "Suspend jobs: checkpoint and release their slots."),
-    "resume": _Entry("requests", "Resume suspended jobs."),
-    "rerun": _Entry("requests", "Run ended jobs again."),
-    "delete": _Entry("requests", "Delete ended jobs."),
+    "logs": _Entry("logs", "Print what a job has written."),
+    "cancel": _Entry("submit", "Cancel jobs."),
+    "suspend": _Entry("submit", "Suspend jobs: checkpoint and release their slots."),
+    "resume": _Entry("submit", "Resume suspended jobs."),
+    "rerun": _Entry("submit", "Run ended jobs again."),
+    "delete": _Entry("submit", "Delete ended jobs."),
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
     "events": _Entry("events", "Print past events, or follow new ones."),
@@ -100,6 +101,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def pipollux(
     context: typer.Context,
+    server: ServerUrl = None,  # noqa: ARG001  # read by `choose_server`, from the context
+    token_file: TokenFile = None,  # noqa: ARG001
     _version: Annotated[
         bool,
         typer.Option(

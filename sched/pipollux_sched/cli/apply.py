@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,8 +21,6 @@ from pipollux_sched.store import JobRecord, StateDir, Store
 from pipollux_sched.utils.signals import Interruption
 
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .failure import one_sentence
-from .jobs import located
 from .options import (
     PassEnvironment,
     PolicyName,
@@ -30,7 +29,10 @@ from .options import (
     StateDirectory,
     TableOutput,
 )
-from .plan import print_table
+from .plan import print_live_plan, print_table
+from .reader import asking
+from .server_choice import refuse_server
+from .submit import located
 
 TICK = 0.2
 """Seconds between two looks at whether somebody wants it to end."""
@@ -66,33 +68,33 @@ def apply(
     if not (told or yes):
         raise CommandError(f"--output {output.value} needs --yes: there is nobody to ask", USAGE)
     if cluster is None and jobs is None:
-        _apply_live(StateDir.choose(state_dir), policy, yes, output)
+        _apply_live(state_dir, policy, yes, output)
         return
     if cluster is None or jobs is None:
         missing = "--cluster" if cluster is None else "--jobs"
         raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
+    refuse_server("apply with files")
     nodes = load_cluster(cluster)
     specs = [located(spec, jobs) for spec in load_jobs(jobs)]
     for spec in specs:
         check_local(spec)
     directory = StateDir.choose(state_dir)
-    with one_sentence():
-        done = _complete(directory)
-        left = [spec for spec in specs if spec.name not in done]
-        for spec in specs:
-            if spec.name in done:
-                typer.echo(f"{spec.name} is complete already, and left alone.", err=not told)
-        if not left:
-            _print_jobs(directory, specs, output)
-            return
-        plan = make_plan(nodes, left, policy=make_policy(policy or DEFAULT_POLICY))
-        if told:
-            print_table(plan)
-        if not yes and not typer.confirm("Carry this out?"):
-            raise CommandError("nothing was started")
-        found, interrupted = _carry_out(
-            directory, nodes, left, plan, pass_on=pass_environment or (), to_stderr=not told
-        )
+    done = _complete(directory)
+    left = [spec for spec in specs if spec.name not in done]
+    for spec in specs:
+        if spec.name in done:
+            typer.echo(f"{spec.name} is complete already, and left alone.", err=not told)
+    if not left:
+        _print_jobs(directory, specs, output)
+        return
+    plan = make_plan(nodes, left, policy=make_policy(policy or DEFAULT_POLICY))
+    if told:
+        print_table(plan)
+    if not yes and not typer.confirm("Carry this out?"):
+        raise CommandError("nothing was started")
+    found, interrupted = _carry_out(
+        directory, nodes, left, plan, pass_on=pass_environment or (), to_stderr=not told
+    )
     _print_jobs(directory, specs, output)
     _judge(left, found, interrupted=interrupted)
 
@@ -105,20 +107,18 @@ def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat)
             print_data([j.to_json_object() for j in store.jobs() if j.name in names], output)
 
 
-def _apply_live(directory: StateDir, policy: str | None, yes: bool, output: OutputFormat) -> None:
+def _apply_live(
+    state_dir: Path | None, policy: str | None, yes: bool, output: OutputFormat
+) -> None:
     """Show what the running scheduler would change, ask, and let it."""
-    from pipollux_sched.client import Client
-
-    from .live_plan_table import print_live_plan
-
     if policy is not None:
         raise CommandError(
             "--policy: the running scheduler decides by its own; leave it out, or try others "
             "with: pipollux plan --policy NAME",
             USAGE,
         )
-    with one_sentence(), Client(directory) as client:
-        if not print_live_plan(directory, None, 0, diff=True, output=output):
+    with asking(state_dir) as client:
+        if not print_live_plan(client, None, 0, diff=True, output=output):
             return
         if not yes and not typer.confirm("Carry this out?"):
             raise CommandError("nothing was changed")

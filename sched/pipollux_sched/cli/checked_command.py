@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from .console import shortened
+from .server_choice import choose_server
 
 MOST_CHARACTERS = 4096
 """Characters of a text; a path has no more on Linux."""
@@ -24,13 +25,14 @@ class CheckedCommand(TyperCommand):
     """A command that refuses numbers that are none, and texts that are too long or hold NUL."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Check every value, then run."""
+        """Check every value, and which scheduler is asked, then run."""
         parameters: dict[str | None, Any] = {entry.name: entry for entry in self.params}
         for name, value in ctx.params.items():
             for one in value if isinstance(value, list | tuple) else (value,):
                 problem = _problem(one)
                 if problem is not None:
                     raise typer.BadParameter(problem, ctx=ctx, param=parameters.get(name))
+        choose_server(ctx)
         return super().invoke(ctx)
 
 

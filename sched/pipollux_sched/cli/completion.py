@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from pipollux_sched.store import Store
+    from .reader import Reader
+
+
+TIMEOUT = 2.0
+"""Seconds that a shell waits for the names that a scheduler knows."""
 
 
 def complete_jobs(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the jobs whose names begin so, with their phases; those named already are left out."""
     return _offered(
-        context, incomplete, lambda store: ((job.name, job.phase.value) for job in store.jobs())
+        context, incomplete, lambda reader: ((job.name, job.phase.value) for job in reader.jobs())
     )
 
 
@@ -26,7 +30,7 @@ def complete_nodes(context: typer.Context, incomplete: str) -> list[tuple[str, s
     return _offered(
         context,
         incomplete,
-        lambda store: ((node.name, node.condition.value) for node in store.nodes().values()),
+        lambda reader: ((node.name, node.condition.value) for node in reader.nodes()),
     )
 
 
@@ -46,17 +50,18 @@ def complete_event_types(incomplete: str) -> list[str]:
 def _offered(
     context: typer.Context,
     incomplete: str,
-    names: Callable[[Store], Iterable[tuple[str, str]]],
+    names: Callable[[Reader], Iterable[tuple[str, str]]],
 ) -> list[tuple[str, str]]:
     try:
-        from pipollux_sched.store import StateDir, Store
+        from .reader import reading
+        from .server_choice import choose_server
 
+        choose_server(context, timeout=TIMEOUT)
         given = context.params.get("names") or ()
-        directory = StateDir.choose(context.params.get("state_dir"))
-        with Store(directory.store) as store:
+        with reading(context.params.get("state_dir")) as reader:
             return [
                 (name, about)
-                for name, about in names(store)
+                for name, about in names(reader)
                 if name.startswith(incomplete) and name not in given
             ]
     except Exception:  # a shell that completes shows whatever is said here amidst the command line

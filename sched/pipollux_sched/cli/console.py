@@ -6,8 +6,12 @@ the person at the terminal goes to standard error.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -122,3 +126,26 @@ def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> Non
         simple = json.loads(json.dumps(data))  # YAML would not take enumerations for texts
         text = yaml.safe_dump(simple, sort_keys=False, allow_unicode=True, width=100)
         typer.echo(text, nl=False)
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Send to standard error what is written past Python (HiGHS does), also by processes started.
+
+    Python's own `print` goes there, too, so results are printed afterwards.
+    """
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output, so nothing to keep clean
+        yield
+        return
+    try:
+        with suppress(OSError):  # there is no standard error either
+            os.dup2(2, 1)
+        yield
+    finally:
+        # C keeps lines back until its buffer is full; they must not come out behind this.
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -12,7 +12,6 @@ from rich.console import Console
 from pipollux_sched.cli.demo_run import STEPS_ALONE, Demo
 
 from .console import FAILED, OutputFormat, print_data
-from .failure import one_sentence
 from .options import PolicyName, TableOutput
 
 
@@ -46,9 +45,8 @@ def demo(
     for_people = output is OutputFormat.table
     stream = sys.stdout if for_people else sys.stderr
     console = Console(stderr=not for_people, width=None if stream.isatty() else 120)
-    with one_sentence():
-        demonstration = Demo(folder, console, examples, steps_alone, policy)
-        complete = demonstration.run()
+    demonstration = Demo(folder, console, examples, steps_alone, policy)
+    complete = demonstration.run()
     if for_people:
         console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)
         console.print(f"Events: {demonstration.events}", soft_wrap=True, highlight=False)

@@ -1,20 +1,30 @@
-"""`pipollux describe`: all that is known of a job."""
+"""`pipollux describe`: everything known about a job, in sections for people."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import StateDir, Store
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipollux_sched.lifecycle import CANCELLED
+from pipollux_sched.report.event_text import event_line
+from pipollux_sched.store import ListedPhase, Point
+from pipollux_sched.views.models import ConditionView, GenerationView, JobDetails
 
 from .console import TextFormat, print_data, print_result
-from .failure import one_sentence
-from .job_sections import job_sections
+from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
+from .quantities import seconds
+from .reader import reading
+from .wording import DASH, count, first_line, number, one_line, spell_age, spell_moment, spell_nodes
 
-NUM_EVENTS = 10
-"""How many of the last events are told."""
+SHOWN_GENERATIONS = 10
+"""How many of the last generations are told one by one."""
 
 
 def describe(
@@ -25,28 +35,182 @@ def describe(
     Works without a running scheduler too: then it shows how the last one left
     the job.
     """
-    directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.store) as store:
-        found = describe_job(store, name)
+    with reading(state_dir) as reader:
+        found = reader.job(name)
     if output is TextFormat.text:
         print_result(job_sections(found))
     else:
-        print_data(found, output)
+        print_data(found.to_dict(), output)
 
 
-def describe_job(store: Store, name: str) -> dict[str, Any]:
-    """Return all that is known of a job as plain data: `JobRecord.to_json_object` and more.
+def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
+    """Return all that is known of a job, for a terminal.
 
-    Raises:
-        UnknownJobError: there is no job of this name.
+    Args:
+        job: all that is known of the job.
+        now: what ages are counted from, seconds since the epoch; None: the present.
     """
-    job = store.job(name)
-    point = store.last_points().get(name)
-    generations = [asdict(entry) for entry in store.generations(name)]
-    return {
-        **job.to_json_object(),
-        "generations": [{**entry, "nodes": list(entry["nodes"])} for entry in generations],
-        "progress": None if point is None else asdict(point),
-        "hints": store.hints().get(name),
-        "events": store.latest_events(NUM_EVENTS, job=name, types=TELLING_TYPES),
-    }
+    now = time.time() if now is None else now
+    parts: list[RenderableType] = [_head(job, now)]
+    for title, rows in (
+        ("Spec", _spec(job.spec)),
+        ("Progress", _progress(job.progress, now)),
+        ("Hints", _hints(job.hints)),
+    ):
+        parts += _section(title, _pairs(rows))
+    parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
+    parts += _section("Generations", _generations(job.generations))
+    lines = [one_line(event_line(event) or "") for event in job.events]
+    return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
+
+
+def _section(title: str, content: RenderableType | None) -> list[RenderableType]:
+    inside = Text("none yet", style="dim") if content is None else content
+    return [Text(), Text(title, style="bold"), Padding(inside, (0, 0, 0, 2))]
+
+
+def _pairs(rows: Iterable[tuple[str, str | Text]]) -> Table | None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value if isinstance(value, Text) else Text(value))
+    return table if table.row_count else None
+
+
+def _head(job: JobDetails, now: float) -> RenderableType:
+    cancelled = job.listed_phase is ListedPhase.CANCELLED
+    rows: list[tuple[str, str | Text]] = [
+        (
+            "Phase",
+            Text(
+                CANCELLED if cancelled else job.phase.value, style=PHASE_STYLES.get(job.phase, "")
+            ),
+        ),
+        ("Why", one_line(first_line(job.message))),
+        ("Allocation", _where(job.assigned, job.num_stages)),
+    ]
+    if job.running_on != job.assigned:
+        stages = job.running_stages or job.spec.get("num_stages", 1)
+        rows.append(("Still runs on", _where(job.running_on, stages)))
+    if job.intent:
+        rows.append(("Is stopped for", str(job.intent)))
+    rows += [
+        ("Generation", str(job.generation)),
+        ("Failures", f"{job.failures} of {job.max_restarts} restarts used"),
+        ("Submitted", spell_moment(job.submitted_at, now)),
+    ]
+    if job.ended_at is not None:
+        rows.append(("Ended", spell_moment(job.ended_at, now)))
+    if job.deadline_at is not None:
+        rows.append(("Deadline", spell_moment(job.deadline_at, now)))
+    return Group(Text(one_line(job.name), style="bold"), Padding(_pairs(rows) or "", (0, 2)))
+
+
+def _where(nodes: Sequence[str], num_stages: int) -> str:
+    if not nodes:
+        return DASH
+    what = f"{count(len(nodes), 'replica')} of {count(num_stages, 'stage')}"
+    return f"{what} on {spell_nodes(nodes)}"
+
+
+def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Tell what the user asked for; what was left out and is nothing is left out."""
+    for name, value in spec.items():
+        if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
+            continue
+        if isinstance(value, Mapping):
+            told = ", ".join(f"{key}={one_line(v)}" for key, v in value.items() if v)
+        elif isinstance(value, list | tuple):
+            told = " ".join(one_line(entry) for entry in value)
+        else:
+            told = str(value).lower() if isinstance(value, bool) else one_line(value)
+        if told:
+            yield name, told
+
+
+def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:
+    table = _table("Type", "Status", "Since", "Reason", "Message")
+    for entry in sorted(conditions, key=lambda one: one.time):
+        holds = entry.status
+        table.add_row(
+            entry.type.value,
+            str(holds),
+            f"{spell_age(now - entry.time)} ago",
+            one_line(entry.reason),
+            Text(one_line(first_line(entry.message))),
+            style="" if holds else "dim",
+        )
+    return table
+
+
+def _generations(generations: Sequence[GenerationView]) -> RenderableType | None:
+    if not generations:
+        return None
+    table = _table("Generation", "Where", "Created", "Restart", "First step", "Outcome")
+    for entry in generations[-SHOWN_GENERATIONS:]:
+        restart = entry.restart_seconds
+        table.add_row(
+            str(entry.generation),
+            Text(_where(entry.nodes, entry.num_stages)),
+            spell_moment(entry.created_at).partition(" (")[0],
+            DASH if restart is None else seconds(restart),
+            DASH if entry.first_step is None else str(entry.first_step),
+            _outcome(entry.outcome, entry.intent),
+        )
+    left = len(generations) - SHOWN_GENERATIONS
+    return table if left <= 0 else Group(Text(f"{left} earlier ones", style="dim"), table)
+
+
+def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:
+    if point is None:
+        return
+    of = "" if point.num_epochs is None else f" of {point.num_epochs}"
+    steps = point.accum_steps + 1
+    size = f"{point.num_replicas} × {point.atomic_bsz} × {steps}"
+    yield "Step", f"{point.step}, {point.samples} samples, epochs done: {point.epoch}{of}"
+    yield "Loss", number(point.loss, 4)
+    yield "Batch size", f"{point.batch_size} = {size} (replicas × atomic × steps)"
+    predicted = point.predicted_step_time
+    foretold = "" if predicted is None else f", predicted {seconds(predicted)}"
+    yield "Step time", f"{seconds(point.step_time)}{foretold}"
+    efficiency = point.efficiency
+    worth = "" if efficiency is None else f" at an efficiency of {100 * efficiency:.0f} %"
+    yield "Goodput", f"{number(point.goodput)} samples/s{worth}" if point.goodput else DASH
+    yield "Reported", spell_moment(point.time, now)
+
+
+def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    for name, value in (hints or {}).items():
+        if value is None or name == "version":
+            continue
+        if name == "layers":
+            layers = value.get("layers", value) if isinstance(value, Mapping) else value
+            yield name, f"{count(len(layers), 'entry').replace('entrys', 'entries')} measured"
+        elif isinstance(value, Mapping):
+            yield name, ", ".join(f"{key}={_short(v)}" for key, v in value.items())
+        else:
+            yield name, _short(value)
+
+
+def _outcome(outcome: str | None, intent: str | None) -> str:
+    """Spell how a generation ended; one that was to end did not fail, even unsaved."""
+    if intent is None:
+        return outcome or "runs"
+    return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return number(value) if isinstance(value, float) else one_line(value)
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for header in headers:
+        wide = header in ("Message", "Where")
+        table.add_column(header, no_wrap=not wide, overflow="fold")
+    return table

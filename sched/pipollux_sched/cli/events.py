@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES, event_text
-from pipollux_sched.store import StateDir, Store
 from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_event_types, complete_jobs
 from .console import USAGE, CommandError, LineFormat, print_json_line
-from .failure import one_sentence
-from .jobs import POLL_INTERVAL
 from .options import LineOutput, StateDirectory
+from .reader import reading
 from .wording import one_line
 
-PAGE = 1000
-"""Events read at once."""
+if TYPE_CHECKING:
+    from .reader import Reader
 
 
 def events(
@@ -72,11 +69,10 @@ def events(
         pipollux events --since 2h --type allocated --output json
     """
     types = _checked(type)
-    directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.store) as store:
+    with reading(state_dir) as reader:
         if job is not None:
-            store.job(job)
-        for event in _events(store, job, types, since, last, follow):
+            reader.job(job)
+        for event in _events(reader, job, types, since, last, follow):
             _print(event, output)
 
 
@@ -92,7 +88,7 @@ def _checked(types: list[str] | None) -> Collection[str]:
 
 
 def _events(
-    store: Store,
+    reader: Reader,
     job: str | None,
     types: Collection[str],
     since: str | None,
@@ -100,24 +96,21 @@ def _events(
     follow: bool,
 ) -> Iterator[Mapping[str, Any]]:
     if since is None:
-        after = store.last_event()  # asked first: what comes meanwhile is followed, not lost
-        begin = store.latest_events(last, job=job, types=types) if last else []
+        after = reader.last_event()  # asked first: what comes meanwhile is followed, not lost
+        begin = reader.latest_events(last, job=job, types=types) if last else []
         after = max([after, *(event["id"] for event in begin)])
         yield from begin
     else:
-        after = _after(store, since)
-    while True:
-        page = store.events(after, job=job, types=types, limit=PAGE)
-        yield from page
-        if page:
+        after = _after(reader, since)
+        while page := reader.events(after, job=job, types=types):
+            yield from page
             after = page[-1]["id"]
-        elif not follow:
-            return
-        else:
-            time.sleep(POLL_INTERVAL)
+    if follow:
+        yield from reader.follow(after, job=job, types=types)
+        raise CommandError(f"the scheduler at {reader.where} has ended")
 
 
-def _after(store: Store, since: str) -> int:
+def _after(reader: Reader, since: str) -> int:
     """Return the number of the last event that is too old."""
     if re.fullmatch(r"\d{1,18}", since):
         return int(since)
@@ -125,16 +118,7 @@ def _after(store: Store, since: str) -> int:
         seconds = parse_duration(since)
     except ValueError as error:
         raise CommandError(f"--since: {error}, or the number of an event", USAGE) from None
-    moment = time.time() - (seconds or 0.0)
-    low, high = 0, store.last_event()
-    while low < high:  # numbers and times grow together
-        middle = (low + high) // 2
-        found = store.events(middle, limit=1)
-        if found and found[0]["time"] < moment:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return reader.last_event_before(seconds or 0.0)
 
 
 def _print(event: Mapping[str, Any], output: LineFormat) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from pipollux_sched.store import StateDir, Store
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipollux_sched.views.models import Alternative, ExplanationView
 
 from .console import TextFormat, print_data, print_result
-from .failure import one_sentence
 from .options import JobName, StateDirectory, TextOutput
+from .reader import reading
+from .wording import DASH, count, first_line, one_line, spell_moment, spell_nodes
 
 
 def explain(
@@ -21,16 +30,88 @@ def explain(
     Works without a running scheduler too: then it explains how the last one
     left the job.
     """
-    from pipollux_sched.planning.account import account_object, find_standing
-
-    from .job_account import account_text
-
-    with one_sentence(), Store(StateDir.choose(state_dir).store) as store:
-        job = store.job(name)
-        found = find_standing(store, job)
-        decisions = store.latest_events(1, job=name, types=["allocated"])
-    decision = decisions[-1] if decisions else None
+    with reading(state_dir) as reader:
+        found = reader.explanation(name)
     if output is TextFormat.text:
-        print_result(account_text(job, found, decision))
+        print_result(explanation_text(found))
     else:
-        print_data(account_object(job, found, decision), output)
+        print_data(found.to_dict(), output)
+
+
+def explanation_text(found: ExplanationView) -> RenderableType:
+    """Return an explanation for a terminal."""
+    parts: list[RenderableType] = [Text(_has(found))]
+    parts.append(Text(f"{found.phase.value}: {one_line(first_line(found.message))}"))
+    if found.last_decision is not None:
+        decision = _decision(found.last_decision)
+        parts += [Text(), Text("Last decision", style="bold"), _inset(decision)]
+    if found.waits_for is not None:
+        parts += [Text(), Text("Waits for", style="bold"), _inset(Text(one_line(found.waits_for)))]
+    if found.more is not None:
+        title = "What it has, and what it would have"
+        parts += [Text(), Text(title, style="bold"), _inset(_alternatives(found))]
+    if found.limits:
+        lines = "\n".join(one_line(limit.text) for limit in found.limits)
+        parts += [Text(), Text("What limits it", style="bold"), _inset(Text(lines))]
+    return Group(*parts)
+
+
+def _inset(content: RenderableType) -> RenderableType:
+    return Padding(content, (0, 0, 0, 2))
+
+
+def _has(found: ExplanationView) -> str:
+    if found.phase.ended:
+        return _had(found)
+    if not found.nodes:
+        return f"{found.name} holds nothing."
+    replicas = f"{count(len(found.nodes), 'replica')} of {count(found.num_stages, 'stage')}"
+    moving = " and makes way" if found.intent else ""
+    return f"{found.name} has {replicas} on {spell_nodes(found.nodes)}{moving}."
+
+
+def _had(found: ExplanationView) -> str:
+    """Say what a job that has ended was given last."""
+    decision = found.last_decision or {"nodes": ()}
+    nodes = decision["nodes"]
+    if not nodes:
+        return f"{found.name} held nothing when it ended."
+    stages = decision["num_stages"] or found.num_stages
+    replicas = f"{count(len(nodes), 'replica')} of {count(stages, 'stage')}"
+    return f"{found.name} had {replicas} on {spell_nodes(nodes)} at last."
+
+
+def _decision(decision: Mapping[str, Any]) -> Text:
+    lines = [f"{spell_moment(decision['time'])}: {one_line(decision['why'])}"]
+    after, before = decision["speedup"], decision.get("previous_speedup")
+    if not decision["nodes"]:
+        return Text(lines[0])
+    if after is None:
+        lines.append("Its speedup was not predicted: nothing had been measured yet.")
+    else:
+        had = "it held nothing before" if before is None else f"{before:.2f} before"
+        size = decision["batch_size"]
+        batch = "" if size is None else f", at a batch size of {size}"
+        lines.append(f"Predicted speedup {after:.2f}, {had}{batch}.")
+    return Text("\n".join(lines))
+
+
+def _alternatives(found: ExplanationView) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for header in ("", "Replicas", "Where", "Speedup", "Batch size", ""):
+        number_column = header in {"Replicas", "Speedup", "Batch size"}
+        table.add_column(header, justify="right" if number_column else "left", no_wrap=True)
+    nodes = tuple(found.assigned)
+    now = Alternative(nodes, len(nodes), found.speedup, found.batch_size, fits=True)
+    for title, one in (("one fewer", found.fewer), ("it has", now), ("one more", found.more)):
+        if one is not None:
+            table.add_row(
+                title,
+                str(one.num_replicas),
+                spell_nodes(one.nodes),
+                "not known" if one.speedup is None else f"{one.speedup:.2f}",
+                DASH if one.batch_size is None else str(one.batch_size),
+                "" if one.fits else "no room now",
+                style="bold" if one is now else "",
+            )
+    return table

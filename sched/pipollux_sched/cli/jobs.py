@@ -1,87 +1,60 @@
-"""`pipollux submit`, `jobs`, `logs`: jobs of a scheduler.
-
-`submit` asks the running scheduler. `jobs` and `logs` read what it keeps in its state
-directory, so they answer as well when it has ended.
-"""
+"""`pipollux jobs`: the jobs of a scheduler, as a table."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 
-from pipollux_sched.lifecycle import Phase
-from pipollux_sched.report.event_text import event_line
-from pipollux_sched.store import JobRecord, ListedPhase, Point, StateDir, Store
+from pipollux_sched.lifecycle import CANCELLED, Phase
+from pipollux_sched.store import ListedPhase, Point
+from pipollux_sched.views.models import ListedJob
 
 from .console import (
     USAGE,
     CommandError,
-    LineFormat,
     OutputFormat,
     output_console,
     print_data,
-    print_json_line,
     print_result,
 )
-from .failure import one_sentence
-from .job_table import job_table, listed_phase
-from .log_reader import LogLine, LogReader
-from .options import JobName, LineOutput, StateDirectory, TableOutput
-from .wording import one_line
+from .options import StateDirectory, TableOutput
+from .reader import reading, tell_unserved
+from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
 
 if TYPE_CHECKING:
-    # What they import in turn takes longer than printing a list of jobs.
-    from pipollux_sched.spec.job import JobSpec
+    from .reader import Reader
 
-POLL_INTERVAL = 0.3
-"""Seconds between two looks at what is being waited for."""
 WATCH_INTERVAL = 1.0
 """Seconds between two looks at a list that is shown as it changes."""
 
-
-def submit(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML: the jobs.", show_default=False)
-    ],
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until they have ended; exit 1 if one failed.")
-    ] = False,
-    output: TableOutput = OutputFormat.table,
-    state_dir: StateDirectory = None,
-) -> None:
-    """Submit the jobs of a file to the running scheduler: all of them, or none.
-
-    Where one is refused, the others are not submitted either. A job that has
-    failed or was cancelled can be submitted again under its name: it goes on
-    from its last checkpoint.
-
-        pipollux submit examples/jobs.yaml --wait
-
-    Exit code: 0 submitted (with --wait: all are complete); 1 a job was refused
-    (with --wait: or has failed); 2 the file or an option is wrong. With --wait,
-    --output json prints the jobs as they have ended.
-    """
-    from pipollux_sched.client import Client
-    from pipollux_sched.spec.job import load_jobs
-
-    specs = [located(spec, file) for spec in load_jobs(file)]
-    directory = StateDir.choose(state_dir)
-    with one_sentence():
-        last = _last_event(directory) if wait else 0
-        with Client(directory) as client:
-            taken = client.submit_all(specs)
-        if output is OutputFormat.table or not wait:
-            print_answers(taken, output)
-        if wait:
-            names = {spec.name for spec in specs}
-            ended = _wait_for(directory, names, last, to_stderr=output is not OutputFormat.table)
-            if output is not OutputFormat.table:
-                print_data([job.to_json_object() for job in ended.values()], output)
-            _exit_for(ended)
+PHASE_STYLES = {
+    Phase.RUNNING: "green",
+    Phase.COMPLETE: "dim",
+    Phase.FAILED: "red",
+    Phase.RESTARTING: "yellow",
+    Phase.SUSPENDED: "yellow",
+    Phase.QUEUED: "cyan",
+}
+"""In which colour each phase is shown."""
+_STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
+    CANCELLED: PHASE_STYLES[Phase.FAILED]
+}
+_COLUMNS = (
+    *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
+    *("Restarts", "Age"),
+)
+_NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
+_LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Nodes")
+"""What a terminal that is too narrow for all does without, the first one first."""
+_GAP = 2
+_LEAST_MESSAGE = 24
+"""Columns without which a message says nothing and is left out."""
 
 
 def jobs(
@@ -108,107 +81,125 @@ def jobs(
 
         pipollux jobs --phase Running --phase Queued --watch
     """
-    directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.store) as store:
+    with reading(state_dir) as reader:
         if watch:
-            _watch(store, phase, output)
+            _watch(reader, phase or (), output)
             return
-        found, points, generations = _look(store, phase)
-        is_any = bool(found) or bool(store.jobs())
-    if output is not OutputFormat.table:
-        plain = [
-            plain_job(job, points.get(job.name), generations.get(job.name, 0)) for job in found
-        ]
-        print_data(plain, output)
-        return
-    if not found:
-        typer.echo(
-            "No job is in that phase."
-            if is_any
-            else "No jobs yet; submit some with: pipollux submit FILE"
-        )
-        return
-    console = output_console()
-    print_result(job_table(found, points, generations, console))
-    if any(not job.phase.ended for job in found) and not directory.is_served():
-        typer.echo(
-            f"No scheduler serves {directory.path}: this is how the last one left it.", err=True
-        )
+        found = reader.jobs(phase or ())
+        if output is not OutputFormat.table:
+            print_data([job.to_dict() for job in found], output)
+            return
+        if not found:
+            is_any = bool(phase) and bool(reader.jobs())
+            typer.echo(
+                "No job is in that phase."
+                if is_any
+                else "No jobs yet; submit some with: pipollux submit FILE"
+            )
+            return
+        console = output_console()
+        print_result(job_table(found, console))
+        if any(not job.phase.ended for job in found):
+            tell_unserved(reader)
 
 
-def logs(
-    name: JobName,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
-    ] = False,
-    generation: Annotated[
-        int | None, typer.Option(min=1, help="Which generation.", show_default="the last one")
-    ] = None,
-    replica: Annotated[
-        int | None, typer.Option(min=0, help="Which pipeline replica.", show_default="all")
-    ] = None,
-    output: LineOutput = LineFormat.text,
-    state_dir: StateDirectory = None,
-) -> None:
-    r"""Print what the replicas of a job have written.
+class JobTable:
+    """Jobs as lines of text, a column for each thing there is to tell.
 
-    Each start of a job is a generation, and each pipeline replica has a log of
-    its own; where there is more than one, lines begin with
-    \[generation.replica].
+    rich's own table takes a millisecond for every line, and there may be thousands.
+
+    Args:
+        rows: the cells of each job by header.
+        widths: of the columns to show, in their order.
     """
-    directory = StateDir.choose(state_dir)
-    with one_sentence(), Store(directory.store) as store:
-        job = store.job(name)
-        reader = LogReader(directory, name, generation, replica)
-        for line in _lines(reader, store, name, follow):
-            if output is LineFormat.json:
-                print_json_line(line.to_dict())
-            else:
-                typer.echo(line.prefixed)
-    if not reader.found:
-        which = "" if generation is None else f" of generation {generation}"
-        whose = "" if replica is None else f" of replica {replica}"
-        raise CommandError(
-            f"there is no log{whose}{which} of job '{name}', which is {job.phase.value}: "
-            + job.state.message.partition("\n")[0]
-        )
+
+    def __init__(self, rows: Sequence[Mapping[str, str]], widths: Mapping[str, int]) -> None:
+        self._rows = rows
+        self._widths = widths
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        heads = dict.fromkeys(self._widths, "bold")
+        yield from self._line({header: header for header in self._widths}, heads, console)
+        for row in self._rows:
+            yield from self._line(row, {"Phase": _STYLES_BY_WORD.get(row["Phase"], "")}, console)
+
+    def _line(
+        self, cells: Mapping[str, str], styles: Mapping[str, str], console: Console
+    ) -> Iterator[Segment]:
+        for header, width in self._widths.items():
+            text, style = cells[header], styles.get(header)
+            space = " " * (width - cell_len(text))
+            shown = space + text if header in _NUMBERS else text + space
+            yield Segment(shown, console.get_style(style) if style else None)
+            yield Segment(" " * _GAP)
+        yield Segment.line()
 
 
-def located(spec: JobSpec, file: Path) -> JobSpec:
-    """Return a job that can be started from any folder: its script found, its folder this one.
+def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
+    """Return jobs as a table; the message of each as far as there is room.
 
-    One with an image stays as it is: what it names lies inside that.
-
-    Raises:
-        SpecError: there is no such script.
+    Args:
+        jobs: the jobs.
+        console: where it is to be shown.
     """
-    from pipollux_sched.spec.script import with_script_found
-
-    if spec.image is not None:
-        return spec
-    found = with_script_found(spec, file)
-    folder = Path(spec.working_dir or ".").expanduser().absolute()
-    return found.model_copy(update={"working_dir": str(folder)})
-
-
-def print_answers(jobs: Sequence[Mapping[str, Any]], output: OutputFormat) -> None:
-    """Print what the scheduler answered about jobs: a line for each, or all that it said."""
-    if output is not OutputFormat.table:
-        print_data(list(jobs), output)
-        return
-    for job in jobs:
-        typer.echo(f"{job['name']}: {one_line(job['message'])}")
+    rows = [_row(job) for job in jobs]
+    widths = {
+        header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in _COLUMNS
+    }
+    left_out = list(_LEFT_OUT)
+    while left_out and _width(widths) > console.width:
+        del widths[left_out.pop(0)]
+    room = console.width - _width(widths) - _GAP
+    if room >= _LEAST_MESSAGE:
+        for job, row in zip(jobs, rows, strict=True):
+            row["Message"] = _cut(one_line(first_line(job.message)), room)
+        widths["Message"] = room
+    return JobTable(rows, widths)
 
 
-_Look: TypeAlias = tuple[list[JobRecord], dict[str, Point], dict[str, int]]
+def _cut(text: str, room: int) -> str:
+    return text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
-def _look(store: Store, phases: Sequence[ListedPhase] | None) -> _Look:
-    found = [job for job in store.jobs() if not phases or listed_phase(job) in phases]
-    return found, store.last_points(), store.num_generations()
+def _width(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
-def _watch(store: Store, phases: Sequence[ListedPhase] | None, output: OutputFormat) -> None:
+def _row(job: ListedJob) -> dict[str, str]:
+    held, num_stages = job.holds
+    point = job.progress
+    age = (job.ended_at or time.time()) - job.submitted_at
+    return {
+        "Job": job.name,
+        "Phase": job.listed_phase.value,
+        "Stages": str(num_stages),
+        "Replicas": str(len(held)) if held else DASH,
+        "Nodes": spell_nodes(held),
+        "Epoch": _epoch(point, job.phase),
+        "Step": DASH if point is None else str(point.step),
+        "Loss": DASH if point is None or point.loss is None else f"{point.loss:.3g}",
+        "Samples/s": _throughput(point),
+        "Restarts": str(max(job.num_generations - 1, 0)),
+        "Age": spell_age(age),
+    }
+
+
+def _epoch(point: Point | None, phase: Phase) -> str:
+    """Spell how many epochs are done."""
+    if point is None:
+        return DASH
+    done = point.epoch + (phase is Phase.COMPLETE)  # points count from 0
+    return str(done) if point.num_epochs is None else f"{done}/{point.num_epochs}"
+
+
+def _throughput(point: Point | None) -> str:
+    if point is None or not point.step_time:
+        return DASH
+    return number(point.batch_size / point.step_time)
+
+
+def _watch(reader: Reader, phases: Collection[ListedPhase], output: OutputFormat) -> None:
     """Show the list anew every second, until Ctrl-C."""
     from rich.live import Live
 
@@ -221,58 +212,5 @@ def _watch(store: Store, phases: Sequence[ListedPhase] | None, output: OutputFor
         )
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            live.update(job_table(*_look(store, phases), console), refresh=True)
+            live.update(job_table(reader.jobs(phases), console), refresh=True)
             time.sleep(WATCH_INTERVAL)
-
-
-def plain_job(job: JobRecord, point: Point | None, generations: int) -> dict[str, Any]:
-    """Return a job as plain data, with its last report and how often it was started."""
-    progress = None if point is None else dict(vars(point))
-    return {**job.to_json_object(), "num_generations": generations, "progress": progress}
-
-
-def _last_event(directory: StateDir) -> int:
-    if not directory.has_store():
-        return 0
-    with Store(directory.store) as store:
-        return store.last_event()
-
-
-def _wait_for(
-    directory: StateDir, names: set[str], last: int, *, to_stderr: bool
-) -> dict[str, JobRecord]:
-    """Tell what happens to jobs until all have ended; return them then."""
-    with Store(directory.store) as store:
-        while True:
-            served = directory.is_served()  # asked first, so that the last events are not missed
-            for event in store.events(last):
-                last = event["id"]
-                line = event_line(event)
-                if event["job"] in names and line:
-                    typer.echo(line, err=to_stderr)
-            found = {job.name: job for job in store.jobs() if job.name in names}
-            if len(found) < len(names):
-                raise CommandError(f"{min(names - found.keys())} was deleted meanwhile")
-            if all(job.phase.ended for job in found.values()):
-                return found
-            if not served:
-                raise CommandError(
-                    "the scheduler has ended before the jobs have; they go on when it is back"
-                )
-            time.sleep(POLL_INTERVAL)
-
-
-def _exit_for(ended: Mapping[str, JobRecord]) -> None:
-    failed = [name for name, job in ended.items() if job.phase is Phase.FAILED]
-    if failed:
-        raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")
-
-
-def _lines(reader: LogReader, store: Store, name: str, follow: bool) -> Iterator[LogLine]:
-    while True:
-        ended = store.job(name).phase.ended  # asked first, so that the last lines are not missed
-        yield from reader.read()
-        if ended or not follow:
-            yield from reader.rest()
-            return
-        time.sleep(POLL_INTERVAL)

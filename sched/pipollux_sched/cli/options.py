@@ -21,6 +21,28 @@ StateDirectory: TypeAlias = Annotated[
     ),
 ]
 
+ServerUrl: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        envvar="PIPOLLUX_SERVER",
+        metavar="URL",
+        help="The scheduler to ask, which may run on another machine.",
+        show_default="that of the state directory",
+    ),
+]
+
+TokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar="PIPOLLUX_TOKEN_FILE",
+        metavar="FILE",
+        help="Holds the admin token of that scheduler.",
+        show_default="what PIPOLLUX_TOKEN says",
+    ),
+]
+
 ClusterFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipollux_sched.store import StateDir
-
-from .console import USAGE, CommandError, OutputFormat, output_console, print_data
-from .live_plan_table import print_live_plan
+from .console import (
+    USAGE,
+    CommandError,
+    OutputFormat,
+    libraries_on_stderr,
+    output_console,
+    print_data,
+    print_result,
+)
 from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
+from .reader import reading, tell_unserved
+from .server_choice import refuse_server
+from .wording import DASH, count, one_line, spell_nodes
 
 if TYPE_CHECKING:
     from pipollux_sched.planning.plan import Plan
+    from pipollux_sched.views.models import PlannedChange
+
+    from .reader import Reader
 
 
 def plan(
@@ -71,13 +83,16 @@ def plan(
     an option is wrong.
     """
     if cluster is None and jobs is None:
-        print_live_plan(StateDir.choose(state_dir), policy, seed, diff=diff, output=output)
+        with reading(state_dir) as reader:
+            print_live_plan(reader, policy, seed, diff=diff, output=output)
+            tell_unserved(reader)
         return
     if cluster is None or jobs is None:
         missing = "--cluster" if cluster is None else "--jobs"
         raise CommandError(f"{missing} is missing; give both files, or neither", USAGE)
     if diff:
         raise CommandError("--diff is for the scheduler's own jobs; leave the files out", USAGE)
+    refuse_server("a plan of files")
     from pipollux_sched.planning.plan import plan as make_plan
     from pipollux_sched.policy import DEFAULT_POLICY, make_policy
     from pipollux_sched.spec.job import load_cluster, load_jobs
@@ -104,7 +119,7 @@ def print_table(plan: Plan) -> None:
             job.job,
             str(job.num_stages),
             str(job.num_replicas),
-            _spell_nodes(job.nodes),
+            spell_nodes(job.nodes),
             "–" if job.batch_size is None else str(job.batch_size),
             "–" if job.speedup is None else f"{job.speedup:.2f}",
             job.why,
@@ -121,6 +136,69 @@ def print_table(plan: Plan) -> None:
         console.print(Text(f"{advice}; there are {len(plan.nodes)}."))
 
 
-def _spell_nodes(nodes: tuple[str, ...]) -> str:
-    counts = Counter(nodes).items()
-    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts) or "–"
+def print_live_plan(
+    reader: Reader, policy: str | None, seed: int, *, diff: bool, output: OutputFormat
+) -> bool:
+    """Print what a scheduler would change now; say whether it would.
+
+    Args:
+        reader: whose jobs and nodes.
+        policy: allocation policy; None: the one that the scheduler was started with.
+        seed: of the policy, if it draws.
+        diff: print only what would change.
+        output: how.
+    """
+    with libraries_on_stderr():
+        found = reader.plan(policy, seed)
+    changes = [change for change in found.jobs if change.changes]
+    shown = changes if diff else found.jobs
+    if output is OutputFormat.table:
+        _print_changes(shown, num_jobs=len(found.jobs), policy=found.policy)
+    else:
+        print_data([asdict(change) for change in shown], output)
+    return bool(changes)
+
+
+def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if changes:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for header in ("", "Job", "From", "To", "Speedup", "Batch size", "Why"):
+            right = header in {"Speedup", "Batch size"}
+            table.add_column(
+                header,
+                justify="right" if right else "left",
+                no_wrap=header in {"Job", "Speedup"},
+                overflow="fold",
+            )
+        for change in changes:
+            table.add_row(
+                "~" if change.changes else "",
+                Text(change.job),
+                Text(_where(change.previous, change.previous_num_stages)),
+                Text(_where(change.nodes, change.num_stages)),
+                _speedups(change),
+                DASH if change.batch_size is None else str(change.batch_size),
+                Text(one_line(change.why)),
+                style="" if change.changes else "dim",
+            )
+        print_result(table)
+    how_many = sum(change.changes for change in changes)
+    typer.echo(
+        f"{count(how_many, 'change')} to {count(num_jobs, 'job')} by the policy {policy}, "
+        "if it decided now."
+    )
+
+
+def _where(nodes: Sequence[str], num_stages: int | None) -> str:
+    return f"{len(nodes)}×{num_stages} on {spell_nodes(nodes)}" if nodes else DASH
+
+
+def _speedups(change: PlannedChange) -> str:
+    before, after = (
+        DASH if value is None else f"{value:.2f}"
+        for value in (change.previous_speedup, change.speedup)
+    )
+    return f"{before} → {after}" if change.changes and before != after else after

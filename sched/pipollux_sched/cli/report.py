@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.report.page import write_report
-from pipollux_sched.report.run.event_log import Event, EventLogError, read_events
-from pipollux_sched.report.run_events import clipped, of_jobs, store_events
-from pipollux_sched.store import StateDir, Store
+from pipollux_sched.report.page import render_report
+from pipollux_sched.report.run.event_log import read_events
+from pipollux_sched.report.run_events import clipped, of_jobs, report_of
+from pipollux_sched.utils.atomic_write import write_aside
 from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_jobs
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .failure import one_sentence
 from .options import StateDirectory, TableOutput
+from .reader import reading
+from .server_choice import refuse_server
 
 
 def report(
@@ -64,17 +64,14 @@ def report(
     """
     seconds = _seconds(since)
     names = job or []
-    with one_sentence():
-        found = (
-            _kept(StateDir.choose(state_dir), names, seconds)
-            if events is None
-            else _logged(events, names, seconds)
-        )
-    nothing = not isinstance(found, Path) and not any(event.get("job") for event in found)
-    if nothing:
-        raise CommandError("there is nothing to report: no job is told of in this time")
+    if events is None:
+        with reading(state_dir) as reader:
+            page = reader.report(names, seconds)
+    else:
+        refuse_server("a report of an event log")
+        page = _logged(events, names, seconds)
     try:
-        path = write_report(found, save)
+        write_aside(save, page.encode())
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CommandError(
@@ -82,9 +79,9 @@ def report(
             "give --save the path of a file that can be written"
         ) from error
     if output is OutputFormat.table:
-        typer.echo(f"Wrote {path}")
+        typer.echo(f"Wrote {save}")
     else:
-        print_data({"report": str(path)}, output)
+        print_data({"report": str(save)}, output)
 
 
 def _seconds(since: str | None) -> float | None:
@@ -96,22 +93,13 @@ def _seconds(since: str | None) -> float | None:
         raise CommandError(f"--since: {error}", USAGE) from None
 
 
-def _kept(directory: StateDir, jobs: Sequence[str], seconds: float | None) -> Sequence[Event]:
-    """Return the events that a scheduler has kept."""
-    with Store(directory.store) as store:
-        return store_events(store, jobs, None if seconds is None else time.time() - seconds)
-
-
-def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> Path | Sequence[Event]:
-    """Return a log, or the events of it that are wanted: since so long before its end."""
-    try:
-        found: Sequence[Any] = read_events(path).events
-    except EventLogError as error:
-        raise CommandError(str(error), USAGE) from error
-    if not jobs and seconds is None:
-        return path
+def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
+    """Return the report of a log, or of what is wanted of it: since so long before its end."""
+    found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:
         raise CommandError(f"{path}: no event tells of a job named {min(unknown)!r}")
+    if not jobs and seconds is None:
+        return render_report(path)
     end = max(event["time"] for event in found)
-    return clipped(of_jobs(found, jobs), None if seconds is None else end - seconds)
+    return report_of(clipped(of_jobs(found, jobs), None if seconds is None else end - seconds))

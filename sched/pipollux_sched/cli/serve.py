@@ -22,7 +22,6 @@ from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption
 from pipollux_sched.utils.units import MOST_SECONDS
 
-from .failure import one_sentence
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
 from .wording import count
 
@@ -111,42 +110,41 @@ def serve(
     slot is a GPU, or on nodes of kind cpu a CPU device of one thread.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    with one_sentence():
-        nodes = this_machine() if cluster is None else load_cluster(cluster)
-        rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
-        directory = StateDir.choose(state_dir)
-        scheduler = Scheduler(
-            directory,
-            nodes,
-            make_policy(policy or DEFAULT_POLICY),
-            interval=interval,
-            hints_interval=hints_interval,
-            checkpoint_interval=checkpoint_interval,
-            grace=grace,
-            heartbeat_timeout=heartbeat_timeout,
-            open_metrics=open_metrics,
-            pass_environment=pass_environment or (),
-            port=port,
-            autoscaling=rules,
-            expander=expander,
-            on_event=_print_event,
-            event_types=TELLING_TYPES,
-            allowed_hosts=_host_names(allow_host or []),
-            store=store,
+    nodes = this_machine() if cluster is None else load_cluster(cluster)
+    rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
+    directory = StateDir.choose(state_dir)
+    scheduler = Scheduler(
+        directory,
+        nodes,
+        make_policy(policy or DEFAULT_POLICY),
+        interval=interval,
+        hints_interval=hints_interval,
+        checkpoint_interval=checkpoint_interval,
+        grace=grace,
+        heartbeat_timeout=heartbeat_timeout,
+        open_metrics=open_metrics,
+        pass_environment=pass_environment or (),
+        port=port,
+        autoscaling=rules,
+        expander=expander,
+        on_event=_print_event,
+        event_types=TELLING_TYPES,
+        allowed_hosts=_host_names(allow_host or []),
+        store=store,
+    )
+    with Interruption() as interruption:
+        scheduler.start()
+        slots = sum(node.slots for node in nodes.nodes)
+        typer.echo(
+            f"Serving {count(len(nodes.nodes), 'node')} with {count(slots, 'slot')} at "
+            f"{scheduler.url}, "
+            f"state in {directory.path}. Ctrl-C ends it."
         )
-        with Interruption() as interruption:
-            scheduler.start()
-            slots = sum(node.slots for node in nodes.nodes)
-            typer.echo(
-                f"Serving {count(len(nodes.nodes), 'node')} with {count(slots, 'slot')} at "
-                f"{scheduler.url}, "
-                f"state in {directory.path}. Ctrl-C ends it."
-            )
-            if sys.stdout.isatty():  # a log must not hold the token
-                typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
-            serve_until(scheduler, interruption)
-            typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
-            scheduler.stop(hurry=lambda: interruption.count > 1)
+        if sys.stdout.isatty():  # a log must not hold the token
+            typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
+        serve_until(scheduler, interruption)
+        typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
+        scheduler.stop(hurry=lambda: interruption.count > 1)
 
 
 def _host_names(names: Sequence[str]) -> Sequence[str]:

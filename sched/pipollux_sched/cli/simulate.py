@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .clean_output import libraries_on_stderr
-from .console import USAGE, CommandError, OutputFormat, output_console, print_data
+from .console import (
+    USAGE,
+    CommandError,
+    OutputFormat,
+    libraries_on_stderr,
+    output_console,
+    print_data,
+)
 from .model_options import write_file
 from .simulate_inputs import (
     cluster_nodes,

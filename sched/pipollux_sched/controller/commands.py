@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipollux_sched.backend import Backend
 from pipollux_sched.errors import SchedulerError
@@ -40,7 +39,6 @@ class Control:
         executor: lets events happen to jobs.
         backend: runs them.
         nodes: the nodes that were stated, whatever their condition.
-        policy: name of the policy, for those who ask.
         reconsider: called when the allocator has something new to decide on.
         stopping: tells whether the scheduler is being stopped.
         state_dir: where the scheduler keeps everything, which jobs do not save over.
@@ -55,7 +53,6 @@ class Control:
         backend: Backend,
         nodes: Mapping[str, NodeInfo],
         *,
-        policy: str,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
         state_dir: Path,
@@ -66,7 +63,6 @@ class Control:
         self._executor = executor
         self._backend = backend
         self._nodes = dict(nodes)
-        self._policy = policy
         self._reconsider = reconsider
         self._stopping = stopping
         self._state_dir = state_dir
@@ -221,22 +217,6 @@ class Control:
         """Run the allocator now, not only at the next interval."""
         self._check_running()
         self._reconsider()
-
-    def cluster(self) -> Mapping[str, Any]:
-        """Describe nodes, their conditions and free slots, and the policy."""
-        free = self._backend.free()
-        nodes = {
-            name: {
-                "slots": node.slots,
-                "kind": node.kind,
-                "free": free.get(name, 0),
-                "condition": node.condition.value,
-                "reason": node.reason,
-                "since": node.since,
-            }
-            for name, node in self._store.nodes().items()
-        }
-        return {"nodes": nodes, "policy": self._policy}
 
     def note_training(self, name: str) -> None:
         """Take note that a job has taken its first step: it can be moved now, if others wait."""

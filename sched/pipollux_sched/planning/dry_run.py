@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from pipollux_sched.allocator.decide import Decision, place_new, reallocate
 from pipollux_sched.allocator.reasons import explain
 from pipollux_sched.allocator.snapshot import Snapshot
-from pipollux_sched.allocator.strategy import Candidate, Strategy, free_of
-from pipollux_sched.policy import POLICIES, Allocation, NodeInfo, Policy
+from pipollux_sched.allocator.strategy import Candidate, PolicyStrategy, Strategy, free_of
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
+from pipollux_sched.store import Store
+from pipollux_sched.views.cluster import serving_policy
+from pipollux_sched.views.models import PlannedChange, PlanView
 
 
-@dataclass(frozen=True)
-class PlannedChange:
-    """What one job has, and what it would have."""
+class PolicyFailedError(SchedulerError):
+    """A policy could not decide; the text says why."""
 
-    job: str
-    previous: tuple[str, ...]
-    """Node of each replica now."""
-    previous_num_stages: int | None
-    """K now; None where it holds nothing."""
-    previous_speedup: float | None
-    """Predicted by the job's model; None: nothing is known."""
-    nodes: tuple[str, ...]
-    """Node of each replica then."""
-    num_stages: int | None
-    speedup: float | None
-    batch_size: int | None
-    changes: bool
-    """Whether anything of it is other than now."""
-    why: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {**asdict(self), "previous": list(self.previous), "nodes": list(self.nodes)}
+def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanView:
+    """Say what the scheduler of a store would decide now; touch nothing.
+
+    Args:
+        store: whose jobs and nodes.
+        policy: who decides, one of `POLICIES`; None: the policy that serves, or served last.
+        seed: of the policy, if it draws.
+
+    Raises:
+        PolicyFailedError: the policy failed.
+        SpecError: the store holds a node or a job that this version cannot read.
+        ValueError: there is no such policy.
+    """
+    serving = serving_policy(store)
+    name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
+    strategy, state = PolicyStrategy(make_policy(name, seed=seed)), Snapshot.read(store)
+    try:
+        return PlanView(policy=name, jobs=plan_live(state, strategy))
+    except Exception as error:  # policies are other people's code
+        logging.getLogger(__name__).debug("the policy failed", exc_info=True)
+        raise PolicyFailedError(f"the policy {name} failed: {error}") from error
 
 
 def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
@@ -64,16 +70,6 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
     given = {decision.job: decision for decision in started}
     after = [_started(job, given.get(job.name)) for job in state.candidates]
     return [*started, *reallocate(after, state.nodes, strategy)]
-
-
-def policy_named(class_name: str, make: Callable[[str], Policy]) -> str | None:
-    """Return the name of the policy of that class, None if there is none: events tell the class."""
-    return next((name for name in POLICIES if type(make(name)).__name__ == class_name), None)
-
-
-def serving_policy(events: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the class of the policy that the last `cluster` event names."""
-    return next((str(event["policy"]) for event in reversed(events) if "policy" in event), None)
 
 
 def _started(job: Candidate, decision: Decision | None) -> Candidate:
@@ -126,8 +122,3 @@ def _prediction(held: Allocation) -> tuple[float | None, int | None]:
     if known is None or not math.isfinite(known.speedup):
         return None, None
     return known.speedup, known.batch_size
-
-
-def changed(changes: Sequence[PlannedChange]) -> list[PlannedChange]:
-    """Return those that change something."""
-    return [change for change in changes if change.changes]

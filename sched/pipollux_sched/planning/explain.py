@@ -1,7 +1,8 @@
 """Explain allocations: the speedup of one replica more or fewer, and what limits a job.
 
-`standing` is pure. It works on the job as the allocator sees it, so what it foretells is what the
-policy is told, and on the room that all jobs leave.
+`explanation` reads a store; `standing`, which it rests on, is pure. That works on the job as the
+allocator sees it, so what it foretells is what the policy is told, and on the room that all jobs
+leave.
 """
 
 from __future__ import annotations
@@ -10,59 +11,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import why_nothing
-from pipollux_sched.allocator.strategy import Candidate
+from pipollux_sched.allocator.snapshot import Snapshot
+from pipollux_sched.allocator.strategy import Candidate, free_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.store import JobRecord, Store
+from pipollux_sched.views.models import Alternative, ExplanationView, JobView, Limit, LimitKind
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
 """What is free of every node, by kind of resource."""
-
-
-class LimitKind(StrEnum):
-    """What may keep a job from having more, or other, than it has."""
-
-    SUSPENDED = "suspended"
-    STOPPING = "stopping"
-    STARTING = "starting"
-    WAITS_TO_RETRY = "waits_to_retry"
-    NOT_PREEMPTIBLE = "not_preemptible"
-    DRAINING = "draining"
-    MAX_REPLICAS = "max_replicas"
-    PROFILED = "profiled"
-    NO_ROOM = "no_room"
-    HARMFUL = "harmful"
-    NOT_WORTH_IT = "not_worth_it"
-    MIN_REPLICAS = "min_replicas"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One thing that keeps a job from having more, or other, than it has."""
-
-    kind: LimitKind
-    text: str
-    """A sentence for people."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """What a job would have with one replica more or fewer."""
-
-    nodes: tuple[str, ...]
-    """Node of each replica; empty where no node could ever hold them."""
-    num_replicas: int
-    speedup: float | None
-    """Predicted, over one replica; None: nothing is known of it."""
-    batch_size: int | None
-    fits: bool
-    """Whether there is room for it now."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +53,54 @@ class Standing:
     limits: tuple[Limit, ...]
     waits_for: str | None
     """What a job that holds nothing waits for; None for one that holds something."""
+
+
+def explanation(store: Store, job: JobRecord) -> ExplanationView:
+    """Explain a job's allocation, or why it is queued.
+
+    Raises:
+        SpecError: the store holds a node or a job that this version cannot read.
+    """
+    found = _find_standing(store, job)
+    decisions = store.latest_events(1, job=job.name, types=["allocated"])
+    nodes, num_stages = JobView.of(job).holds
+    return ExplanationView(
+        name=job.name,
+        phase=job.phase,
+        reason=job.state.reason,
+        message=job.state.message,
+        nodes=nodes,
+        num_stages=num_stages,
+        assigned=list(job.state.assigned),
+        intent=job.state.intent if job.state.running_on else None,
+        speedup=found.speedup,
+        batch_size=found.batch_size,
+        last_decision=decisions[-1] if decisions else None,
+        more=found.more,
+        fewer=found.fewer,
+        limits=list(found.limits),
+        waits_for=found.waits_for,
+    )
+
+
+def _find_standing(store: Store, job: JobRecord) -> Standing:
+    if job.phase.ended:
+        return Standing(None, None, None, None, (), None)
+    pin = pinned_because(job.state)
+    live = Snapshot.read(store)
+    candidate = live.candidate(job.name)
+    if candidate is None:
+        waits = (
+            f"its user: pipollux resume {job.name}"
+            if pin is not None and pin.kind is LimitKind.SUSPENDED
+            else "its processes to end"
+        )
+        limits: tuple[Limit, ...] = () if pin is None else (pin,)
+        return Standing(None, None, None, None, limits, waits)
+    spec = parse_job(job.spec)
+    measured = _measured(store.hints().get(job.name), spec)
+    free = free_of(live.nodes, live.candidates)
+    return standing(candidate, live.nodes, free, ReplicaBounds(spec.max_replicas, measured), pin)
 
 
 def standing(
@@ -258,3 +270,10 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
     choose = getattr(shape.speedup_fn, "configuration", None)
     size = choose(len(set(nodes)), len(nodes)).batch_size if choose else None
     return (speedup if math.isfinite(speedup) else None), size or None
+
+
+def _measured(hints: Mapping[str, Any] | None, spec: JobSpec) -> int:
+    """Return the most replicas that a job's step time was measured on."""
+    if hints:
+        return int(hints.get("maxProfiledReplicas", 0))
+    return spec.hints.max_profiled_replicas if spec.hints else 0

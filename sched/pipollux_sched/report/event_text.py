@@ -22,10 +22,13 @@ def event_line(event: Event, *, every: bool = False) -> str | None:
         'toy: complete at step 90, epochs done: 3'
     """
     text = event_text(event, every=every)
-    if text is None:
-        return None
-    time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-    return f"{time} {event['job']}: {text}" if event.get("job") else f"{time} {text}"
+    return None if text is None else told_line(event["time"], event.get("job"), text)
+
+
+def told_line(time: float, job: str | None, text: str) -> str:
+    """Return what happened to a job, or to none, as one line that begins with the time of day."""
+    clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")
+    return f"{clock} {job}: {text}" if job else f"{clock} {text}"
 
 
 def event_text(event: Event, *, every: bool = False) -> str | None:

@@ -6,14 +6,25 @@ database, so that a store of a million events makes a report in seconds: it draw
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import Store
 
 from .event_text import EVENT_TYPES
+from .page import render_report
 
-__all__ = ["MOST_POINTS", "clipped", "of_jobs", "store_events"]
+__all__ = [
+    "MOST_POINTS",
+    "NothingToReportError",
+    "clipped",
+    "kept_report",
+    "of_jobs",
+    "report_of",
+    "store_events",
+]
 
 Event: TypeAlias = Mapping[str, Any]
 
@@ -25,6 +36,33 @@ _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
 """What jobs tell again and again."""
 _ENDS = ("complete", "failed", "cancelled")
+
+
+class NothingToReportError(SchedulerError):
+    """No job is told of in the events that a report is wanted of."""
+
+
+def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
+    """Return the report of what a store keeps, as HTML.
+
+    Args:
+        store: the store.
+        jobs: only of these; empty: of all.
+        seconds: only the last so many; None: everything.
+
+    Raises:
+        NothingToReportError: nothing of it tells of a job.
+        UnknownJobError: there is no job of one of the names.
+    """
+    since = None if seconds is None else time.time() - seconds
+    return report_of(store_events(store, jobs, since))
+
+
+def report_of(events: Sequence[Event]) -> str:
+    """Return the report of events as HTML; raise `NothingToReportError` where they tell nothing."""
+    if not any(event.get("job") for event in events):
+        raise NothingToReportError("there is nothing to report: no job is told of in this time")
+    return render_report(events)
 
 
 def store_events(

@@ -14,12 +14,14 @@ POST     /jobs/{name}/suspend        admin   suspend it: checkpoint and release 
 POST     /jobs/{name}/resume         admin   let it go on
 GET      /jobs/{name}/explanation    admin   why it has its allocation
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
+GET      /jobs/{name}/logs/G/R       admin   the log of one replica of a generation
 GET      /nodes                      admin   nodes, their condition, and who is there
 PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again
-GET      /cluster                    admin   nodes and free slots, and the policy
 GET      /overview                   admin   nodes, counts and a page of jobs at a glance
 GET      /generations                   admin   who held what
 GET      /usage                      admin   how full the nodes were
+GET      /plan                       admin   what the scheduler would decide now
+GET      /report                     admin   the report of a run, as HTML
 GET      /events                     admin   the event log
 GET      /events/stream              admin   the same as it happens (server-sent events)
 GET      /metrics                    admin   figures for Prometheus

@@ -3,7 +3,7 @@
 `create_app` keeps one `Services` in ``app.state``; an endpoint names what it needs by an alias.
 
 Example:
-    ``def jobs(store: StoreDep) -> list[JobReply]: ...``
+    ``def jobs(store: StoreDep) -> list[ListedJob]: ...``
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Services:
         self.changes = ChangeWatch(store)
         self.hints = HintsInbox(store)
         self.tail = Tail(store)
-        self.collector = SchedulerCollector(store, control)
+        self.collector = SchedulerCollector(store)
         self.waiting = Places(limits.waiting, limits.waiting_per_job, "wait for replicas")
+        self.computing = Places(limits.computing, limits.computing, "ask for plans and reports")
         self.listening = Places(limits.listeners, limits.listeners, "listen to events")
 
 

@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
 from pipollux_sched.controller.commands import UnavailableError
+from pipollux_sched.planning.dry_run import PolicyFailedError
+from pipollux_sched.report.run_events import NothingToReportError
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import (
     ConflictError,
@@ -44,6 +46,8 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (StoreError, 500),
     (SpecError, 422),
     (TooManyRequestsError, 429),
+    (NothingToReportError, 404),
+    (PolicyFailedError, 500),
     (UnavailableError, 503),
     (BusyError, 503),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pipollux_sched.report.event_text import event_text
 from pipollux_sched.store import Store, StoreError
+from pipollux_sched.views.events import event_summary
 
 from .change_watch import ChangeWatch
 from .limits import Places
@@ -152,20 +152,9 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-def event_summary(event: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an event as people are told of it, with a sentence; None where they are not."""
-    sentence = event_text(event)
-    if sentence is None:
-        return None
-    return {
-        **{key: event[key] for key in ("id", "time", "type", "job", "generation")},
-        "text": sentence,
-    }
-
-
 def _entry(event: dict[str, Any]) -> _Entry:
     summary = event_summary(event)
-    shown = None if summary is None else _message(summary)
+    shown = None if summary is None else _message(summary.to_dict())
     return _Entry(event["id"], event["job"], _message(event), shown)
 
 

@@ -35,6 +35,8 @@ class Limits:
     waiting: int = 256
     """Requests that wait for replicas, of all jobs together."""
     waiting_per_job: int = 64
+    computing: int = 4
+    """Plans and reports that are made at once."""
     listeners: int = 32
     """Streams of events."""
     keep_alive: float = 15.0

@@ -13,10 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipollux_sched.controller.commands import Control
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.metrics import Metrics
 from pipollux_sched.store import NodeCondition, Store
+from pipollux_sched.views.cluster import list_nodes
 
 REASONS = {
     401: "token",
@@ -60,12 +60,10 @@ class SchedulerCollector(Collector):
 
     Args:
         store: knows the jobs.
-        control: knows the nodes.
     """
 
-    def __init__(self, store: Store, control: Control) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._control = control
 
     def collect(self) -> Iterable[Metric]:
         """Yield one family of numbers after the other."""
@@ -89,10 +87,10 @@ class SchedulerCollector(Collector):
         words = "Slots, by node and whether a replica holds them."
         slots = GaugeMetricFamily("pipollux_slots", words, labels=["node", "state"])
         conditions = dict.fromkeys(NodeCondition, 0)
-        for name, node in self._control.cluster()["nodes"].items():
-            slots.add_metric([name, "used"], node["slots"] - node["free"])
-            slots.add_metric([name, "free"], node["free"])
-            conditions[NodeCondition(node["condition"])] += 1
+        for node in list_nodes(self._store):
+            slots.add_metric([node.name, "used"], node.used)
+            slots.add_metric([node.name, "free"], node.free)
+            conditions[node.condition] += 1
         yield slots
         nodes = GaugeMetricFamily("pipollux_nodes", "Nodes, by condition.", labels=["condition"])
         for condition, count in conditions.items():

@@ -66,8 +66,8 @@ def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> 
         assert (toy_now.state.failures, toy_now.state.generation) == (0, 3)
         stops = [e["why"] for e in scheduler.store.events() if e["type"] == "stopping"]
         assert stops[-1] == f"Node {other} is dead: no power."
-        nodes = scheduler.control.cluster()["nodes"]
-        assert (nodes[other]["condition"], nodes[first]["condition"]) == ("dead", "ready")
+        nodes = scheduler.store.nodes()
+        assert (nodes[other].condition, nodes[first].condition) == ("dead", "ready")
         with pytest.raises(UnknownNodeError, match="no node is named 'node-z'"):
             scheduler.control.set_node("node-z", NodeCondition.READY)
 

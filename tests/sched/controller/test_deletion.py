@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.client import Client, ClientError
+from pipollux_sched.client.client import Client
+from pipollux_sched.client.connection import ClientError
 from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Phase
@@ -66,7 +67,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[Client]:
-    with Client(service.state_dir) as client:
+    with Client.of(service.state_dir) as client:
         yield client
 
 
@@ -95,7 +96,12 @@ def test_a_deleted_job_is_gone_with_all_that_it_left(
     counted = store.overview.generation_counts()
     assert counted.failures == 1
     gone = client.delete("done")
-    assert gone == {"name": "done", "phase": "Failed", "reason": "Cancelled", "left": [str(own)]}
+    assert gone.to_dict() == {
+        "name": "done",
+        "phase": "Failed",
+        "reason": "Cancelled",
+        "left": [str(own)],
+    }
     assert not service.state_dir.job("done").exists()
     with pytest.raises(ClientError, match="no job is named 'done'"):
         client.delete("done")
@@ -122,7 +128,7 @@ def test_files_that_cannot_be_removed_keep_the_name(
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", refuse)
-        assert client.delete("stuck")["left"] == [str(service.state_dir.job("stuck"))]
+        assert client.delete("stuck").left == [str(service.state_dir.job("stuck"))]
     with pytest.raises(ClientError, match="'stuck' is still being deleted; wait, or give"):
         client.submit(JobSpec(name="stuck", script=SCRIPT))
     JobDeletion(service.store, service.state_dir).finish()  # as the watchdog does now and then
@@ -178,10 +184,10 @@ def test_a_job_is_run_again(service: Service, client: Client, tmp_path: Path) ->
     store.transition("again", Exited(1, Outcome.FAILED, message="it broke"))
     before = service.num_reconsidered
     job = client.rerun("again")
-    assert (job["phase"], job["failures"], job["first_generation"]) == ("Created", 0, 1)
-    assert job["message"] == "The job is run again, from its last checkpoint."
-    assert job["ended_at"] is None
-    assert job["deadline_at"] > job["submitted_at"]
+    assert (job.phase, job.failures, job.first_generation) == ("Created", 0, 1)
+    assert job.message == "The job is run again, from its last checkpoint."
+    assert job.ended_at is None
+    assert job.deadline_at > job.submitted_at
     assert service.num_reconsidered == before + 1
     assert "again" in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
@@ -189,7 +195,7 @@ def test_a_job_is_run_again(service: Service, client: Client, tmp_path: Path) ->
     store.transition("again", Exited(2, Outcome.COMPLETE))
     with pytest.raises(ClientError, match="start: pipollux rerun again --from-scratch"):
         client.rerun("again")
-    assert client.rerun("again", from_scratch=True)["first_generation"] == 3
+    assert client.rerun("again", from_scratch=True).first_generation == 3
     assert "again" not in store.hints()
     store.transition("again", Allocate(["node-a"], "it is free"))
     first = program(store.job("again"), {}).first_generation
@@ -207,7 +213,7 @@ def test_what_a_user_has_saved_is_moved_away_by_the_user(
     with pytest.raises(ClientError, match="which the scheduler leaves as they are; to start from"):
         client.rerun("mine", from_scratch=True)
     own.rename(tmp_path / "moved")
-    assert client.rerun("mine", from_scratch=True)["phase"] == "Created"
+    assert client.rerun("mine", from_scratch=True).phase == "Created"
 
 
 def test_a_retry_of_a_job_that_was_deleted_meanwhile_is_dropped(

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.client import Client, ClientError
+from pipollux_sched.client.client import Client
+from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
 from pipollux_sched.metrics import Metrics
 from pipollux_sched.spec.job import JobSpec
@@ -26,19 +27,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[Client]:
-    with Client(service.state_dir) as client:
+    with Client.of(service.state_dir) as client:
         yield client
 
 
 def test_a_job_is_suspended_and_resumed(service: Service, client: Client) -> None:
     client.submit(JobSpec(name="resting", script=SCRIPT))
     service.store.transition("resting", Allocate(["node-a"], "it is free"))
-    assert client.suspend("resting")["suspended"] is True
+    assert client.suspend("resting").suspended is True
     service.store.transition("resting", Exited(1, Outcome.STOPPED, step=3))
-    assert client.job("resting")["phase"] == "Suspended"
-    assert client.jobs()[-1]["phase"] == "Suspended"
+    assert client.job("resting").phase == "Suspended"
+    assert client.jobs()[-1].phase == "Suspended"
     before = service.num_reconsidered
-    assert client.resume("resting")["suspended"] is False
+    assert client.resume("resting").suspended is False
     assert service.num_reconsidered == before + 1
     client.cancel("resting")
     for ask, done in (
@@ -60,31 +61,34 @@ def test_a_job_that_ends_while_it_is_being_suspended_is_not_resumed(
     client.suspend("nearly-done")
     service.store.transition("nearly-done", Exited(1, Outcome.COMPLETE, step=3))
     job = client.job("nearly-done")
-    assert (job["phase"], job["suspended"], job["assigned"]) == ("Complete", False, [])
+    assert (job.phase, job.suspended, job.assigned) == ("Complete", False, [])
     with pytest.raises(
         ClientError, match=r"has ended \(Complete, Finished\) and cannot be resumed$"
     ):
         client.resume("nearly-done")
-    assert client.job("nearly-done")["phase"] == "Complete"
+    assert client.job("nearly-done").phase == "Complete"
 
 
 def test_a_node_drains_dies_and_is_back(service: Service, client: Client) -> None:
     service.submit("living", ["node-b", "node-b"])
-    node = client.set_node("node-b", NodeCondition.DRAINING, "a new disk")
-    assert node == client.nodes()[1]
+    changed = client.set_node("node-b", NodeCondition.DRAINING, "a new disk")
+    assert changed == client.nodes()[1]
+    node = changed.to_dict()
     assert node.pop("since") > 0
+    assert node.pop("spec")["name"] == "node-b"
     assert node == {
         "name": "node-b",
         "slots": 2,
         "kind": "cpu",
-        "free": 2,  # nothing was started by the backend
+        "used": 2,
+        "free": 0,
+        "jobs": {"living": 2},
         "condition": "draining",
         "reason": "a new disk",
-        "replicas": {"living": 2},
     }
-    assert client.set_node("node-b", NodeCondition.DEAD)["condition"] == "dead"
+    assert client.set_node("node-b", NodeCondition.DEAD).condition == "dead"
     assert service.store.job("living").state.reason == "NodeLost"
-    assert client.set_node("node-b", NodeCondition.READY)["condition"] == "ready"
+    assert client.set_node("node-b", NodeCondition.READY).condition == "ready"
     assert [e["condition"] for e in client.events() if e["type"] == "node"] == [
         "draining",
         "dead",
@@ -119,7 +123,7 @@ def test_curves_are_thinned(service: Service, client: Client) -> None:
     body = {"generation": 1, "points": steps}
     assert job.post("/jobs/long/reports", json=body).status_code == 204
     for most in (0, 1, 2, 7, 499, 500):
-        found = [point["step"] for point in client.job("long", most)["points"]]
+        found = [point.step for point in client.curves("long", most).points]
         assert len(found) == most
         assert found == sorted(set(found))
         assert found[-1:] == [900][:most]
@@ -127,16 +131,16 @@ def test_curves_are_thinned(service: Service, client: Client) -> None:
         assert not gaps or max(gaps) - min(gaps) <= 1, "they are evenly spread"
     assert service.admin.get("/jobs/long?points=501").status_code == 422
     assert len(service.admin.get("/jobs/long").json()["points"]) == 500
-    assert client.job("long", 3)["points"][-1]["goodput"] == 900.0
+    assert client.curves("long", 3).points[-1].goodput == 900.0
 
 
 def test_curves_that_are_short_are_whole(service: Service, client: Client) -> None:
     job = service.submit("short", ["node-a"])
-    assert client.job("short", 500)["points"] == []
+    assert client.curves("short", 500).points == []
     for num_points in (1, 2, 3):
         job.post("/jobs/short/reports", json=report(step=num_points)).raise_for_status()
-        found = client.job("short", 3)["points"]
-        assert [point["step"] for point in found] == list(range(1, num_points + 1))
+        found = client.curves("short", 3).points
+        assert [point.step for point in found] == list(range(1, num_points + 1))
 
 
 def test_the_noise_of_the_gradient(service: Service, client: Client) -> None:
@@ -147,8 +151,8 @@ def test_the_noise_of_the_gradient(service: Service, client: Client) -> None:
         {"gradParams": {"norm": 0.0, "var": 6.0}},
     ):
         job.put("/jobs/noisy/hints?generation=1", json=hints).raise_for_status()
-    found = client.job("noisy", 500)["noise"]
-    assert [(entry["norm"], entry["var"], entry["noise_scale"]) for entry in found] == [
+    found = client.curves("noisy", 500).noise
+    assert [(entry.norm, entry.var, entry.noise_scale) for entry in found] == [
         (2.0, 6.0, 24.0),
         (0.0, 6.0, None),
     ]
@@ -202,8 +206,9 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
         'pipollux_jobs{phase="Running"}': -1,
     }.items():
         assert grown[name] == by, name
-    assert after['pipollux_slots{node="node-a",state="free"}'] == 2
-    assert after['pipollux_slots{node="node-a",state="used"}'] == 0
+    node = client.nodes()[0]
+    assert after['pipollux_slots{node="node-a",state="free"}'] == node.free
+    assert after['pipollux_slots{node="node-a",state="used"}'] == node.used
     assert after['pipollux_nodes{condition="ready"}'] == 2
     assert after["pipollux_events_total"] == service.store.last_event()
     assert after["pipollux_store_bytes"] >= service.state_dir.database.stat().st_size

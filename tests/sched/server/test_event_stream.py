@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipollux_sched.client import Client
+from pipollux_sched.client.client import Client
 from pipollux_sched.server import Limits, event_stream
 from pipollux_sched.store import ServerInfo
 from tests.sched.supervised import ADMIN, Service, detail
@@ -122,7 +122,7 @@ def test_no_more_listen_than_can(service: Service) -> None:
 
 
 def test_listeners_hold_no_connection_and_end_with_the_server(service: Service) -> None:
-    with Client(service.state_dir) as client:
+    with Client.of(service.state_dir) as client:
         events = client.follow(0)
         service.submit("heard")
         assert next(events)["type"] == "submitted"

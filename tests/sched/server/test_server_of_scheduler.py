@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pipollux_sched.client import Client
+from pipollux_sched.client.client import Client
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from tests.sched.supervised import NODES, SCRIPT
@@ -17,7 +17,7 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
     listening = threading.Event()
 
     def listen() -> None:
-        with Client(scheduler.state_dir) as client:
+        with Client.of(scheduler.state_dir) as client:
             for event in client.follow(0):
                 heard.append(event)
                 listening.set()
@@ -26,11 +26,11 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
         listener = threading.Thread(target=listen)
         listener.start()
         assert listening.wait(240)
-        with Client(scheduler.state_dir) as client:
+        with Client.of(scheduler.state_dir) as client:
             client.submit(JobSpec(name="toy", script=SCRIPT, args=("--steps", "3")))
             assert scheduler.wait(lambda jobs: jobs["toy"].phase.ended, 60)
             lines = client.metrics().splitlines()
-            shown = client.job("toy", 500)
+            shown = client.job("toy")
         all_events = scheduler.store.events()
     listener.join(240)
     assert not listener.is_alive()
@@ -40,5 +40,5 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
     assert float(figures["pipollux_decisions_total"]) == 1
     assert float(figures["pipollux_policy_failures_total"]) == 0
     assert float(figures['pipollux_jobs{phase="Complete"}']) == 1
-    assert shown["phase"] == "Complete"
-    assert shown["replicas"] == []
+    assert shown.phase == "Complete"
+    assert shown.replicas == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -22,7 +23,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_health_needs_no_token(service: Service) -> None:
     with service.client(None) as nobody:
-        assert nobody.get("/healthz").json() == {"status": "ok"}
+        assert nobody.get("/healthz").json() == {"status": "ok", "version": version("pipollux")}
 
 
 def test_a_job_reports_and_hints(service: Service) -> None:
@@ -54,7 +55,7 @@ def test_a_job_reports_and_hints(service: Service) -> None:
         ("DELETE", "/jobs/toy"),
         ("GET", "/jobs/toy/logs"),
         ("GET", "/events"),
-        ("GET", "/cluster"),
+        ("GET", "/plan"),
         ("POST", "/jobs/toy/heartbeats"),
         ("POST", "/jobs/toy/replicas"),
         ("GET", "/jobs/toy/replicas?generation=1"),
@@ -94,7 +95,7 @@ def test_a_job_s_token_opens_its_own_two_rows_alone(service: Service) -> None:
     with service.submit("other") as other:
         assert other.put("/jobs/toy/hints?generation=1", json={}).status_code == 401
         assert other.post("/jobs/toy/reports", json=report()).status_code == 401
-        for path in ("/jobs", "/jobs/other", "/events", "/cluster", "/nodes", "/metrics"):
+        for path in ("/jobs", "/jobs/other", "/events", "/plan", "/report", "/nodes", "/metrics"):
             assert other.get(path).status_code == 401
         assert other.delete("/jobs/other").status_code == 401
 
@@ -216,8 +217,11 @@ def test_logs_and_cluster(service: Service) -> None:
     assert service.admin.get("/jobs/toy/logs?tail=2").json() == [
         {"generation": 1, "replica": 0, "lines": ["two", "three"]}
     ]
-    assert service.admin.get("/cluster").json()["nodes"]["node-a"]["slots"] == 2
-    assert service.admin.get("/jobs/toy/logs?tail=0").status_code == 422
+    assert service.admin.get("/jobs/toy/logs?tail=0").json()[0]["lines"] == []
+    part = service.admin.get("/jobs/toy/logs/1/0?offset=4")
+    assert (part.text, part.headers["Pipollux-Log-Offset"]) == ("two\nthree\n", "14")
+    assert service.admin.get("/nodes").json()[0]["slots"] == 2
+    assert service.admin.get("/jobs/toy/logs?tail=-1").status_code == 422
 
 
 def test_a_port_that_is_taken(service: Service) -> None:

@@ -97,7 +97,7 @@ def test_what_the_page_shows(service: Service) -> None:
     lines = {job["name"]: job for job in found["jobs"]}
     assert (lines["present"]["nodes"], lines["present"]["num_stages"]) == (["node-b"], 2)
     assert (lines["past"]["phase"], lines["past"]["nodes"]) == ("Complete", [])
-    used = {name: (node["used"], node["num_jobs"]) for name, node in found["nodes"].items()}
+    used = {name: (node["used"], len(node["jobs"])) for name, node in found["nodes"].items()}
     assert used == {"node-a": (0, 0), "node-b": (2, 1)}
     page = "/overview?phase=Complete&phase=Running&order=name&descending=true&limit=1"
     found = service.admin.get(f"{page}&name=P").json()

@@ -11,7 +11,8 @@ import pytest
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import PolicyStrategy
-from pipollux_sched.client import Client, ClientError
+from pipollux_sched.client.client import Client
+from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Allocate, Cancel, Phase
 from pipollux_sched.policy import ExactPolicy
 from pipollux_sched.spec.job import JobSpec
@@ -29,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[Client]:
-    with Client(service.state_dir) as client:
+    with Client.of(service.state_dir) as client:
         yield client
 
 
@@ -40,8 +41,8 @@ def spec(name: str, **fields: object) -> JobSpec:
 def test_a_batch_is_one_transaction_and_one_decision(service: Service, client: Client) -> None:
     decisions, commits = service.num_reconsidered, service.store.version
     taken = client.submit_all([spec(f"job-{n}", max_replicas=1 + n) for n in range(200)])
-    assert [job["name"] for job in taken] == [f"job-{n}" for n in range(200)]
-    assert [job["spec"]["max_replicas"] for job in taken] == list(range(1, 201))
+    assert [job.name for job in taken] == [f"job-{n}" for n in range(200)]
+    assert [job.spec["max_replicas"] for job in taken] == list(range(1, 201))
     assert service.num_reconsidered == decisions + 1
     assert service.store.version == commits + 1
     assert len({job.token for job in service.store.jobs()}) == len(service.store.jobs())

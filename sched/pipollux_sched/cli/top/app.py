@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual import on, work
@@ -18,13 +19,15 @@ from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
 
 from pipollux_sched.cli.wording import one_line
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.report.event_text import event_line
-from pipollux_sched.store import JobOrder, JobQuery, ListedPhase, StateDir, Store
+from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 
 from .details import JobScreen, NodeScreen
 from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, TableRow, job_row, node_row
 from .text import headline, spell_slots
-from .view import FIRST_JOBS, ClusterView, look
+from .view import FIRST_JOBS, Look, look
+
+if TYPE_CHECKING:
+    from pipollux_sched.cli.reader import Reader
 
 ALL = "all"
 REREAD = 5.0
@@ -32,11 +35,10 @@ REREAD = 5.0
 
 
 class TopApp(App[None]):
-    """Watches a store until told to end.
+    """Watches a scheduler until told to end.
 
     Args:
-        store: what is shown.
-        directory: whose it is.
+        reader: what is shown.
         interval: seconds between two looks.
     """
 
@@ -70,14 +72,14 @@ class TopApp(App[None]):
         Binding("n", "nodes", "jobs/nodes"),
     ]
 
-    def __init__(self, store: Store, directory: StateDir, interval: float) -> None:
+    def __init__(self, reader: Reader, interval: float) -> None:
         super().__init__()
-        self._store, self._directory, self._interval = store, directory, interval
+        self._reader, self._interval = reader, interval
         self._wanted = JobQuery(limit=FIRST_JOBS)
         self._seen: tuple[int, JobQuery] | None = None
         self._read_at = 0.0
         self._is_looking = self._look_again = False
-        self.view: ClusterView | None = None
+        self.view: Look | None = None
         """What is shown; None before the first look."""
 
     def compose(self) -> ComposeResult:
@@ -139,36 +141,40 @@ class TopApp(App[None]):
             self.view = view
             self._show(view)
         elif self.view is not None:
-            self._tell_head(replace(self.view, time=time.time()))
+            self._tell_head(self.view, time.time())
 
-    def _read(self) -> ClusterView | None:
-        wanted, last = self._wanted, self._store.last_event()
+    def _read(self) -> Look | None:
+        wanted, last = self._wanted, self._reader.last_event()
         late = time.monotonic() - self._read_at > REREAD
         if self._seen == (last, wanted) and not late:
             return None
-        view = look(self._store, self._directory, wanted)
+        view = look(self._reader, wanted)
         self._seen, self._read_at = (last, wanted), time.monotonic()
         return view
 
-    def _show(self, view: ClusterView) -> None:
+    def _show(self, view: Look) -> None:
+        cluster = view.cluster
         self._tell_head(view)
-        self._show_phases(view)
+        self._show_phases(cluster.phases)
         jobs = self._main.query_one("#jobs", LiveTable)
-        jobs.show(TableRow(job.name, job_row(job, view.time)) for job in view.jobs.jobs)
+        jobs.show(TableRow(job.name, job_row(job, cluster.time)) for job in cluster.jobs)
         jobs.mark(self._wanted.order, descending=self._wanted.descending)
         nodes = self._main.query_one("#nodes", LiveTable)
-        nodes.show(TableRow(node.record.name, node_row(node)) for node in view.nodes)
-        self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(view)}")
-        lines = (one_line(event_line(event) or "") for event in reversed(view.events))
+        nodes.show(
+            TableRow(name, node_row(node, view.usage.get(name, ())))
+            for name, node in cluster.nodes.items()
+        )
+        self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(cluster)}")
+        lines = (one_line(event.line) for event in reversed(cluster.events))
         self._main.query_one("#events", Static).update(Text("\n".join(lines)))
 
-    def _tell_head(self, view: ClusterView) -> None:
-        self._main.query_one("#head", Static).update(Text(headline(view)))
+    def _tell_head(self, view: Look, now: float | None = None) -> None:
+        self._main.query_one("#head", Static).update(Text(headline(view, now)))
 
-    def _show_phases(self, view: ClusterView) -> None:
+    def _show_phases(self, phases: Mapping[ListedPhase, int]) -> None:
         tabs = self._main.query_one("#phases", Tabs)
-        counts = {ALL: sum(view.phases.values())}
-        counts |= {phase.value: view.phases.get(phase, 0) for phase in ListedPhase}
+        counts = {ALL: sum(phases.values())}
+        counts |= {phase.value: phases.get(phase, 0) for phase in ListedPhase}
         for name, many in counts.items():
             tab = tabs.query_one(f"#{name}", Tab)
             label = f"{name} {many}"
@@ -179,10 +185,10 @@ class TopApp(App[None]):
     @on(DataTable.RowHighlighted, "#jobs")
     def read_on(self) -> None:
         """Ask for more jobs, where the last of those that were asked for come into sight."""
-        shown = len(self.view.jobs.jobs) if self.view else 0
+        shown = len(self.view.cluster.jobs) if self.view else 0
         limit = self._wanted.limit or FIRST_JOBS
         near = self._main.query_one("#jobs", LiveTable).near_end
-        if self.view is not None and near and limit <= shown < self.view.jobs.num_found:
+        if self.view is not None and near and limit <= shown < self.view.cluster.num_found:
             self._want(replace(self._wanted, limit=2 * limit))
 
     # What is chosen
@@ -270,12 +276,12 @@ class TopApp(App[None]):
         """Show all that is known of a job."""
         name = self._main.query_one("#jobs", LiveTable).name_at(event.cursor_row)
         if name is not None:
-            self.push_screen(JobScreen(self._store, name, self._interval))
+            self.push_screen(JobScreen(self._reader, name, self._interval))
 
     @on(DataTable.RowSelected, "#nodes")
     def open_node(self, event: DataTable.RowSelected) -> None:
         """Show who holds the slots of a node."""
         name = self._main.query_one("#nodes", LiveTable).name_at(event.cursor_row)
-        for node in self.view.nodes if self.view else ():
-            if node.record.name == name:
-                self.push_screen(NodeScreen(node))
+        node = self.view.cluster.nodes.get(name or "") if self.view else None
+        if node is not None:
+            self.push_screen(NodeScreen(node))

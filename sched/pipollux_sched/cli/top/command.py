@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipollux_sched.cli.console import OutputFormat, output_console, print_data
-from pipollux_sched.cli.failure import one_sentence
-from pipollux_sched.cli.jobs import plain_job
-from pipollux_sched.cli.nodes import plain_node
 from pipollux_sched.cli.options import StateDirectory, TableOutput
+from pipollux_sched.cli.reader import reading
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.store import JobQuery, StateDir, Store
-from pipollux_sched.store.slot_usage import occupancy
+from pipollux_sched.report.event_text import TELLING_TYPES
+from pipollux_sched.store import JobQuery
 
-MOST_JOBS = 200
-"""Jobs that are printed once; `pipollux jobs` has all."""
+if TYPE_CHECKING:
+    from pipollux_sched.cli.reader import Reader
 
 
 def top(
@@ -38,38 +36,34 @@ def top(
     Works without a running scheduler too: then it shows how the last one left
     things.
     """
-    directory = StateDir.choose(state_dir)
     console = output_console()
-    with one_sentence(), Store(directory.store) as store:
+    with reading(state_dir) as reader:
         if output is not OutputFormat.table:
-            print_data(_plain(store, directory), output)
+            print_data(_plain(reader), output)
         elif once or not console.is_terminal or console.is_dumb_terminal:
             from .text import print_once
 
-            print_once(store, directory)
+            print_once(reader)
         else:
             from .app import TopApp  # what draws it takes longer to import than all the rest
 
-            TopApp(store, directory, interval).run()
+            TopApp(reader, interval).run()
 
 
-def _plain(store: Store, directory: StateDir) -> dict[str, Any]:
-    from .view import look
+def _plain(reader: Reader) -> dict[str, Any]:
+    from .text import MOST_JOBS
+    from .view import MOST_EVENTS
 
-    view = look(store, directory, JobQuery(limit=MOST_JOBS))
-    records = {record.name: record for record in store.jobs()}
-    phases = [record.phase for record in records.values()]
+    cluster, jobs = reader.cluster(JobQuery(limit=MOST_JOBS)), reader.jobs()
+    records = {job.name: job for job in jobs}
+    phases = [job.phase for job in jobs]
     return {
-        "time": view.time,
-        "served": view.served,
-        "policy": view.policy,
-        "goodput": view.goodput,
-        "nodes": [plain_node(node) for node in occupancy(store.nodes(), records.values()).values()],
+        "time": cluster.time,
+        "served": reader.served,
+        "policy": cluster.policy,
+        "goodput": cluster.goodput,
+        "nodes": [node.to_dict() for node in reader.nodes()],
         "phases": {phase.value: phases.count(phase) for phase in Phase},
-        "jobs": [
-            plain_job(records[job.name], job.point, job.generation)
-            for job in view.jobs.jobs
-            if job.name in records
-        ],
-        "events": list(view.events),
+        "jobs": [records[job.name].to_dict() for job in cluster.jobs if job.name in records],
+        "events": reader.latest_events(MOST_EVENTS, types=TELLING_TYPES),
     }

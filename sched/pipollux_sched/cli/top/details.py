@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,14 +16,15 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from pipollux_sched.cli.describe import describe_job
-from pipollux_sched.cli.job_sections import job_sections
+from pipollux_sched.cli.describe import job_sections
 from pipollux_sched.cli.wording import count, one_line, spell_age, spell_moment
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.store import Store
+from pipollux_sched.views.models import NodeView
 
 from .sparkline import Span, sparkline, window_for
-from .view import NodeView
+
+if TYPE_CHECKING:
+    from pipollux_sched.cli.reader import Reader
 
 HISTORY = 60
 """Characters of a job's history."""
@@ -52,14 +53,14 @@ class JobScreen(_Details):
     """All that is known of a job, kept up to date: what `pipollux describe` prints.
 
     Args:
-        store: knows it.
+        reader: knows it.
         name: of the job.
         interval: seconds between two looks.
     """
 
-    def __init__(self, store: Store, name: str, interval: float) -> None:
+    def __init__(self, reader: Reader, name: str, interval: float) -> None:
         super().__init__()
-        self._store, self._job, self._interval = store, name, interval
+        self._reader, self._job, self._interval = reader, name, interval
 
     def on_mount(self) -> None:
         """Begin to look."""
@@ -76,20 +77,16 @@ class JobScreen(_Details):
         self.tell(found)
 
     def _read(self) -> RenderableType:
-        found = describe_job(self._store, self._job)
+        found = self._reader.job(self._job)
         now = time.time()
-        end = found["ended_at"] or now
+        end = found.ended_at or now
         spans = [
-            Span(
-                entry["created_at"],
-                entry["ended_at"] or now,
-                len(entry["nodes"]) * entry["num_stages"],
-            )
-            for entry in found["generations"]
+            Span(entry.created_at, entry.ended_at or now, len(entry.nodes) * entry.num_stages)
+            for entry in found.generations
         ]
-        window = window_for(end - found["submitted_at"])
+        window = window_for(end - found.submitted_at)
         most = max((span.slots for span in spans), default=1)
-        drawn = sparkline(spans, (found["submitted_at"], end), end - window, end, HISTORY, most)
+        drawn = sparkline(spans, (found.submitted_at, end), end - window, end, HISTORY, most)
         title = f"Slots held, the last {spell_age(window)}, up to {most}"
         return Group(job_sections(found, now), Text(), Text(title, style="bold"), Text(drawn))
 
@@ -107,20 +104,19 @@ class NodeScreen(_Details):
 
     def on_mount(self) -> None:
         """Tell of it."""
-        record = self._shown.record
+        node = self._shown
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("Job")
         table.add_column("Slots", justify="right")
-        for job, slots in self._shown.holders.items():
+        for job, slots in node.jobs.items():
             table.add_row(Text(one_line(job)), str(slots))
-        free = max(record.slots - self._shown.used, 0)
-        reason = f": {one_line(record.reason)}" if record.reason else ""
-        about = f"{record.condition.value}{reason}, since {spell_moment(record.since)}"
+        reason = f": {one_line(node.reason)}" if node.reason else ""
+        about = f"{node.condition.value}{reason}, since {spell_moment(node.since)}"
         self.tell(
             Group(
-                Text(record.name, style="bold"),
-                Text(f"{count(record.slots, 'slot')} of kind {record.kind}, {free} free; {about}"),
+                Text(node.name, style="bold"),
+                Text(f"{count(node.slots, 'slot')} of kind {node.kind}, {node.free} free; {about}"),
                 Text(),
-                table if self._shown.holders else Text("Nobody holds any of it.", style="dim"),
+                table if node.jobs else Text("Nobody holds any of it.", style="dim"),
             )
         )

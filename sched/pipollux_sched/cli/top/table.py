@@ -11,10 +11,11 @@ from textual.widgets import DataTable
 
 from pipollux_sched.cli.quantities import seconds
 from pipollux_sched.cli.wording import DASH, first_line, number, one_line, spell_age, spell_nodes
-from pipollux_sched.store import JobOrder, JobSummary, ListedPhase
+from pipollux_sched.store import JobOrder, ListedPhase
+from pipollux_sched.views.models import JobLine, NodeView
 
 from .sparkline import bars
-from .view import USAGE_PARTS, NodeView
+from .view import USAGE_PARTS
 
 COLOURS = (
     *("#2e6ca4", "#b3541e", "#237a64", "#96487c"),
@@ -158,24 +159,23 @@ class LiveTable(DataTable[Cell]):
                 self.update_cell(str(line), column.title, new, update_width=True)
 
 
-def job_row(job: JobSummary, now: float) -> tuple[Cell, ...]:
+def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
     """Return the cells of a job."""
-    point, holds = job.point, bool(job.nodes)
+    holds = bool(job.nodes)
     done = DASH
-    if point is not None:
-        epochs = point.epoch + (job.phase is ListedPhase.COMPLETE)  # points count from 0
-        done = str(epochs) if point.num_epochs is None else f"{epochs}/{point.num_epochs}"
+    if job.epoch is not None:
+        epochs = job.epoch + (job.phase is ListedPhase.COMPLETE)  # points count from 0
+        done = str(epochs) if job.num_epochs is None else f"{epochs}/{job.num_epochs}"
     badge = ("■ ", COLOURS[(job.number - 1) % len(COLOURS)])
-    efficiency = None if point is None else point.efficiency
     cells: tuple[str, ...] = (
         f"{len(job.nodes)}×{job.num_stages}" if holds else DASH,
         spell_nodes(job.nodes),
         done,
-        DASH if point is None else str(point.step),
-        DASH if point is None else number(point.loss),
-        DASH if point is None or not holds else number(point.goodput),
-        DASH if efficiency is None else f"{100 * efficiency:.0f} %",
-        DASH if point is None or not holds else seconds(point.step_time),
+        DASH if job.step is None else str(job.step),
+        number(job.loss),
+        number(job.goodput) if holds else DASH,
+        DASH if job.efficiency is None else f"{100 * job.efficiency:.0f} %",
+        DASH if job.step_time is None or not holds else seconds(job.step_time),
         str(job.num_restarts),
         spell_age((job.ended_at or now) - job.submitted_at),
         one_line(first_line(job.message)),
@@ -187,21 +187,20 @@ def job_row(job: JobSummary, now: float) -> tuple[Cell, ...]:
     )
 
 
-def node_row(node: NodeView) -> tuple[Cell, ...]:
-    """Return the cells of a node."""
-    record = node.record
-    condition = str(record.condition.value)
+def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
+    """Return the cells of a node; `usage`: how many slots of it were held in parts of an hour."""
+    condition = node.condition.value
     cells = (
-        bars(node.usage, record.slots).ljust(USAGE_PARTS),
-        f"{node.used} of {record.slots}",
-        str(len(node.holders)),
+        bars(usage, node.slots).ljust(USAGE_PARTS),
+        f"{node.used} of {node.slots}",
+        str(len(node.jobs)),
     )
     return (
-        Text(one_line(record.name), style="bold"),
+        Text(one_line(node.name), style="bold"),
         Text(cells[0], style="blue"),
         *_aligned(NODE_COLUMNS[2:4], cells[1:]),
         Text(condition, style=CONDITION_STYLES.get(condition, "dim")),
-        Text(one_line(record.reason)),
+        Text(one_line(node.reason)),
     )
 
 

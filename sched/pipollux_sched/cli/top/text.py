@@ -3,67 +3,76 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
 from pipollux_sched.cli.console import output_console, print_result
-from pipollux_sched.cli.job_table import job_table
+from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.cli.nodes import node_table
 from pipollux_sched.cli.wording import count, number, one_line
-from pipollux_sched.report.event_text import event_line
-from pipollux_sched.store import JobQuery, StateDir, Store
-from pipollux_sched.store.slot_usage import occupancy
+from pipollux_sched.store import JobQuery
+from pipollux_sched.views.models import ClusterView
 
-from .command import MOST_JOBS
-from .view import ClusterView, look
+from .view import Look, look
 
+if TYPE_CHECKING:
+    from pipollux_sched.cli.reader import Reader
+
+MOST_JOBS = 200
+"""Jobs that are printed once; `pipollux jobs` has all."""
 NUM_EVENTS = 10
 
 
-def print_once(store: Store, directory: StateDir) -> None:
+def print_once(reader: Reader) -> None:
     """Print the cluster as it is now: jobs, nodes, last events."""
-    view = look(store, directory, JobQuery(limit=MOST_JOBS))
-    records = {record.name: record for record in store.jobs()}
-    shown = [records[job.name] for job in view.jobs.jobs if job.name in records]
-    points = {job.name: job.point for job in view.jobs.jobs if job.point is not None}
-    generations = {job.name: job.generation for job in view.jobs.jobs}
+    view = look(reader, JobQuery(limit=MOST_JOBS))
+    cluster = view.cluster
+    records = {job.name: job for job in reader.jobs()}
+    shown = [records[job.name] for job in cluster.jobs if job.name in records]
     typer.echo(headline(view))
-    typer.echo(f"\nJobs: {spell_phases(view) or 'none yet; pipollux submit FILE'}")
+    typer.echo(f"\nJobs: {spell_phases(cluster) or 'none yet; pipollux submit FILE'}")
     if shown:
-        print_result(job_table(shown, points, generations, output_console()))
-    if view.jobs.num_found > len(shown):
-        typer.echo(f"and {count(view.jobs.num_found - len(shown), 'more job')}: pipollux jobs")
-    typer.echo(f"\nNodes: {spell_slots(view)}")
-    found = occupancy(store.nodes(), records.values())
-    if found:
-        print_result(node_table(found))
+        print_result(job_table(shown, output_console()))
+    if cluster.num_found > len(shown):
+        typer.echo(f"and {count(cluster.num_found - len(shown), 'more job')}: pipollux jobs")
+    typer.echo(f"\nNodes: {spell_slots(cluster)}")
+    if cluster.nodes:
+        print_result(node_table(list(cluster.nodes.values())))
     typer.echo("\nLast events")
-    for event in view.events[-NUM_EVENTS:]:
-        print_result(Text(one_line(event_line(event) or "")), fold=False)
+    for event in cluster.events[-NUM_EVENTS:]:
+        print_result(Text(one_line(event.line)), fold=False)
 
 
-def headline(view: ClusterView) -> str:
-    """Return the policy, the total goodput, and whether a scheduler runs."""
+def headline(view: Look, now: float | None = None) -> str:
+    """Return the policy, the total goodput, and whether a scheduler runs.
+
+    Args:
+        view: what was looked at.
+        now: the time to tell; None: that of the look.
+    """
+    cluster = view.cluster
     parts = ["Pipollux"]
-    if view.policy:
-        parts.append(f"policy {view.policy}")
-    if view.goodput is not None:
-        parts.append(f"goodput {number(view.goodput)} samples/s")
-    clock = datetime.fromtimestamp(view.time).strftime("%H:%M:%S")
+    if cluster.policy:
+        parts.append(f"policy {cluster.policy}")
+    if cluster.goodput is not None:
+        parts.append(f"goodput {number(cluster.goodput)} samples/s")
+    moment = cluster.time if now is None else now
+    clock = datetime.fromtimestamp(moment).strftime("%H:%M:%S")
     parts.append(f"● {clock}" if view.served else f"○ no scheduler runs {clock}")
     return "  ".join(parts)
 
 
-def spell_phases(view: ClusterView) -> str:
+def spell_phases(cluster: ClusterView) -> str:
     """Spell how many jobs are in each phase that has any."""
-    return ", ".join(f"{many} {phase.value.lower()}" for phase, many in view.phases.items())
+    return ", ".join(f"{many} {phase.value.lower()}" for phase, many in cluster.phases.items())
 
 
-def spell_slots(view: ClusterView) -> str:
+def spell_slots(cluster: ClusterView) -> str:
     """Spell how many slots are held, and how many nodes are away."""
-    used = sum(node.used for node in view.nodes)
-    slots = sum(node.record.slots for node in view.nodes)
-    away = sum(node.record.condition != "ready" for node in view.nodes)
+    nodes = cluster.nodes.values()
+    used, slots = sum(node.used for node in nodes), sum(node.slots for node in nodes)
+    away = sum(node.condition != "ready" for node in nodes)
     not_ready = f", {count(away, 'node')} not ready" if away else ""
     return f"{used} of {count(slots, 'slot')} used{not_ready}"

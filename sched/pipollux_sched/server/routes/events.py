@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
+from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
 from pipollux_sched.server.event_stream import EventStream, stream
-from pipollux_sched.server.schemas import EventReply, refusals, text_reply
+from pipollux_sched.server.schemas import refusals, text_reply
+from pipollux_sched.views.events import last_event_before
+from pipollux_sched.views.models import EventView
 
 _After = Annotated[int, Query(ge=0, le=2**62, description="Only events of larger ids.")]
 _Since = Annotated[
@@ -20,18 +23,39 @@ _Summary = Annotated[
 ]
 _Limit = Annotated[int, Query(ge=1, le=10_000, description="So many at most.")]
 _Job = Annotated[str | None, Query(max_length=255, description="Only events of this job.")]
+_Types = Annotated[
+    list[Annotated[str, StringConstraints(max_length=50)]],
+    Query(max_length=100, description="Only events of one of these types."),
+]
+_Last = Annotated[
+    int | None, Query(ge=0, le=10_000, description="So many of the newest, in place of the oldest.")
+]
+_Seconds = Annotated[
+    float | None,
+    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last so many seconds."),
+]
 
 router = APIRouter(
     prefix="/events", tags=["events"], dependencies=[NeedsAdmin], responses=refusals()
 )
 
 
-@router.get("", response_model=list[EventReply], summary="The event log")
+@router.get("", response_model=list[EventView], summary="The event log")
 def events(
-    store: StoreDep, after: _After = 0, limit: _Limit = 1000, job: _Job = None
+    store: StoreDep,
+    after: _After = 0,
+    limit: _Limit = 1000,
+    job: _Job = None,
+    type: _Types = [],  # noqa: A002, B006  # the parameter is called so; FastAPI's way to say none
+    last: _Last = None,
+    seconds: _Seconds = None,
 ) -> list[dict[str, Any]]:
     """In the order they happened, the oldest first."""
-    return store.events(after, job=job, limit=limit)
+    if last is not None:
+        return store.latest_events(last, job=job, types=type or None)
+    if seconds is not None:
+        after = max(after, last_event_before(store, seconds))
+    return store.events(after, job=job, types=type or None, limit=limit)
 
 
 @router.get(

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query, Response
 
-from pipollux_sched.server import views
+from pipollux_sched.backend.local.replica_log import last_lines
+from pipollux_sched.planning import explain
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import (
-    DeletedReply,
-    ExplanationReply,
-    JobPageReply,
-    JobReply,
-    LogReply,
-    refusals,
-)
+from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
+from pipollux_sched.store import ListedPhase
+from pipollux_sched.views.jobs import job_curves, list_jobs
+from pipollux_sched.views.logs import OFFSET_HEADER, read_log
+from pipollux_sched.views.models import (
+    DeletedJobView,
+    ExplanationView,
+    JobCurves,
+    JobView,
+    ListedJob,
+    LogTail,
+)
 
 MOST_POINTS = 500
 """Points of a job's curves: more than a picture of them has pixels for."""
@@ -28,8 +33,14 @@ _Points = Annotated[
 _FromScratch = Annotated[
     bool, Query(description="Start from scratch, not from its last checkpoint.")
 ]
-_Tail = Annotated[int, Query(ge=1, le=10_000, description="Lines of each.")]
+_Tail = Annotated[
+    int, Query(ge=0, le=10_000, description="Lines of each; 0: only which logs there are.")
+]
 _Only = Annotated[int | None, Query(ge=1, le=2**31, description="Only of this one.")]
+_Phases = Annotated[list[ListedPhase], Query(description="Only jobs in one of these phases.")]
+_Number = Annotated[int, Path(ge=1, le=2**31, description="The generation.")]
+_Replica = Annotated[int, Path(ge=0, le=2**31, description="The replica.")]
+_Offset = Annotated[int, Query(ge=0, le=2**62, description="So many bytes are passed over.")]
 
 router = APIRouter(
     prefix="/jobs",
@@ -40,80 +51,108 @@ router = APIRouter(
 )
 
 
-@router.post("", status_code=201, response_model=JobReply, summary="Submit a job")
+@router.post("", status_code=201, response_model=JobView, summary="Submit a job")
 def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
     """What was answered with 201 is on the disk, and starts as soon as something is free."""
     return control.submit(job).to_json_object()
 
 
 @router.post(
-    "/batch", status_code=201, response_model=list[JobReply], summary="Submit many jobs at once"
+    "/batch", status_code=201, response_model=list[JobView], summary="Submit many jobs at once"
 )
 def submit_all(control: ControlDep, batch: JobBatch) -> list[dict[str, Any]]:
     """All of them or none: where one is refused, the sentence names it, and nothing changes."""
     return [job.to_json_object() for job in control.submit_all(batch.jobs)]
 
 
-@router.get("", response_model=list[JobReply], summary="All jobs")
-def jobs(store: StoreDep) -> list[dict[str, Any]]:
-    """In the order of their first submission."""
-    return [job.to_json_object() for job in store.jobs()]
+@router.get("", response_model=list[ListedJob], summary="All jobs")
+def jobs(store: StoreDep, phase: _Phases = []) -> list[ListedJob]:  # noqa: B006  # FastAPI's way
+    """In the order of their first submission, each with its latest progress."""
+    return list_jobs(store, phase)
 
 
-@router.get("/{name}", response_model=JobPageReply, summary="One job, with its curves")
+@router.get("/{name}", response_model=JobCurves, summary="One job, with its curves")
 def job(
     name: str, store: StoreDep, control: ControlDep, points: _Points = MOST_POINTS
-) -> dict[str, Any]:
-    """With its generations, latest hints, replicas, progress and gradient noise."""
-    return views.describe_job(store, control.heartbeats, store.job(name), points)
+) -> JobCurves:
+    """With its generations, latest hints, replicas, last events, progress and gradient noise."""
+    found = store.job(name)
+    heard = control.heartbeats.heard(name, found.state.generation)
+    return job_curves(store, found, heard, points)
 
 
-@router.delete("/{name}", response_model=JobReply, summary="Cancel a job")
+@router.delete("/{name}", response_model=JobView, summary="Cancel a job")
 def cancel(name: str, control: ControlDep) -> dict[str, Any]:
     """Its processes end; 409 where the job has ended already."""
     return control.cancel(name).to_json_object()
 
 
-@router.post("/{name}/suspend", response_model=JobReply, summary="Suspend a job")
+@router.post("/{name}/suspend", response_model=JobView, summary="Suspend a job")
 def suspend(name: str, control: ControlDep) -> dict[str, Any]:
     """It saves, ends its processes, and holds nothing until resumed; 409 where it has ended."""
     return control.suspend(name).to_json_object()
 
 
-@router.post("/{name}/resume", response_model=JobReply, summary="Resume a suspended job")
+@router.post("/{name}/resume", response_model=JobView, summary="Resume a suspended job")
 def resume(name: str, control: ControlDep) -> dict[str, Any]:
     """It goes on from its checkpoint as soon as something is free; 409 where it has ended."""
     return control.resume(name).to_json_object()
 
 
-@router.post("/{name}/rerun", response_model=JobReply, summary="Run a job again that has ended")
+@router.post("/{name}/rerun", response_model=JobView, summary="Run a job again that has ended")
 def rerun(name: str, control: ControlDep, from_scratch: _FromScratch = False) -> dict[str, Any]:
     """As it was submitted; 409 where it has not ended, or is complete and not to start again."""
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 
-@router.post("/{name}/delete", response_model=DeletedReply, summary="Delete a job that has ended")
-def delete(name: str, control: ControlDep) -> dict[str, Any]:
+@router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete a job that has ended")
+def delete(name: str, control: ControlDep) -> DeletedJobView:
     """With its logs, events and checkpoints, but for a `checkpoint_dir` of its own; 409 where
     it has not ended.
     """
-    return views.deleted_object(control.delete(name))
+    deleted = control.delete(name)
+    state = deleted.job.state
+    return DeletedJobView(
+        name=name, phase=state.phase, reason=state.reason, left=list(map(str, deleted.left))
+    )
 
 
 @router.get(
-    "/{name}/explanation", response_model=ExplanationReply, summary="Explain a job's allocation"
+    "/{name}/explanation", response_model=ExplanationView, summary="Explain a job's allocation"
 )
-def explanation(name: str, store: StoreDep) -> dict[str, Any]:
+def explanation(name: str, store: StoreDep) -> ExplanationView:
     """What `pipollux explain` tells: the last decision, alternatives, limits."""
-    return views.explain_job(store, store.job(name))
+    return explain.explanation(store, store.job(name))
 
 
 @router.get(
-    "/{name}/logs", response_model=list[LogReply], summary="The last lines of a job's replicas"
+    "/{name}/logs", response_model=list[LogTail], summary="The last lines of a job's replicas"
 )
 def logs(
     name: str, services: ServicesDep, tail: _Tail = 100, generation: _Only = None
-) -> list[dict[str, Any]]:
+) -> list[LogTail]:
     """Of every replica of every generation whose log is kept."""
     services.store.job(name)
-    return views.describe_logs(services.state_dir, name, generation, tail)
+    return [
+        LogTail(generation=number, replica=replica, lines=last_lines(path, tail))
+        for number, replica, path in services.state_dir.logs(name)
+        if generation in (None, number)
+    ]
+
+
+@router.get(
+    "/{name}/logs/{generation}/{replica}",
+    response_class=Response,
+    responses=text_reply("application/octet-stream"),
+    summary="A replica's log",
+)
+def log(
+    name: str, generation: _Number, replica: _Replica, services: ServicesDep, offset: _Offset = 0
+) -> Response:
+    """Up to 1 MiB on from an offset, as it was written; the header `Pipollux-Log-Offset` says
+    where to read on.
+    """
+    services.store.job(name)
+    part = read_log(services.state_dir, name, generation, replica, offset)
+    headers = {OFFSET_HEADER: str(part.offset)}
+    return Response(part.content, media_type="application/octet-stream", headers=headers)

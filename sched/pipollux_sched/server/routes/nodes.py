@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from pipollux_sched.server import views
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import ClusterReply, Deciding, NodeReply, refusals
+from pipollux_sched.server.schemas import Deciding, refusals
 from pipollux_sched.store import NodeCondition
+from pipollux_sched.views.cluster import list_nodes
+from pipollux_sched.views.models import NodeDetails
 
 
 class NodeChange(BaseModel):
@@ -35,19 +35,19 @@ router = APIRouter(
 )
 
 
-@router.get("/nodes", response_model=list[NodeReply], summary="All nodes")
-def nodes(store: StoreDep, control: ControlDep) -> list[dict[str, Any]]:
-    """Their slots, their condition, and how many replicas of which jobs are there."""
-    return list(views.describe_nodes(store, control).values())
+@router.get("/nodes", response_model=list[NodeDetails], summary="All nodes")
+def nodes(store: StoreDep) -> list[NodeDetails]:
+    """Their slots and who holds them, their condition, and what the cluster file says of them."""
+    return list_nodes(store)
 
 
 @router.put(
-    "/nodes/{name}", response_model=NodeReply, summary="Drain a node, or say that it is dead"
+    "/nodes/{name}", response_model=NodeDetails, summary="Drain a node, or say that it is dead"
 )
-def set_node(name: str, store: StoreDep, control: ControlDep, node: NodeChange) -> dict[str, Any]:
+def set_node(name: str, store: StoreDep, control: ControlDep, node: NodeChange) -> NodeDetails:
     """`draining`: jobs leave; `dead`: they start elsewhere; `ready`: it is there again."""
     control.set_node(name, NodeCondition(node.condition), node.reason)
-    return views.describe_nodes(store, control)[name]
+    return next(found for found in list_nodes(store) if found.name == name)
 
 
 @router.post("/decisions", status_code=202, response_model=Deciding, summary="Decide now")
@@ -55,9 +55,3 @@ def decide(control: ControlDep) -> dict[str, str]:
     """The allocator weighs all jobs at once, and not only at the next interval."""
     control.decide()
     return {"status": "deciding"}
-
-
-@router.get("/cluster", response_model=ClusterReply, summary="The cluster as the policy has it")
-def cluster(control: ControlDep) -> Mapping[str, Any]:
-    """Nodes with their free slots, and the policy that allocates them."""
-    return control.cluster()

@@ -1,19 +1,21 @@
-"""What the web page asks for: the cluster at a glance, generations, how full nodes were."""
+"""The cluster as a whole: at a glance, its generations, its usage, a plan, the report."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import StringConstraints
 
-from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
-from pipollux_sched.server.schemas import GenerationLine, OverviewReply, UsageReply, refusals
-from pipollux_sched.server.views import describe_all, describe_generations, describe_usage
+from pipollux_sched.planning.dry_run import live_plan
+from pipollux_sched.policy import POLICIES
+from pipollux_sched.report.run_events import kept_report
+from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
+from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
+from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_generations, node_usage
+from pipollux_sched.views.models import ClusterView, GenerationLine, PlanView, UsageView
 
-MOST_JOBS = 500
-"""Jobs of a page."""
 MOST_PARTS = 500
 """Parts of a span: more than a picture of it has pixels for."""
 
@@ -36,15 +38,25 @@ _Nodes = Annotated[
 _Parts = Annotated[
     int, Query(ge=1, le=MOST_PARTS, description="Into so many equal parts the time is cut.")
 ]
-
+_Policy = Annotated[
+    str | None, Query(max_length=50, description="Who decides; none: the scheduler's own policy.")
+]
+_Seed = Annotated[int, Query(ge=0, le=2**32 - 1, description="Of the policy, if it draws.")]
+_Jobs = Annotated[
+    list[Annotated[str, StringConstraints(max_length=255)]],
+    Query(max_length=1000, description="Only of these jobs; none: of all."),
+]
+_Seconds = Annotated[
+    float | None,
+    Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last so many seconds."),
+]
 
 router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin], responses=refusals())
 
 
-@router.get("/overview", response_model=OverviewReply, summary="Everything at a glance")
+@router.get("/overview", response_model=ClusterView, summary="Everything at a glance")
 def overview(
     store: StoreDep,
-    control: ControlDep,
     phase: _Phases = [],  # noqa: B006  # FastAPI's way to say none
     name: _Name = "",
     order: _Order = JobOrder.USUAL,
@@ -52,19 +64,43 @@ def overview(
     offset: _Offset = 0,
     limit: _Limit = 50,
     events: _Last = 0,
-) -> dict[str, Any]:
+) -> ClusterView:
     """Nodes, how many jobs are in each phase, a page of the list of jobs, the last events."""
     query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
-    return describe_all(store, control, query, events)
+    return cluster_view(store, query, events)
 
 
 @router.get("/generations", response_model=list[GenerationLine], summary="Who held what")
-def generations(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[dict[str, Any]]:
+def generations(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[GenerationLine]:
     """The generations that held something after a moment, 5000 at most, the oldest first."""
-    return describe_generations(store, since, node)
+    return list_generations(store, since, node)
 
 
-@router.get("/usage", response_model=UsageReply, summary="How full the nodes were")
-def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> dict[str, Any]:
+@router.get("/usage", response_model=UsageView, summary="How full the nodes were")
+def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> UsageView:
     """From a moment until now; the mean of each part of that time."""
-    return describe_usage(store, since, parts)
+    return node_usage(store, since, parts)
+
+
+@router.get("/plan", response_model=PlanView, summary="What the scheduler would decide now")
+def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> PlanView:
+    """For each job that can be decided on, with the reason; nothing is changed."""
+    if policy is not None and policy not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise HTTPException(422, f"policy: {policy!r} is not known; known are {known}")
+    with services.computing.take("the admin"):
+        return live_plan(services.store, policy, seed)
+
+
+@router.get(
+    "/report",
+    response_class=Response,
+    responses={**refusals(404), **text_reply("text/html")},
+    summary="The report, as one HTML file",
+)
+def report(services: ServicesDep, job: _Jobs = [], seconds: _Seconds = None) -> Response:  # noqa: B006
+    """Of what the scheduler keeps: what `pipollux report` writes."""
+    with services.computing.take("the admin"):
+        page = kept_report(services.store, job, seconds)
+    headers = {"Content-Disposition": "attachment; filename=report.html"}
+    return Response(page, media_type="text/html", headers=headers)

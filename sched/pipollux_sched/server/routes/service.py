@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipollux_sched.server.dependencies import ServicesDep
 from pipollux_sched.server.prometheus import render
 from pipollux_sched.server.schemas import Health, text_reply
+
+VERSION = version("pipollux")
 
 router = APIRouter(tags=["service"])
 metrics_router = APIRouter(tags=["service"])
@@ -17,7 +21,7 @@ metrics_router = APIRouter(tags=["service"])
 @router.get("/healthz", summary="Whether the scheduler is there")
 async def healthz() -> Health:
     """Needs no token."""
-    return Health(status="ok")
+    return Health(status="ok", version=VERSION)
 
 
 @metrics_router.get(

@@ -16,7 +16,7 @@ export function login(done, wrong = false) {
     fault.hidden = true;
     token.keep(field.value.trim());
     try {
-      await ask("/cluster");
+      await ask("/nodes");
       done();
       return;
     } catch (error) {

@@ -82,7 +82,7 @@ function update() {
   else if (live.trouble) say(state, `The scheduler refuses since ${since}: ${live.trouble}; asking again`);
   else say(state, `The scheduler does not answer since ${since}; asking again`);
   main.classList.toggle("stale", away);
-  if (live.data) say(policy, `${live.data.policy.replace(/Policy$/, "").toLowerCase()} policy`);
+  if (live.data) say(policy, `${live.data.policy} policy`);
   if (live.data) page.update();
   if (document.title !== page.title) document.title = page.title;
 }

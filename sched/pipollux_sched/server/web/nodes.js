@@ -114,7 +114,7 @@ export class Nodes {
     say(row.used, `${node.used} of ${node.slots}`);
     if (row.told !== node.condition) row.mark.replaceChildren(...(node.condition === "ready" ? [] : [phaseMark(node.condition)]));
     row.told = node.condition;
-    const label = `${name}: ${node.used} of ${count(node.slots, "slot")} in use by ${count(node.num_jobs, "job")}`;
+    const label = `${name}: ${node.used} of ${count(node.slots, "slot")} in use by ${count(Object.keys(node.jobs).length, "job")}`;
     if (row.label !== label) row.strip.setAttribute("aria-label", label);
     row.label = label;
     if (row.gantt) this.#tellMore(name, row, node);

@@ -1,0 +1,186 @@
+"""Where commands read what a scheduler knows: the state directory of this machine, or over REST.
+
+`--server` or `PIPOLLUX_SERVER` names a scheduler that may run on another machine. Without, the
+store in the state directory is read, so commands answer as well when its scheduler has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import typer
+
+from pipollux_sched.store import JobQuery, ListedPhase, StateDir, Store
+from pipollux_sched.views.cluster import cluster_view, list_nodes, node_usage
+from pipollux_sched.views.events import last_event_before
+from pipollux_sched.views.jobs import job_details, list_jobs
+from pipollux_sched.views.logs import LogPart, list_logs, read_log
+from pipollux_sched.views.models import (
+    ClusterView,
+    ExplanationView,
+    JobDetails,
+    ListedJob,
+    LogTail,
+    NodeDetails,
+    PlanView,
+    UsageView,
+)
+
+from .server_choice import chosen_server
+
+if TYPE_CHECKING:
+    # What it imports in turn takes longer than printing a list of jobs.
+    from pipollux_sched.client.client import Client
+
+POLL_INTERVAL = 0.3
+"""Seconds between two looks at what is being waited for."""
+
+PAGE = 1000
+"""Events read at once."""
+
+
+class LocalReader:
+    """Reads the store that a scheduler of this machine keeps, or has kept.
+
+    It answers what `client.Client` answers, by the same functions as the scheduler.
+
+    Args:
+        store: the store.
+        directory: whose it is.
+    """
+
+    def __init__(self, store: Store, directory: StateDir) -> None:
+        self._store = store
+        self._directory = directory
+
+    @property
+    def where(self) -> str:
+        """The state directory."""
+        return str(self._directory.path)
+
+    @property
+    def served(self) -> bool:
+        """Whether a scheduler serves it now."""
+        return self._directory.is_served()
+
+    def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
+        """Return the jobs in some phases (none: in any), in the order they came."""
+        return list_jobs(self._store, phases)
+
+    def job(self, name: str) -> JobDetails:
+        """Return all that is known of a job, but for its curves."""
+        return job_details(self._store, self._store.job(name))
+
+    def explanation(self, name: str) -> ExplanationView:
+        """Return the explanation of a job's allocation."""
+        from pipollux_sched.planning.explain import explanation  # numpy, for no other command
+
+        return explanation(self._store, self._store.job(name))
+
+    def nodes(self) -> list[NodeDetails]:
+        """Return the nodes, each with its condition and who holds its slots."""
+        return list_nodes(self._store)
+
+    def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
+        """Return everything at a glance: nodes, counts, a page of jobs, the last events."""
+        return cluster_view(self._store, query, num_events)
+
+    def usage(self, since: float, num_parts: int) -> UsageView:
+        """Return how full the nodes were since a moment, in equal parts of that time."""
+        return node_usage(self._store, since, num_parts)
+
+    def plan(self, policy: str | None = None, seed: int = 0) -> PlanView:
+        """Return what the scheduler would decide now, by its own policy or another."""
+        from pipollux_sched.planning.dry_run import live_plan
+
+        return live_plan(self._store, policy, seed)
+
+    def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
+        """Return the report of some jobs (none: of all) as HTML."""
+        from pipollux_sched.report.run_events import kept_report
+
+        return kept_report(self._store, jobs, seconds)
+
+    def events(
+        self,
+        after: int = 0,
+        *,
+        job: str | None = None,
+        types: Collection[str] = (),
+        limit: int = PAGE,
+    ) -> list[dict[str, Any]]:
+        """Return the events of ids above `after`, the oldest first."""
+        return self._store.events(after, job=job, types=types or None, limit=limit)
+
+    def latest_events(
+        self, limit: int, *, job: str | None = None, types: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Return the newest events, at most `limit`, the oldest first."""
+        return self._store.latest_events(limit, job=job, types=types or None)
+
+    def last_event(self) -> int:
+        """Return the id of the newest event, 0 where there is none."""
+        return self._store.last_event()
+
+    def last_event_before(self, seconds: float) -> int:
+        """Return the id of the last event that is more than `seconds` old."""
+        return last_event_before(self._store, seconds)
+
+    def follow(
+        self, after: int, *, job: str | None = None, types: Collection[str] = ()
+    ) -> Generator[dict[str, Any]]:
+        """Yield the events of ids above `after`, and those that happen."""
+        while True:
+            page = self.events(after, job=job, types=types)
+            yield from page
+            if page:
+                after = page[-1]["id"]
+            else:
+                time.sleep(POLL_INTERVAL)
+
+    def logs(self, name: str) -> list[LogTail]:
+        """Return which logs of a job there are."""
+        return list_logs(self._directory, name)
+
+    def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
+        """Read what a replica has written on from an offset."""
+        return read_log(self._directory, name, generation, replica, offset)
+
+
+if TYPE_CHECKING:
+    Reader: TypeAlias = LocalReader | Client
+
+
+@contextmanager
+def reading(state_dir: Path | None) -> Iterator[Reader]:
+    """Open what a command reads: a scheduler by its URL, else the store in a state directory."""
+    server = chosen_server()
+    if server is not None:
+        with server.client() as client:
+            yield client
+        return
+    directory = StateDir.choose(state_dir)
+    with Store(directory.store) as store:
+        yield LocalReader(store, directory)
+
+
+@contextmanager
+def asking(state_dir: Path | None) -> Iterator[Client]:
+    """Open what a command asks: a scheduler by its URL, else that of a state directory."""
+    from pipollux_sched.client.client import Client
+
+    server = chosen_server()
+    with Client.of(StateDir.choose(state_dir)) if server is None else server.client() as client:
+        yield client
+
+
+def tell_unserved(reader: Reader) -> None:
+    """Say on standard error that what was printed is of the past, where no scheduler runs."""
+    if not reader.served:
+        typer.echo(
+            f"No scheduler serves {reader.where}: this is how the last one left it.", err=True
+        )

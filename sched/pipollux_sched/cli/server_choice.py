@@ -1,0 +1,124 @@
+"""Which scheduler a command asks: what `--server` and the environment say."""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .console import USAGE, CommandError
+
+if TYPE_CHECKING:
+    from pipollux_sched.client.client import Client
+
+TOKEN_VARIABLE = "PIPOLLUX_TOKEN"  # noqa: S105  # a name, not a token
+
+
+class ServerChoice(NamedTuple):
+    """A scheduler that was named by its URL."""
+
+    url: str
+    token_file: Path | None
+    by_flag: bool
+    """Whether on the command line, not in the environment."""
+    timeout: float | None
+    """Seconds to wait for an answer; None: the usual."""
+
+    def client(self) -> Client:
+        """Return a client of it.
+
+        Raises:
+            CommandError: the URL or the token is none, or its file cannot be read.
+        """
+        from pipollux_sched.client.client import Client
+        from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url
+
+        try:
+            url = checked_url(self.url)  # before it is told in a message
+            return Client.at(url, self._token(url), timeout=self.timeout or TIMEOUT)
+        except ClientError as error:
+            raise CommandError(str(error), USAGE) from error
+
+    def _token(self, url: str) -> str:
+        if self.token_file is None:
+            token = os.environ.get(TOKEN_VARIABLE, "").strip()
+            if not token:
+                raise CommandError(
+                    f"{url} wants the admin token, which stands in admin.token of its "
+                    f"scheduler's state directory; give it in a file with --token-file, or in "
+                    f"{TOKEN_VARIABLE}",
+                    USAGE,
+                )
+            return token
+        try:
+            return self.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise CommandError(
+                f"--token-file: {self.token_file} cannot be read ({reason}); give a file that "
+                "holds the admin token",
+                USAGE,
+            ) from None
+
+
+_CHOSEN: ContextVar[ServerChoice | None] = ContextVar("server", default=None)
+
+
+def chosen_server() -> ServerChoice | None:
+    """Return the scheduler that the running command asks; None: that of its state directory."""
+    return _CHOSEN.get()
+
+
+def choose_server(context: Any, timeout: float | None = None) -> None:
+    """Find out from its command line, and the environment, which scheduler a command asks.
+
+    What stands on the command line goes before what stands in the environment, and a URL before a
+    state directory.
+
+    Args:
+        context: typer's, of the command.
+        timeout: seconds to wait for its answers; None: as long as usual.
+
+    Raises:
+        CommandError: `--server` and `--state-dir` were both given, or the command works on this
+            machine alone.
+    """
+    root = context.find_root()
+    url, token_file = root.params.get("server"), root.params.get("token_file")
+    by_flag = _by_flag(root, "server")
+    by_directory = _by_flag(context, "state_dir")
+    name = context.info_name
+    if by_flag and ("state_dir" not in context.params or name == "serve"):
+        raise CommandError(
+            f"--server: 'pipollux {name}' works on this machine alone; leave it out", USAGE
+        )
+    if by_flag and by_directory:
+        raise CommandError(
+            "--server names a scheduler by its URL, --state-dir one of this machine; "
+            "give one of them",
+            USAGE,
+        )
+    if not url or by_directory:
+        found = None
+    else:
+        found = ServerChoice(
+            url, None if token_file is None else Path(token_file), by_flag, timeout
+        )
+    _CHOSEN.set(found)
+
+
+def refuse_server(what: str) -> None:
+    """Refuse `--server` for what is done on this machine alone; one in the environment is not used.
+
+    Args:
+        what: what the command does then, as in "apply with files".
+    """
+    server = _CHOSEN.get()
+    if server is not None and server.by_flag:
+        raise CommandError(f"--server: {what} works on this machine alone; leave it out", USAGE)
+
+
+def _by_flag(context: Any, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

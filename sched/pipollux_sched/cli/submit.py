@@ -1,0 +1,276 @@
+"""`pipollux submit`, `cancel`, `suspend`, `resume`, `rerun`, `delete`: what users ask of jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.report.event_text import event_line
+
+from .console import USAGE, CommandError, OutputFormat, print_data
+from .options import JobNames, StateDirectory, TableOutput
+from .reader import POLL_INTERVAL, asking
+from .server_choice import chosen_server
+from .wording import one_line
+
+if TYPE_CHECKING:
+    # What they import in turn takes longer than a shell that completes should wait.
+    from pipollux_sched.client.client import Client
+    from pipollux_sched.spec.job import JobSpec
+    from pipollux_sched.views.models import DeletedJobView, JobView
+
+T = TypeVar("T", "JobView", "DeletedJobView")
+
+
+def submit(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML: the jobs.", show_default=False)
+    ],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until they have ended; exit 1 if one failed.")
+    ] = False,
+    output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Submit the jobs of a file to the running scheduler: all of them, or none.
+
+    Where one is refused, the others are not submitted either. A job that has
+    failed or was cancelled can be submitted again under its name: it goes on
+    from its last checkpoint.
+
+        pipollux submit examples/jobs.yaml --wait
+
+    A script is looked for beside the file, then in the current folder. With
+    --server it lies on the scheduler's machine: its path is absolute there.
+
+    Exit code: 0 submitted (with --wait: all are complete); 1 a job was refused
+    (with --wait: or has failed); 2 the file or an option is wrong. With --wait,
+    --output json prints the jobs as they have ended.
+    """
+    from pipollux_sched.spec.job import load_jobs
+
+    ready = located if chosen_server() is None else _absolute
+    specs = [ready(spec, file) for spec in load_jobs(file)]
+    told = output is OutputFormat.table
+    with asking(state_dir) as client:
+        last = client.last_event() if wait else 0
+        taken = client.submit_all(specs)
+        if told or not wait:
+            _print_answers(taken, output)
+        if wait:
+            ended = _wait_for(client, {job.name for job in taken}, last, to_stderr=not told)
+            if not told:
+                print_data([job.to_dict() for job in ended], output)
+            _exit_for(ended)
+
+
+def cancel(
+    names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
+) -> None:
+    """Cancel jobs: their processes save and end, and they are not started again.
+
+    A job that was cancelled can be submitted again: it goes on from its last
+    checkpoint.
+
+        pipollux cancel char-lm digits
+    """
+    _ask_each(state_dir, names, lambda client, name: client.cancel(name), output, _print_answers)
+
+
+def suspend(
+    names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
+) -> None:
+    """Suspend jobs: they checkpoint and release their slots.
+
+    pipollux suspend char-lm
+    pipollux resume char-lm
+    """
+    _ask_each(state_dir, names, lambda client, name: client.suspend(name), output, _print_answers)
+
+
+def resume(
+    names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
+) -> None:
+    """Resume suspended jobs as soon as there is room for them.
+
+    A job that was not suspended by its user stays as it is; one that has ended is
+    refused.
+    """
+    _ask_each(state_dir, names, lambda client, name: client.resume(name), output, _print_answers)
+
+
+def rerun(
+    names: JobNames,
+    from_scratch: Annotated[
+        bool,
+        typer.Option("--from-scratch", help="Start from scratch; old checkpoints are not used."),
+    ] = False,
+    output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Run jobs again that have ended, as they were submitted.
+
+    A job that failed or was cancelled goes on from its last checkpoint. One that
+    is complete can only be trained again --from-scratch. What was saved before is
+    kept until the job is deleted; a job with a checkpoint_dir begins anew
+    only once you have moved away what is there.
+
+        pipollux rerun char-lm
+        pipollux rerun digits --from-scratch
+    """
+    _ask_each(
+        state_dir,
+        names,
+        lambda client, name: client.rerun(name, from_scratch=from_scratch),
+        output,
+        _print_answers,
+    )
+
+
+def delete(
+    names: JobNames,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
+) -> None:
+    """Delete jobs that have ended, with their logs, events and checkpoints.
+
+    A checkpoint_dir of a job's own is left as it is. Of the events there is left
+    that the job was deleted. On a terminal you are asked first; elsewhere it
+    needs --yes.
+
+        pipollux delete char-lm digits
+    """
+    wanted = list(dict.fromkeys(names))
+    if not yes:
+        if output is not OutputFormat.table or not sys.stdin.isatty():
+            raise CommandError("there is nobody to ask: give --yes to delete", USAGE)
+        question = f"Delete {', '.join(wanted)}, with logs, events and checkpoints?"
+        if not typer.confirm(question, err=True):
+            raise CommandError("nothing was deleted")
+    _ask_each(
+        state_dir,
+        wanted,
+        lambda client, name: client.delete(name),
+        output,
+        _print_deleted,
+    )
+
+
+def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None:
+    if output is not OutputFormat.table:
+        print_data([job.to_dict() for job in jobs], output)
+        return
+    for job in jobs:
+        left = f"; left is {', '.join(map(one_line, job.left))}" if job.left else ""
+        typer.echo(f"{job.name}: The job was deleted{left}.")
+
+
+def located(spec: JobSpec, file: Path) -> JobSpec:
+    """Return a job that can be started from any folder: its script found, its folder this one.
+
+    One with an image stays as it is: what it names lies inside that.
+
+    Raises:
+        SpecError: there is no such script.
+    """
+    from pipollux_sched.spec.script import with_script_found
+
+    if spec.image is not None:
+        return spec
+    found = with_script_found(spec, file)
+    folder = Path(spec.working_dir or ".").expanduser().absolute()
+    return found.model_copy(update={"working_dir": str(folder)})
+
+
+def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
+    """Return a job for the machine of a scheduler that may be another; what is there, it checks.
+
+    Raises:
+        SpecError: a path is relative.
+    """
+    from pipollux_sched.spec.job import SpecError
+
+    if spec.image is not None:
+        return spec
+    paths = {"script": spec.script, "working_dir": spec.working_dir}
+    for name, path in paths.items():
+        if path is not None and not Path(path).is_absolute():
+            raise SpecError(
+                f"job '{spec.name}': {name}: {path} is relative, and --server may be another "
+                "machine; give the absolute path that it has there"
+            )
+    folder = spec.working_dir or (spec.script and str(Path(spec.script).parent))
+    return spec.model_copy(update={"working_dir": folder})
+
+
+def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
+    """Print what the scheduler answered about jobs: a line for each, or all that it said."""
+    if output is not OutputFormat.table:
+        print_data([job.to_dict() for job in jobs], output)
+        return
+    for job in jobs:
+        typer.echo(f"{job.name}: {one_line(job.message)}")
+
+
+def _ask_each(
+    state_dir: Path | None,
+    names: Sequence[str],
+    ask: Callable[[Client, str], T],
+    output: OutputFormat,
+    tell: Callable[[Sequence[T], OutputFormat], None],
+) -> None:
+    """Ask the same for each job; one that is refused does not keep the others from it."""
+    from pipollux_sched.client.connection import UnreachableError
+
+    answers: list[T] = []
+    refused: list[str] = []
+    with asking(state_dir) as client:
+        for name in dict.fromkeys(names):
+            try:
+                answers.append(ask(client, name))
+            except SchedulerError as error:
+                refused.append(str(error))
+                if isinstance(error, UnreachableError):
+                    break
+    tell(answers, output)
+    if refused:
+        raise CommandError("\n".join(refused))
+
+
+def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
+    """Tell what happens to jobs until all have ended; return them then."""
+    from pipollux_sched.client.connection import UnreachableError
+
+    try:
+        while True:
+            events = client.events(last)
+            for event in events:
+                last = event["id"]
+                line = event_line(event)
+                if event["job"] in names and line:
+                    typer.echo(line, err=to_stderr)
+            if any(event["job"] in names for event in events):
+                found = {job.name: job for job in client.jobs() if job.name in names}
+                if len(found) < len(names):
+                    raise CommandError(f"{min(names - found.keys())} was deleted meanwhile")
+                if all(job.phase.ended for job in found.values()):
+                    return list(found.values())
+            time.sleep(POLL_INTERVAL)
+    except UnreachableError as error:
+        raise CommandError(
+            "the scheduler has ended before the jobs have; they go on when it is back"
+        ) from error
+
+
+def _exit_for(ended: Sequence[JobView]) -> None:
+    failed = [job.name for job in ended if job.phase is Phase.FAILED]
+    if failed:
+        raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")

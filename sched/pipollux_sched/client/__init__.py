@@ -1,0 +1,1 @@
+"""Asking a running scheduler over HTTP, from this machine or another."""

@@ -1,0 +1,299 @@
+"""What the command line asks a running scheduler."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import JobQuery, ListedPhase, NodeCondition, StateDir
+from pipollux_sched.views.cluster import MOST_JOBS
+from pipollux_sched.views.logs import OFFSET_HEADER, LogPart
+from pipollux_sched.views.models import (
+    ClusterView,
+    DeletedJobView,
+    ExplanationView,
+    JobCurves,
+    JobDetails,
+    JobView,
+    ListedJob,
+    LogTail,
+    NodeDetails,
+    PlanView,
+    UsageView,
+)
+
+from .connection import TIMEOUT, Connection, UnreachableError
+
+LONG_TIMEOUT = 600.0
+"""Seconds to wait for what may take long: large checkpoints deleted, a report, a plan."""
+
+
+class Client:
+    """Asks a running scheduler.
+
+    Example:
+        >>> with Client.at("https://pipollux.example.com", token) as client:
+        ...     client.cancel("char-lm")
+
+    Args:
+        connection: to the scheduler.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    def at(cls, url: str, token: str, *, timeout: float = TIMEOUT) -> Self:
+        """Return a client of the scheduler at a URL.
+
+        Args:
+            url: its own, that of a tunnel to it, or of a proxy before it.
+            token: the admin token.
+            timeout: seconds to wait for an answer.
+
+        Raises:
+            ClientError: the URL or the token is none.
+        """
+        return cls(Connection(url, token, timeout))
+
+    @classmethod
+    def of(cls, state_dir: StateDir, *, timeout: float = TIMEOUT) -> Self:
+        """Return a client of the scheduler that serves a state directory of this machine.
+
+        Args:
+            state_dir: its ``server.json`` says where the scheduler listens, and holds the token.
+            timeout: seconds to wait for an answer.
+
+        Raises:
+            ClientError: no scheduler serves the directory.
+        """
+        nobody = (
+            f"no scheduler serves {state_dir.path}; start one with: "
+            f"pipollux serve --state-dir {state_dir.path}"
+        )
+        info = state_dir.read_server()
+        if info is None:
+            raise UnreachableError(nobody)
+        return cls(Connection(info.url, info.token, timeout, nobody))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def where(self) -> str:
+        """The URL of the scheduler."""
+        return self._connection.url
+
+    @property
+    def served(self) -> bool:
+        """True: whoever answers is a scheduler that runs."""
+        return True
+
+    # What is asked of jobs and nodes
+
+    def submit(self, spec: JobSpec) -> JobView:
+        """Submit a job; return it as the scheduler now knows it."""
+        return self._connection.get(JobView, "POST", "/jobs", json=spec.model_dump(mode="json"))
+
+    def submit_all(self, specs: Sequence[JobSpec]) -> list[JobView]:
+        """Submit jobs, all or none of them; return them as the scheduler now knows them."""
+        # Without what it knows anyway: so a thousand jobs fit into one request.
+        jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
+        return self._connection.get(list[JobView], "POST", "/jobs/batch", json={"jobs": jobs})
+
+    def cancel(self, name: str) -> JobView:
+        """Cancel a job; return it as the scheduler now knows it."""
+        return self._connection.get(JobView, "DELETE", _job(name))
+
+    def suspend(self, name: str) -> JobView:
+        """Suspend a job: it saves and releases its slots."""
+        return self._connection.get(JobView, "POST", _job(name, "suspend"))
+
+    def resume(self, name: str) -> JobView:
+        """Let a suspended job go on."""
+        return self._connection.get(JobView, "POST", _job(name, "resume"))
+
+    def rerun(self, name: str, *, from_scratch: bool = False) -> JobView:
+        """Run a job again that has ended.
+
+        Args:
+            name: of the job.
+            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+        """
+        query = {"from_scratch": from_scratch}
+        return self._connection.get(JobView, "POST", _job(name, "rerun"), params=query)
+
+    def delete(self, name: str) -> DeletedJobView:
+        """Delete a job that has ended; return how it had ended, and what is left of it."""
+        return self._connection.get(
+            DeletedJobView, "POST", _job(name, "delete"), timeout=LONG_TIMEOUT
+        )
+
+    def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeDetails:
+        """Let a node be ready, drain, or be dead; return it as the scheduler now knows it."""
+        body = {"condition": condition.value, "reason": reason}
+        return self._connection.get(NodeDetails, "PUT", f"/nodes/{quote(name, safe='')}", json=body)
+
+    def decide(self) -> None:
+        """Let the allocator decide now, not only at the next interval."""
+        self._connection.request("POST", "/decisions")
+
+    # What it knows
+
+    def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
+        """Return the jobs in some phases (none: in any), in the order they came."""
+        query = {"phase": [phase.value for phase in phases]}
+        return self._connection.get(list[ListedJob], "GET", "/jobs", params=query)
+
+    def job(self, name: str) -> JobDetails:
+        """Return all that is known of a job, but for its curves."""
+        return self._connection.get(JobDetails, "GET", _job(name), params={"points": 0})
+
+    def curves(self, name: str, points: int) -> JobCurves:
+        """Return all that is known of a job, with at most `points` of each of its curves."""
+        return self._connection.get(JobCurves, "GET", _job(name), params={"points": points})
+
+    def explanation(self, name: str) -> ExplanationView:
+        """Return the explanation of a job's allocation."""
+        return self._connection.get(ExplanationView, "GET", _job(name, "explanation"))
+
+    def nodes(self) -> list[NodeDetails]:
+        """Return the nodes, each with its condition and who holds its slots."""
+        return self._connection.get(list[NodeDetails], "GET", "/nodes")
+
+    def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
+        """Return everything at a glance: nodes, counts, a page of jobs, the last events."""
+        most = sys.maxsize if query.limit is None else query.limit
+        view = self._page(query, query.offset, min(most, MOST_JOBS), num_events)
+        jobs, wanted = list(view.jobs), min(most, view.num_found - query.offset)
+        for offset in range(MOST_JOBS, wanted, MOST_JOBS):
+            size = min(MOST_JOBS, wanted - offset)
+            jobs += self._page(query, query.offset + offset, size, 0).jobs
+        return view.model_copy(update={"jobs": jobs})
+
+    def _page(self, query: JobQuery, offset: int, limit: int, num_events: int) -> ClusterView:
+        params = {
+            "phase": [phase.value for phase in query.phases],
+            "name": query.name,
+            "order": query.order.value,
+            "descending": query.descending,
+            "offset": offset,
+            "limit": limit,
+            "events": num_events,
+        }
+        return self._connection.get(ClusterView, "GET", "/overview", params=params)
+
+    def usage(self, since: float, num_parts: int) -> UsageView:
+        """Return how full the nodes were since a moment, in equal parts of that time."""
+        return self._connection.get(
+            UsageView, "GET", "/usage", params={"since": since, "parts": num_parts}
+        )
+
+    def plan(self, policy: str | None = None, seed: int = 0) -> PlanView:
+        """Return what the scheduler would decide now, by its own policy or another."""
+        query = {"seed": seed, **({} if policy is None else {"policy": policy})}
+        return self._connection.get(PlanView, "GET", "/plan", params=query, timeout=LONG_TIMEOUT)
+
+    def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
+        """Return the report of some jobs (none: of all) as HTML.
+
+        Args:
+            jobs: their names.
+            seconds: only what happened in the last so many; None: everything.
+        """
+        query = {"job": list(jobs), **({} if seconds is None else {"seconds": seconds})}
+        return self._connection.request("GET", "/report", params=query, timeout=LONG_TIMEOUT).text
+
+    def metrics(self) -> str:
+        """Return the figures for Prometheus, in its text format."""
+        return self._connection.request("GET", "/metrics").text
+
+    # Events and logs
+
+    def events(
+        self,
+        after: int = 0,
+        *,
+        job: str | None = None,
+        types: Collection[str] = (),
+        limit: int = 1000,
+    ) -> list[dict[str, Any]]:
+        """Return the events of ids above `after`, the oldest first."""
+        query = {"after": after, "limit": limit, **_chosen(job, types)}
+        return self._connection.get(list[dict[str, Any]], "GET", "/events", params=query)
+
+    def latest_events(
+        self, limit: int, *, job: str | None = None, types: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Return the newest events, at most `limit`, the oldest first."""
+        query = {"last": limit, **_chosen(job, types)}
+        return self._connection.get(list[dict[str, Any]], "GET", "/events", params=query)
+
+    def last_event_before(self, seconds: float) -> int:
+        """Return the id of the last event that is more than `seconds` old."""
+        first = self._connection.get(
+            list[dict[str, Any]], "GET", "/events", params={"seconds": seconds, "limit": 1}
+        )
+        return int(first[0]["id"]) - 1 if first else self.last_event()
+
+    def last_event(self) -> int:
+        """Return the id of the newest event, 0 where there is none."""
+        return max((int(event["id"]) for event in self.latest_events(1)), default=0)
+
+    def follow(
+        self, after: int | None = None, *, job: str | None = None, types: Collection[str] = ()
+    ) -> Generator[dict[str, Any]]:
+        """Yield events as they happen, until the scheduler ends.
+
+        Args:
+            after: begin with the first event of a larger id; None: with the next that happens.
+            job: only events of this job.
+            types: only events of these types; empty: of all.
+
+        Raises:
+            ClientError: the scheduler refuses, or has been silent for too long.
+        """
+        query = {key: value for key, value in (("after", after), ("job", job)) if value is not None}
+        for line in self._connection.lines("/events/stream", query):
+            if line.startswith("data: "):
+                event = dict(json.loads(line.removeprefix("data: ")))
+                if not types or event["type"] in types:
+                    yield event
+
+    def logs(self, name: str, tail: int = 0) -> list[LogTail]:
+        """Return the last lines of each replica of each generation of a job; 0: which there are."""
+        return self._connection.get(list[LogTail], "GET", _job(name, "logs"), params={"tail": tail})
+
+    def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
+        """Read what a replica has written on from an offset."""
+        path = _job(name, f"logs/{generation}/{replica}")
+        response = self._connection.request("GET", path, params={"offset": offset})
+        try:
+            return LogPart(response.content, int(response.headers[OFFSET_HEADER]))
+        except (KeyError, ValueError):
+            raise self._connection.not_understood() from None
+
+
+def _job(name: str, what: str = "") -> str:
+    return f"/jobs/{quote(name, safe='')}" + (f"/{what}" if what else "")
+
+
+def _chosen(job: str | None, types: Collection[str]) -> Mapping[str, Any]:
+    return {"type": list(types), **({} if job is None else {"job": job})}

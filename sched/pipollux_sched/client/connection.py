@@ -1,0 +1,181 @@
+"""One connection to a scheduler: how it is asked, and what went wrong in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from ipaddress import ip_address
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from pipollux_sched.errors import SchedulerError
+
+TIMEOUT = 30.0
+"""Seconds to wait for an answer."""
+
+T = TypeVar("T")
+
+
+class ClientError(SchedulerError):
+    """The scheduler cannot be asked, or refuses; the text is one sentence for the user."""
+
+
+class UnreachableError(ClientError):
+    """No scheduler answers, so that it makes no sense to ask it more."""
+
+
+class Connection:
+    """Asks a scheduler with its admin token.
+
+    Args:
+        url: where the scheduler is reached.
+        token: the admin token.
+        timeout: seconds to wait for an answer.
+        nobody: what to say where nobody answers.
+
+    Raises:
+        ClientError: the URL or the token is none.
+    """
+
+    def __init__(
+        self, url: str, token: str, timeout: float = TIMEOUT, nobody: str | None = None
+    ) -> None:
+        self.url = checked_url(url)
+        """Where the scheduler is reached."""
+        self._nobody = nobody or (
+            f"no scheduler answers at {self.url}; check the URL, and that the scheduler and the "
+            "way to it are up"
+        )
+        if not token or not (token.isascii() and token.isprintable()) or " " in token:
+            raise ClientError(
+                "the token is not one line of printable ASCII without blanks; take it from "
+                "admin.token in the scheduler's state directory"
+            )
+        # A proxy has no business with the loopback interface.
+        trust_env = not _is_loopback(urlsplit(self.url).hostname or "")
+        headers = {"Authorization": f"Bearer {token}"}
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=trust_env
+        )
+
+    def close(self) -> None:
+        """Close it."""
+        self._client.close()
+
+    def get(self, kind: type[T], method: str, path: str, **content: Any) -> T:
+        """Ask, and return the answer as what it should be."""
+        response = self.request(method, path, **content)
+        try:
+            # What a newer scheduler tells besides does not matter.
+            found: T = _adapter(cast("Any", kind)).validate_json(response.content, extra="ignore")
+        except ValidationError:
+            raise self.not_understood() from None
+        return found
+
+    def lines(self, path: str, query: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the lines of an answer as they come, until it ends."""
+        with self._answers(), self._client.stream("GET", path, params=query) as response:
+            if not response.is_success:
+                response.read()
+                raise self._refused(response)
+            yield from response.iter_lines()
+
+    def request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Ask, and return the answer.
+
+        Raises:
+            ClientError: nobody answers, or the request was refused.
+        """
+        with self._answers():
+            response = self._client.request(method, path, **content)
+        if not response.is_success:
+            raise self._refused(response)
+        return response
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Say in a sentence that the scheduler does not answer, where it does not."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
+            if "certificate" in str(error).lower():
+                raise UnreachableError(
+                    f"the certificate of {self.url} cannot be verified ({error}); where an "
+                    "authority of your own has signed it, name its file in SSL_CERT_FILE"
+                ) from None
+            raise UnreachableError(self._nobody) from None
+        except httpx.HTTPError as error:
+            raise ClientError(
+                f"the scheduler at {self.url} did not answer in time "
+                f"({error or type(error).__name__})"
+            ) from error
+
+    def _refused(self, response: httpx.Response) -> ClientError:
+        """Say why a request was refused."""
+        try:
+            detail = str(response.json()["detail"])
+        except (ValueError, KeyError, TypeError):
+            detail = ""
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            return ClientError(
+                f"{self.url} refuses the token; give the one in admin.token of its scheduler's "
+                "state directory, with --token-file or PIPOLLUX_TOKEN"
+            )
+        if not detail:
+            return ClientError(
+                f"{self.url} answered with status {response.status_code}; is it a scheduler's?"
+            )
+        if response.status_code == httpx.codes.NOT_FOUND and detail.startswith("there is no path"):
+            return self.not_understood()
+        return ClientError(detail)
+
+    def not_understood(self) -> ClientError:
+        """Return an error: whoever answers is no scheduler, or one of another version."""
+        ours = version("pipollux")
+        with self._answers():
+            response = self._client.get("/healthz")
+        try:
+            theirs = str(response.json()["version"])[:40]
+        except (ValueError, KeyError, TypeError):
+            theirs = ""
+        if not theirs.isprintable() or not theirs:
+            return ClientError(f"what answers at {self.url} is no scheduler; check the URL")
+        return ClientError(
+            f"the scheduler at {self.url} is pipollux {theirs}, this is {ours}, and they do not "
+            "understand each other; install the same version here"
+        )
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def checked_url(url: str) -> str:
+    """Return a URL that a scheduler can be reached at, without the slash at its end."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        good = good and url.isprintable() and " " not in url and bool(httpx.URL(url))
+    except (ValueError, httpx.InvalidURL):
+        good = False
+    if not good:
+        raise ClientError(f"{url!r} is no URL of a scheduler; give one such as https://HOST:PORT")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ClientError(
+            "the URL of a scheduler holds no user, password, query or fragment; the token goes "
+            "into a file that --token-file names, or into PIPOLLUX_TOKEN"
+        )
+    return url.rstrip("/")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

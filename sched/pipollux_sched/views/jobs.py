@@ -1,0 +1,96 @@
+"""Jobs: a list of them, and one with all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Protocol
+
+from pipollux_sched.report.event_text import TELLING_TYPES
+from pipollux_sched.store import JobRecord, ListedPhase, StaleGenerationError, Store
+
+from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
+
+NUM_EVENTS = 10
+"""How many of a job's last events are told."""
+
+
+class SignOfLife(Protocol):
+    """When a replica was last heard of."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since then."""
+
+    @property
+    def step(self) -> int | None:
+        """The step that it was at; None where it did not say."""
+
+
+def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
+    """Describe the jobs in some phases (none: in any), in the order of their first submission."""
+    points, generations = store.last_points(), store.num_generations()
+    found = (
+        ListedJob.of(
+            job, num_generations=generations.get(job.name, 0), progress=points.get(job.name)
+        )
+        for job in store.jobs()
+    )
+    return [job for job in found if not phases or job.listed_phase in phases]
+
+
+def job_details(
+    store: Store, job: JobRecord, heard: Mapping[int, SignOfLife] | None = None
+) -> JobDetails:
+    """Describe a job but for its curves.
+
+    Args:
+        store: knows it.
+        job: the job.
+        heard: when its replicas were last heard of, where that is known.
+    """
+    generations = store.generations(job.name)
+    return JobDetails.of(
+        job,
+        number=store.overview.job_number(job.name),
+        num_restarts=max(len(generations) - 1, 0),
+        generations=[asdict(entry) for entry in generations],
+        replicas=_replicas(store, heard or {}, job),
+        progress=next(iter(store.overview.points(job.name, 1)), None),
+        hints=store.hints().get(job.name),
+        events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
+    )
+
+
+def job_curves(
+    store: Store, job: JobRecord, heard: Mapping[int, SignOfLife], num_points: int
+) -> JobCurves:
+    """Describe a job with its curves, of at most `num_points` points each."""
+    return JobCurves(
+        **dict(job_details(store, job, heard)),
+        points=store.overview.points(job.name, num_points),
+        noise=[
+            NoiseView(**point._asdict()) for point in store.overview.noise(job.name, num_points)
+        ],
+    )
+
+
+def _replicas(store: Store, heard: Mapping[int, SignOfLife], job: JobRecord) -> list[ReplicaView]:
+    """Describe the replicas of the generation that runs, if one does."""
+    generation, nodes = job.state.generation, job.state.running_on
+    if not nodes:
+        return []
+    try:
+        addresses = store.replicas.find(job.name, generation).addresses
+    except StaleGenerationError:  # it has moved on meanwhile
+        addresses = {}
+    return [
+        ReplicaView(
+            replica=replica,
+            node=node,
+            address=addresses.get(replica),
+            heard_seconds=heard[replica].seconds if replica in heard else None,
+            step=heard[replica].step if replica in heard else None,
+        )
+        for replica, node in enumerate(nodes)
+    ]
