@@ -17,7 +17,7 @@ const MANY = 60; // points above which what is reported is drawn thin, and its s
  */
 export class Curves extends Figure {
   constructor(spec) {
-    super("curves");
+    super("course");
     this.hidden = new Set();
     const names = new Map(spec.panels.flatMap((panel) => panel.lines).map((line) => [line.name, line]));
     this.legend = names.size > 1 && spec.panels.some((panel) => panel.lines.length > 1)
@@ -87,7 +87,7 @@ export class Curves extends Figure {
       cursor.append(s("line", { x1: left, x2: left, y1: top, y2: bottom }));
       for (const line of this.#shown(panel)) {
         const value = valueAt(line, x);
-        if (value !== undefined) cursor.append(s("circle", { class: `dot ${line.style}`, fill: shade(line), cx: left, cy: y.apply(value), r: 3.5 }));
+        if (value !== undefined) cursor.append(s("circle", { class: "dot", fill: shade(line), cx: left, cy: y.apply(value), r: 3.5 }));
       }
     });
   }
