@@ -125,7 +125,7 @@ _HOMES = {
         "perf_params_to_json",
     ),
 }
-"""Names by module: numpy, scipy, autograd and pydantic are imported by whoever asks for them."""
+"""Names by module, imported on first use: numpy, scipy, autograd and pydantic load slowly."""
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 

@@ -179,7 +179,7 @@ BAD = {
     "it must be a whole number from 1 on",
     GOOD.replace(":8", ':"8"'): 'atomic_bsz: "8" is not allowed; '
     "it must be a whole number from 1 on",
-    GOOD.replace(":8", ":8, " + '"atomic_bsz":9'): "'atomic_bsz' stands twice in one object; "
+    GOOD.replace(":8", ":8, " + '"atomic_bsz":9'): "'atomic_bsz' occurs twice in one object; "
     "keep one of them",
     GOOD[:-1] + ',"num_microbatches":16}': "num_microbatches: 16 is above atomic_bsz, 8; "
     "a micro-batch has at least one sample",

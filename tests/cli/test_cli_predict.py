@@ -230,7 +230,7 @@ PERF = entry(ONE_STAGE)
         (GOOD | {"perf_params": []}, "perf_params: [] is not allowed; it must be a list of"),
         (GOOD | {"perf_params": [PERF | {"gama": 1}]}, "perf_params[0]: gama is not a known key; "
          "did you mean gamma?"),
-        (GOOD | {"perf_params": [PERF, PERF]}, "perf_params[1].num_stages: 1 stands here a second"),
+        (GOOD | {"perf_params": [PERF, PERF]}, "perf_params[1].num_stages: 1 occurs a second"),
         (GOOD | {"perf_params": [PERF | {"num_stages": 2}]}, "perf_params[0].num_stages: 2, but "
          "forward_shares has 1 entries"),
         (GOOD | {"perf_params": [PERF | {"alpha_c": float("nan")}]}, "perf_params[0]: alpha_c is"),
@@ -238,7 +238,7 @@ PERF = entry(ONE_STAGE)
         (GOOD | {"grad_params": {"norm": 1}}, "grad_params: var is missing"),
         (GOOD | {"grad_params": 3}, "grad_params: 3 is not allowed; give"),
         (GOOD | {"fit": 3}, "fit: 3 is not what `pipollux fit` writes; leave it out"),
-        ('{"version": 1, "version": 1}', "'version' stands twice in one object; keep one of them"),
+        ('{"version": 1, "version": 1}', "'version' occurs twice in one object; keep one of them"),
         ({"initBatchSize": 32}, "hints: perfParams is null; a job reports it after its first fit"),
         ({"initBatchSize": 32, "gradParms": {}}, "hints: gradParms is not a known key"),
     ],

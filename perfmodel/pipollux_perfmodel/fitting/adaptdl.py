@@ -1,4 +1,4 @@
-"""AdaptDL's own fit, for comparing and for moving over: its loss, its start, its search.
+"""AdaptDL's own fit, for comparison and migration: its loss, its start, its search.
 
     rmse(log T_accum) + rmse(log T_optim)
       + 1e-3·(γ - 1)² + 1e-2·((beta_n / alpha_n)² + (beta_r / alpha_r)²)
@@ -29,7 +29,7 @@ _START = (0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001)
 _LARGEST_GAMMA = 10.0
 _INTER_NODE_FACTOR = 1.1
 
-# autograd keeps one stack of traces for all threads, so they take turns at it.
+# autograd keeps one stack of traces for all threads, so only one at a time may differentiate.
 _AUTOGRAD_LOCK = threading.Lock()
 
 
@@ -83,7 +83,7 @@ def fit_like_adaptdl(
 
 
 def _bounds(profile: Profile) -> tuple[list[float], list[float], list[float]]:
-    """Return where the search starts, and the least and largest value of each parameter."""
+    """Return the start of the search, and the bounds of each parameter."""
     first = list(_START)
     lower, upper = [EPSILON] * 6 + [1.0], [np.inf] * 6 + [_LARGEST_GAMMA]
     if len(np.unique(profile.micro_bsz)) == 1:

@@ -77,7 +77,7 @@ _EXTRAS = ("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead")
 
 
 class FitResult(NamedTuple):
-    """What a fit found."""
+    """The result of a fit."""
 
     perf_params: PerfParams
     report: FitReport
@@ -100,8 +100,8 @@ def fit_perf_params(
     """Fit step time parameters to measurements; safe to call from several threads.
 
     Each measurement is a step, or the mean over the steps of one configuration; all arrays have
-    shape (points,). What the data cannot tell is assumed as `priors` has it. The overlap of stages
-    is fitted when there are several, and either compute times or more than one number of
+    shape (points,). Parameters that the data do not determine follow `priors`. The overlap of
+    stages is fitted when there are several, and either compute times or more than one number of
     micro-batches were measured; else it is 1.
 
     Args:
@@ -152,7 +152,7 @@ def fit_measurements(
     num_stages: int = 1,
     checkpoint: Checkpoint = "never",
 ) -> FitResult:
-    """Fit step time parameters to measurements, and say how far to trust them.
+    """Fit step time parameters to measurements, and report their errors.
 
     As `fit_perf_params`, but stages come as their times, where they were measured. Without any they
     count as equally slow, and the pipeline's gain is identifiable from steps of several M only.
@@ -225,7 +225,7 @@ def _search_all(rows: Rows, begin: Start, passes: Sequence[_Pass]) -> Start:
 def _shape(
     forward: Sequence[float] | None, backward: Sequence[float] | None, checkpoint: Checkpoint
 ) -> PerfParams:
-    """Return parameters that know nothing but the shares and the checkpoint mode."""
+    """Return parameters with nothing but the shares and the checkpoint mode."""
     if (forward is None) != (backward is None):
         missing = "forward_shares" if forward is None else "backward_shares"
         raise ValueError(f"{missing} is missing; give both or none")

@@ -27,11 +27,11 @@ class Profile(NamedTuple):
     compute_time: Floats
     """Measured C(b); not a number where not measured."""
     weight: Floats
-    """How many measurements each stands for."""
+    """Number of measurements behind each."""
 
 
 def merge(profile: Profile) -> Profile:
-    """Return one measurement per configuration: the medians, weighted by how many there were."""
+    """Return one measurement per configuration: the medians, weighted by their number."""
     keys = np.stack(profile[:4])
     distinct, inverse, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
     if len(counts) == len(profile.weight):
@@ -99,7 +99,7 @@ def make_profile(
 
 
 class StageShares(NamedTuple):
-    """What measured stage times say."""
+    """Shares of C(b) by measured stage times."""
 
     forward_shares: tuple[float, ...]
     """φ_k over all measurements."""
@@ -138,7 +138,7 @@ def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> St
     if not measured.any():
         shares = np.repeat((FORWARD_SHARE, BACKWARD_SHARE), num_stages) / num_stages
     else:
-        # Medians, for one slow micro-batch says nothing about the stage it happened to hit.
+        # Medians: one slow micro-batch says nothing about the stage that it hit.
         shares = np.median(both[measured] / compute[measured, None], axis=0)
         shares /= shares.sum()
     return StageShares(

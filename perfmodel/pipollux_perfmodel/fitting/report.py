@@ -1,4 +1,4 @@
-"""How far to trust a fit: its errors by regime, what rests on priors, which steps were outliers."""
+"""Report of a fit: its errors by regime, parameters that rest on priors, and outliers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Assumption(NamedTuple):
 
 
 class FitReport(NamedTuple):
-    """How far to trust a fit."""
+    """Errors and assumptions of a fit."""
 
     regimes: tuple[RegimeError, ...]
     """Accumulation steps, then optimizer steps by allocation; only those that were measured."""

@@ -38,7 +38,7 @@ _BETTER = 1.003  # how much better a choice must be than AdaptDL's to be taken i
 
 @dataclass(frozen=True, kw_only=True)
 class BatchBounds:
-    """What the batch size of a job must keep to."""
+    """Bounds of a job's batch size."""
 
     init_batch_size: float
     """Least batch size."""
@@ -61,7 +61,7 @@ class BatchBounds:
     def allow(
         self, num_replicas: Integers, atomic_bsz: Integers, accum_steps: Integers
     ) -> NDArray[np.bool_]:
-        """Return which candidates keep to all bounds."""
+        """Return which candidates are within all bounds."""
         batch_size = num_replicas * atomic_bsz * (accum_steps + 1)
         within = batch_size <= self.max_batch_size
         if self.rounds_up:
@@ -73,7 +73,7 @@ class BatchBounds:
         return allowed
 
     def leave_room(self, num_replicas: Integers) -> NDArray[np.bool_]:
-        """Return which numbers of replicas are neither too many nor too few for any batch size."""
+        """Return which numbers of replicas allow any batch size."""
         room = self.min_atomic_bsz * num_replicas <= self.max_batch_size
         if self.rounds_up:
             room |= (self.min_atomic_bsz - 1) * num_replicas < self.max_batch_size
@@ -164,7 +164,7 @@ def _choose_geometric(
     allowed = bounds.allow(replicas, *candidates)
     best = np.argmax(np.where(allowed, goodput, -1.0), axis=0)
     if bounds.needs_two_batches:
-        # AdaptDL's choice, which is blind to the largest batch size, wherever that is allowed.
+        # AdaptDL's choice, which ignores the largest batch size, wherever that is allowed.
         in_range = bounds.allow_atomic(candidates.atomic_bsz[:_NUM_CANDIDATES])
         theirs = np.argmax(np.where(in_range, goodput[:_NUM_CANDIDATES], 0.0), axis=0)
         best = np.where(np.take_along_axis(allowed, theirs[None], 0)[0], theirs, best)
@@ -179,7 +179,7 @@ def _refine(
     goodput_of: GoodputOf,
     todo: NDArray[np.bool_],
 ) -> None:
-    """Try the neighbours of what was chosen: about the same batch in fewer or more steps."""
+    """Try the neighbours of the choice: about the same batch in fewer or more steps."""
     for _ in range(_ROUNDS):
         columns = np.flatnonzero(todo & (choice.atomic_bsz > 0))
         if not columns.size:
@@ -205,7 +205,7 @@ def _try(
     columns: NDArray[np.intp],
     candidates: _Candidates,
 ) -> None:
-    """Take the best of the candidates in columns where it is better than what was chosen."""
+    """Take the best candidate in columns where it is better than the choice."""
     if not columns.size or not candidates.atomic_bsz.size:
         return
     allowed = bounds.allow(num_replicas[columns], *candidates)
@@ -223,7 +223,7 @@ def _store(
     allowed: NDArray[np.bool_],
     candidates: _Candidates,
 ) -> None:
-    """Write the best of each column into the choice, where that one is allowed."""
+    """Write the best candidate of each column into the choice, where it is allowed."""
     here = best, np.arange(len(columns))
     found = allowed[here]
     for chosen, values in zip(choice, (goodput, *candidates), strict=True):

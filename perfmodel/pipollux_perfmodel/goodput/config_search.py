@@ -40,7 +40,7 @@ class PricedCut(Protocol):
         """Step times of that cut."""
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> Numbers:
-        """Return the most samples per micro-batch that every stage has room for."""
+        """Return the most samples per micro-batch that fit every stage."""
 
 
 class _Three(NamedTuple):
@@ -147,7 +147,7 @@ def _improve(
     bounds: BatchBounds,
     num_microbatches: int,
 ) -> None:
-    """Put the best batch sizes with M micro-batches into `best`, where they are better."""
+    """Write the best batch sizes with M micro-batches into `best`, where they are better."""
     choice = choose(bounds, num_replicas, num_microbatches, goodput_of)
     better = choice.goodput > best.goodput
     for kept, values in zip(best[:3], choice, strict=True):
@@ -159,7 +159,7 @@ def _improve(
 def _within_memory(
     bounds: BatchBounds, plan: PricedCut | None, memory_limit: float | None, num_microbatches: int
 ) -> BatchBounds | None:
-    """Return the bounds with what memory allows, None if not one sample has room."""
+    """Return the bounds within memory, None if not one sample fits."""
     bounds = replace(bounds, needs_two_batches=num_microbatches == 1)
     if plan is None or memory_limit is None:
         return bounds
@@ -175,7 +175,7 @@ def _within_memory(
 def _distinct(
     num_nodes: Integers, num_replicas: Integers, all_params: Sequence[PerfParams]
 ) -> tuple[Integers, Integers, NDArray[np.intp]]:
-    """Return nodes and replicas of allocations that differ to the model, and where each went."""
+    """Return nodes and replicas of allocations that the model distinguishes, and their indices."""
     nodes = num_nodes.astype(np.int64)
     if not any(params.contention for params in all_params):
         penalty = any(params.two_node_penalty for params in all_params)
@@ -190,7 +190,7 @@ def _distinct(
 
 
 class _Goodput:
-    """Goodput of candidates in columns, with what depends on columns only worked out once."""
+    """Goodput of candidates in columns; what depends on columns only is computed once."""
 
     def __init__(
         self,

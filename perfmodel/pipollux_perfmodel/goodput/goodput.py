@@ -1,4 +1,4 @@
-"""Goodput: training progress per second, and the batch size that makes most of it.
+"""Goodput: training progress per second, and the batch size that maximises it.
 
     goodput    = throughput · efficiency                         samples per second
     throughput = R·a·(s + 1) / T_iter                            `step_time`
@@ -75,17 +75,6 @@ class GoodputFunction:
         """Batch size that efficiency is relative to."""
         return self._init_batch_size
 
-    def __call__(
-        self,
-        num_nodes: Numbers,
-        num_replicas: Numbers,
-        atomic_bsz: Numbers,
-        accum_steps: Numbers,
-        num_microbatches: Numbers = 1,
-    ) -> Numbers:
-        """Return `evaluate` of the same arguments."""
-        return self.evaluate(num_nodes, num_replicas, atomic_bsz, accum_steps, num_microbatches)
-
     def evaluate(
         self,
         num_nodes: Numbers,
@@ -97,7 +86,7 @@ class GoodputFunction:
         """Return goodput in samples (of the initial batch size's worth) per second.
 
         Raises:
-            ValueError: when a batch size is below the initial one, where efficiency means nothing.
+            ValueError: when a batch size is below the initial one, where efficiency is undefined.
         """
         smallest = np.min(_batch_size(num_replicas, atomic_bsz, accum_steps))
         if smallest < self._init_batch_size:
@@ -106,6 +95,8 @@ class GoodputFunction:
                 f" is below init_batch_size {self._init_batch_size:g}; give at least that"
             )
         return self._goodput(num_nodes, num_replicas, atomic_bsz, accum_steps, num_microbatches)
+
+    __call__ = evaluate
 
     def throughput(
         self,
@@ -128,7 +119,7 @@ class GoodputFunction:
         sqr, var = self._grad_params
         scale = np.asarray(batch_size) / self._init_batch_size
         noise = var / scale + sqr
-        # No gradient and no noise: nothing known, so a larger batch is taken to be worth nothing.
+        # No gradient and no noise: unknown, so a larger batch is assumed to gain nothing.
         gain = np.where(noise > 0, (var + sqr) / np.where(noise > 0, noise, 1.0), 1.0)
         return _plain(gain / scale)
 
@@ -259,5 +250,5 @@ def _batch_size(num_replicas: Numbers, atomic_bsz: Numbers, accum_steps: Numbers
 
 
 def _plain(values: Numbers) -> Numbers:
-    """Return a float or int for what holds one number and has no dimension."""
+    """Return a float or int for an array without dimensions."""
     return np.asarray(values).item() if np.ndim(values) == 0 else values

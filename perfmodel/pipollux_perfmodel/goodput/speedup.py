@@ -1,7 +1,7 @@
 """Speedup of a job: its best goodput on an allocation over that on one replica.
 
 The scheduler asks for the same few allocations thousands of times, so answers are kept, by the
-number of nodes and of replicas as far as the model tells them apart (`step_time`).
+number of nodes and of replicas as far as the model distinguishes them (`step_time`).
 
 More replicas may do worse, when the batch size has reached its limit or nodes are slow. A policy
 that takes more for never worse can ask for a monotone speedup: that of the best number of replicas
@@ -27,7 +27,7 @@ _BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
 
 
 class Configuration(NamedTuple):
-    """How a job would run on an allocation, and what that is worth."""
+    """How a job would run on an allocation, and its goodput."""
 
     num_stages: int
     """K."""
@@ -66,7 +66,7 @@ class SpeedupFunction:
         max_batch_size: largest batch size; None: the initial one.
         atomic_bsz_range: least and largest atomic batch size; None: unbounded.
         accumulation: whether accumulation steps are allowed.
-        mem_size: numbers of replicas to keep answers for at first; it grows when asked for more.
+        mem_size: initial size of the table of answers, in replicas; it grows on demand.
         num_microbatches: M, or several to choose from.
         plans: ways to cut the model to choose from (`GoodputFunction.optimize`).
         memory_limit: bytes of a stage's device, for those plans.
@@ -112,8 +112,8 @@ class SpeedupFunction:
             "memory_limit": memory_limit,
         }
         self._monotone = monotone
-        self._most_nodes = _count_told_apart(goodput_fn, plans)
-        # Row: nodes, column: replicas. Not a number: not asked for yet.
+        self._most_nodes = _count_distinguished(goodput_fn, plans)
+        # Row: nodes, column: replicas. Not a number: not computed yet.
         self._known = np.full((1, max(mem_size, 1)), np.nan)
         self._known[0, 0] = 0.0
         self._base_goodput = self._find_base() if base_goodput is None else base_goodput
@@ -168,7 +168,7 @@ class SpeedupFunction:
         )
 
     def _fewest_as_good(self, num_nodes: int, num_replicas: int, speedup: float) -> int:
-        # Where nodes beyond some are told apart no more, replicas that stay idle may leave some.
+        # Where the model distinguishes no more nodes, idle replicas may leave some.
         nodes = min(num_nodes, self._most_nodes)
         replicas = np.arange(nodes, num_replicas + 1)
         row = np.full_like(replicas, nodes)
@@ -176,7 +176,7 @@ class SpeedupFunction:
         return int(replicas[as_good[0]]) if as_good.size else num_replicas
 
     def _known_up_to(self, num_nodes: int, num_replicas: int) -> NDArray[np.float64]:
-        """Return the table of answers with every possible allocation of that size filled in."""
+        """Return the table with every possible allocation up to that size filled in."""
         rows, replicas = np.mgrid[: num_nodes + 1, : num_replicas + 1]
         possible = (rows <= replicas) & ((rows > 0) == (replicas > 0))
         self._look_up(rows[possible], replicas[possible])
@@ -212,7 +212,7 @@ class SpeedupFunction:
         return self._goodput_fn.optimize(num_nodes, num_replicas, **self._bounds)[0]
 
     def _grown(self, row: int, num_replicas: int) -> NDArray[np.float64]:
-        """Return the table of answers, with room for such a row and so many replicas."""
+        """Return the table of answers, grown to hold a row and a number of replicas."""
         known = self._known
         if row >= known.shape[0] or num_replicas >= known.shape[1]:
             num_rows, num_columns = (
@@ -227,7 +227,7 @@ class SpeedupFunction:
     def _learn(
         self, known: NDArray[np.float64], rows: NDArray[np.int64], replicas: NDArray[np.int64]
     ) -> None:
-        """Fill in the answers of these rows and columns of the table."""
+        """Compute the answers of these rows and columns of the table."""
         codes = np.unique(rows * known.shape[1] + replicas)
         rows, replicas = np.divmod(codes, known.shape[1])
         if self._base_goodput > 0:
@@ -236,8 +236,8 @@ class SpeedupFunction:
             known[rows, replicas] = 0.0
 
 
-def _count_told_apart(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
-    """Return how many nodes are as good as more of them, whatever the number of replicas."""
+def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:
+    """Return the number of nodes from which on more make no difference to the model."""
     all_params = [plan.perf_params for plan in plans] or [goodput_fn.perf_params]
     if any(params.contention for params in all_params):
         return sys.maxsize

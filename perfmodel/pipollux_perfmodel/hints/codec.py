@@ -1,4 +1,4 @@
-"""`PerfParams` and `GradParams` as JSON: which keys, which values, what is said of a wrong one.
+"""`PerfParams` and `GradParams` as JSON: keys, values, and messages about wrong ones.
 
 Keys are the fields' names; `gradParams` is AdaptDL's {norm, var}. What AdaptDL writes is read as it
 is. An unknown key, or a number that is not finite or out of range, is refused by name. On its own
@@ -38,7 +38,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 STRICT_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
 VERSION = 1
 MAX_LAYERS = 2048
-"""Layers that a profile on the wire may have; more would be megabytes, every few seconds."""
+"""The most layers of a profile in hints; more would be megabytes, every few seconds."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -47,7 +47,7 @@ _ALWAYS = (*PerfParams._fields[:7], "forward_shares", "backward_shares", "overla
 
 
 class ParamsError(InputError):
-    """Parameters that cannot be believed; its text is one sentence naming key, value, remedy."""
+    """Invalid parameters; the text is one sentence that names key, value and remedy."""
 
 
 class PerfParamsObject(BaseModel):
@@ -148,12 +148,12 @@ def grad_params_from_json(value: Mapping[str, Any]) -> GradParams:
 
 
 def describe(error: ValidationError, what: str, known: Callable[[list[str]], list[str]]) -> str:
-    """Say in one sentence what is wrong: key, value, what is allowed.
+    """Return one sentence on what is wrong: key, value, what is allowed.
 
     Args:
         error: what pydantic found.
         what: name of the whole object.
-        known: the keys that may stand at a path in it.
+        known: the allowed keys at a path in it.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -187,7 +187,7 @@ def _validate(model: type[_Model], what: str, value: Any) -> _Model:
 
 def _perf_params_from(value: PerfParamsObject) -> PerfParams:
     fields = value.model_dump(exclude_none=True, exclude={"version"})
-    # No shares: zero stages for now, who asks knows how many there are.
+    # No shares: zero stages for now, the caller knows how many there are.
     fields.setdefault("forward_shares", ())
     fields.setdefault("backward_shares", ())
     return PerfParams(**fields)

@@ -1,4 +1,4 @@
-"""What a running job tells the scheduler about itself.
+"""Hints: what a running job reports to the scheduler about itself.
 
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
@@ -42,11 +42,11 @@ from .codec import (
 
 
 class HintsError(InputError):
-    """Hints that cannot be believed; its text is one sentence naming key, value and remedy."""
+    """Invalid hints; the text is one sentence that names key, value and remedy."""
 
 
 def _zero_is_unknown(value: Any) -> Any:
-    """AdaptDL writes 0 for a size that it does not know yet."""
+    """Return None for 0: AdaptDL writes 0 for an unknown size."""
     return None if value == 0 and not isinstance(value, bool) else value
 
 
@@ -133,7 +133,7 @@ class SchedHints(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_unknown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what earlier readers do not know, where there is nothing to say."""
+        """Leave out fields that earlier readers do not know, where they are neutral."""
         written: dict[str, Any] = write(self)
         unknown = [name for name in _ONLY_KNOWN if getattr(self, name) is None]
         for name in unknown:
@@ -142,7 +142,7 @@ class SchedHints(BaseModel):
         return written
 
     def _settle_stages(self) -> None:
-        """Fill in the shares that were left out, and refuse those of another number of stages."""
+        """Fill in omitted shares, and reject shares of another number of stages."""
         params = self.perf_params
         if params is None or params.num_stages == self.num_stages:
             return
@@ -192,7 +192,7 @@ class SchedHints(BaseModel):
 
 
 def _known(path: list[str]) -> list[str]:
-    """Return the keys that may stand at a place in the hints."""
+    """Return the allowed keys at a place in the hints."""
     if path == ["perfParams"]:
         return list(PerfParamsObject.model_fields)
     if path == ["gradParams"]:

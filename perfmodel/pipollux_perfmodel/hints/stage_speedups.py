@@ -1,4 +1,4 @@
-"""What one job would reach with other numbers of stages than the one it runs with.
+"""Speedups of one job with other numbers of stages than the one it runs with.
 
 The number of stages that runs is known by its own measurements. Any other is priced from the
 profile of the layers, which is first made as slow as the stages that run were measured to be
@@ -39,7 +39,7 @@ def stage_speedups(
     """Return the speedup of a job by number of stages, all relative to one base.
 
     Args:
-        hints: what the job tells; `hints.num_stages` is what it was measured with.
+        hints: of the job; `hints.num_stages` is the number it was measured with.
         num_stages: the job's own K, one replica of which has speedup 1.
         choices: further K.
 
@@ -76,7 +76,7 @@ def stage_speedups(
 
 @dataclass(frozen=True)
 class _Pricing:
-    """The goodput of one job, whatever its number of stages."""
+    """The goodput of one job for any number of stages."""
 
     hints: SchedHints
     measured: PerfParams
@@ -116,7 +116,7 @@ class _Pricing:
             return None
 
     def _fits(self, profile: LayerProfile, plan: StagePlan, num_microbatches: int) -> bool:
-        """Say whether any batch that the job may choose fits: nobody asks for memory then."""
+        """Return whether every batch that the job may choose fits: then memory does not matter."""
         limit = self.hints.memory_limit
         if limit is None:
             return True
@@ -145,7 +145,7 @@ class _Pricing:
         )
 
     def _microbatches(self, num_stages: int) -> tuple[int, ...]:
-        """Return M as it is, or what a job that chooses M begins with."""
+        """Return M as it is, or the first M of a job that chooses it."""
         present = self.hints.num_microbatches
         if num_stages == self.hints.num_stages:
             return (present,)
@@ -153,7 +153,7 @@ class _Pricing:
         return tuple(sorted({present, first}))
 
     def _micro_bsz(self, num_microbatches: int) -> float:
-        """Return b with one replica at the initial batch size, as far as bounds allow it."""
+        """Return b with one replica at the initial batch size, within bounds."""
         low, high = self.hints.local_bsz_bounds or (None, None)
         samples = max(self.hints.init_batch_size or 1, low or 1)
         return max(min(samples, high or samples) / num_microbatches, 1.0)
@@ -167,7 +167,7 @@ class _Pricing:
 
     @cached_property
     def _profile(self) -> LayerProfile | None:
-        """The layers, as slow as they were measured to be where they run."""
+        """The layers, corrected by their measured stage times."""
         hints, layers = self.hints, self.hints.layers
         if layers is None or layers.num_layers < hints.num_stages:
             return None

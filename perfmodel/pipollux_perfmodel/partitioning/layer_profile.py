@@ -1,4 +1,4 @@
-"""What the layers of a model cost: the profile from which any cut into stages can be priced.
+"""The costs of a model's layers: the profile that prices any cut into stages.
 
 One micro-batch of b samples takes a layer forward_alpha + forward_beta·b seconds forward, and
 backward_alpha + backward_beta·b backward without recomputation. A stage is a run of layers, so its
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
     output_bytes: float = 0.0
     """Bytes per sample of the output: what crosses a cut after the layer."""
     name: str = ""
-    """What the user calls it; for messages only."""
+    """The user's name for it; for messages only."""
 
 
 _NUMBERS = Layer._fields[:-1]
@@ -57,7 +57,7 @@ _NUMBERS = Layer._fields[:-1]
 
 @dataclass(frozen=True)
 class Link:
-    """What carries a micro-batch's activations from a stage to the next, and gradients back.
+    """The link that carries activations from a stage to the next, and gradients back.
 
     Example:
         >>> Link(latency=1e-5, bandwidth=1e10).seconds(1e8)
@@ -185,7 +185,7 @@ def stage_sums(values: Floats, balance: Sequence[int]) -> Floats:
 
 
 def check_balance(balance: Sequence[int], num_layers: int) -> None:
-    """Refuse a balance that does not cut these layers into stages.
+    """Reject a balance that does not cut these layers into stages.
 
     Raises:
         ValueError: when a stage has no layer, or the stages have not `num_layers` together.

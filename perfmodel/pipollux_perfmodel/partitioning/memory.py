@@ -38,8 +38,8 @@ from pipollux_perfmodel.timing.timeline import ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
 
-"""In which order a stage takes its forwards and backwards."""
 SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+"""The orders of a stage's forwards and backwards."""
 
 _ROUNDING = 1e-12
 
@@ -56,7 +56,7 @@ def stage_memory(
     """Return the most bytes that each stage holds at once.
 
     Args:
-        profile: what the layers cost.
+        profile: the costs of the layers.
         balance: number of layers of each stage, K entries.
         micro_bsz: b, samples per micro-batch; any shape.
         num_microbatches: M; any shape that broadcasts with `micro_bsz`.
@@ -95,10 +95,10 @@ def largest_micro_bsz(
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
-    """Return the most whole samples per micro-batch that every stage has room for.
+    """Return the most whole samples per micro-batch that fit every stage.
 
     Args:
-        profile: what the layers cost.
+        profile: the costs of the layers.
         balance: number of layers of each stage, K entries.
         memory_limit: bytes of each stage's device.
         num_microbatches: M; any shape.
@@ -106,7 +106,7 @@ def largest_micro_bsz(
         schedule: "gpipe" or "1f1b".
 
     Returns:
-        Floats of the shape of M: 0 where not one sample fits, infinity where samples take no room.
+        Floats of the shape of M: 0 where no sample fits, infinity where samples take no memory.
 
     Raises:
         ValueError: as `stage_memory`, or when the limit is not above 0.

@@ -42,7 +42,7 @@ def partition(
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[int]:
-    """Cut layers into stages so that the pipeline is as fast as can be.
+    """Cut layers into stages for the fastest pipeline.
 
     Args:
         profile_or_costs: what the layers cost; or seconds of each layer (any unit will do), which
@@ -116,7 +116,7 @@ def least_memory(
     Given to `partition` as its memory limit, it makes the fastest of those cuts.
 
     Args:
-        profile: what the layers cost.
+        profile: the costs of the layers.
         num_stages: number of stages; each gets at least one layer.
         num_microbatches: M.
         micro_bsz: b, samples per micro-batch.

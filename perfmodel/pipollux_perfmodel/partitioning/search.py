@@ -1,11 +1,11 @@
-"""The search for the contiguous cut with the shortest GPipe iteration; `partition` is its door.
+"""The search for the contiguous cut with the shortest GPipe iteration; call it by `partition`.
 
 A cut of L layers into K stages takes, but for what is the same for every cut (M micro-batches,
 f_k and g_k forward and backward of stage k, t_k copy after it),
 
     2·Σt + (M - 1)·(max f + max g)          f, g include or join the copies t
 
-Forward and backward have maxima of their own, which may lie in different stages, so one number per
+Forward and backward have separate maxima, which may lie in different stages, so one number per
 prefix of the layers is not enough. A label is a prefix cut into stages, with (Σt, max f, max g).
 Stage by stage, labels grow by one more stage; a label is dropped when another one of the same
 prefix is no worse in every number (Pareto dominance), or when not even the best rest of the way,
@@ -35,9 +35,9 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 # Cuts that differ by less are equally good.
 _TOLERANCE = 1e-12
-# What balance counts where a single micro-batch runs and gains nothing by it.
+# The weight of balance where a single micro-batch runs and gains nothing by it.
 _TIE_BREAK = 1e-9
-# Neighbours that a label is compared with; more would drop more labels, but take longer.
+# Neighbours compared with a label; more would drop more labels, but take longer.
 _NEIGHBOURS = 24
 
 
@@ -70,7 +70,7 @@ class _Labels(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Something that a stage takes, and the least of it that a whole rest of the way takes."""
+    """A cost of a stage, and the least of it for all remaining stages."""
 
     stage: Floats
     """Of layers i to j - 1 as one stage, shape (L + 1, L + 1)."""
@@ -250,7 +250,7 @@ class _Search:
         return np.asarray(copy + np.maximum(path, usual))
 
     def _bound(self, labels: _Labels, left: int) -> Floats:
-        """Return what a label costs at least in the end; what it costs if no stages are left."""
+        """Return a lower bound on a label's final cost; its cost if no stages are left."""
         end = labels.end
         forward = np.maximum(labels.slowest_forward, self.forward.rest[left][end])
         backward = np.maximum(labels.slowest_backward, self.backward.rest[left][end])
@@ -265,7 +265,7 @@ class _Search:
         return np.asarray(np.maximum(usual, path + self.forward_weight * forward))
 
     def _raised(self, labels: _Labels, left: int) -> _Labels:
-        """Raise numbers to what they come to in the end anyway, so that more labels are equal."""
+        """Raise numbers to what they reach in any case, so that more labels are equal."""
         end = labels.end
         forward = np.maximum(labels.slowest_forward, self.forward.rest[left][end])
         if not self.costs.one_shorter:
@@ -280,7 +280,7 @@ class _Search:
         return labels._replace(slowest_forward=forward, path=path)
 
     def _undominated(self, labels: _Labels) -> Ints:
-        """Return the labels that no other one of the same prefix beats; a few others may stay."""
+        """Return the labels that no other of the same prefix dominates, and perhaps a few more."""
         columns = [labels.slowest_forward]
         columns += [labels.slowest_backward] if self.backward_weight else []
         columns += [labels.path] if self.costs.one_shorter else []
@@ -313,7 +313,7 @@ def _falling(group: Ints, values: Floats) -> Bools:
 
 
 def _thin_out(order: Ints, group: Ints, columns: Sequence[Floats]) -> Ints:
-    """Drop what a neighbour before it, in sorted order and of the same group, is no worse than."""
+    """Drop labels that are no better than a neighbour before them in the sorted group."""
     for distance in range(1, _NEIGHBOURS + 1):
         if distance >= len(order):
             break

@@ -33,7 +33,7 @@ from .partition import partition
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A cut of a model's layers, what it takes and what it holds."""
+    """A cut of a model's layers, with its times and its memory."""
 
     balance: tuple[int, ...]
     """Number of layers of each stage, K entries."""
@@ -189,7 +189,7 @@ def price_stages(
 def correct_profile(
     profile: LayerProfile, measured: PerfParams, balance: Sequence[int], micro_bsz: float
 ) -> LayerProfile:
-    """Return the profile with layers as slow as the stages that they ran in were measured to be.
+    """Return the profile with layers scaled to the measured times of their stages.
 
     Forward and backward of each stage at b samples are compared with the profile's, and the layers
     of the stage scaled by the ratio; recomputation is taken out of a measured backward first. Where
@@ -277,7 +277,7 @@ def _stage_costs(
 
 
 def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
-    """Return each value's part of the total; () when there is nothing to share."""
+    """Return each value's part of the total; () when the total is 0."""
     return tuple(float(value) / total for value in values) if total > 0 else ()
 
 
@@ -295,7 +295,7 @@ def _copies(
 def _scaled(
     layers: Sequence[Layer], phase: str, seconds: float, micro_bsz: float
 ) -> tuple[Layer, ...]:
-    """Return the layers of a stage whose forward or backward takes so many seconds."""
+    """Return the layers of a stage, scaled to a time of its forward or backward."""
     alpha, beta = f"{phase}_alpha", f"{phase}_beta"
     predicted = math.fsum(getattr(x, alpha) + getattr(x, beta) * micro_bsz for x in layers)
     if predicted == 0:

@@ -16,13 +16,13 @@ opposite order. Each way is a flow shop of identical jobs, so its length is know
     fin_i      = T_f + Σu                                                       else, M = 1
     T_pipe     = fin_0
 
-A copy that overlaps with compute is a machine of its own, as written. One that does not occupies
+A copy that overlaps with compute is a separate machine, as written. One that does not occupies
 the device that receives it: f_k + t_{k-1} and g_k + t_k take the place of f_k and g_k.
 
 When stages take turns (one CPU thread drives them all) nothing overlaps, and T_pipe is the sum of
 everything.
 
-The all-reduce of stage i, AR_i, begins when its gradients are final. Over links of their own the
+The all-reduce of stage i, AR_i, begins when its gradients are final. Over separate links the
 last one ends at max_i(fin_i + AR_i); over one link, last stage first, at C_0 of
 C_i = max(C_{i+1}, fin_i) + AR_i, C_K = 0.
 
@@ -141,7 +141,7 @@ def _backward_machines(
 def _one_job_differs(
     usual: Sequence[Numbers], first: Sequence[Numbers], num_jobs: Numbers
 ) -> Numbers:
-    """Return the length of a flow shop whose first job has times of its own.
+    """Return the length of a flow shop whose first job has different times.
 
     The longest path through jobs and machines leaves the first job at some machine p.
     """

@@ -29,7 +29,7 @@ class PerfParams(NamedTuple):
     One micro-batch of b samples takes C(b) = alpha_c + beta_c·b over all K stages, forward and
     backward (with recomputation, where the job recomputes): `forward_shares[k]` of that in the
     forward of stage k, `backward_shares[k]` in its backward. Whatever has K or K - 1 entries may
-    also be empty, which stands for its default; see each field.
+    also be empty, which means its default; see each field.
 
     Example:
         >>> PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5).num_stages

@@ -70,7 +70,7 @@ def norm(x: Numbers, y: Numbers, power: Numbers) -> Numbers:
 
 
 def compute_time(params: PerfParams, micro_bsz: Numbers) -> Numbers:
-    """Return C(b): seconds of one micro-batch over all stages, on a node of its own."""
+    """Return C(b): seconds of one micro-batch over all stages, on a node without other replicas."""
     return _line(params.alpha_c, params.beta_c * micro_bsz, params.gamma_c)
 
 
@@ -80,7 +80,7 @@ def slowdown(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> N
 
 
 def stage_times(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
-    """Return the times of one micro-batch in every stage, on a node of its own."""
+    """Return the times of one micro-batch in every stage, on a node without other replicas."""
     compute = _stage_computes(params, micro_bsz)
     offsets, slopes = params.alpha_t, params.beta_t
     boundaries = range(max(len(offsets), len(slopes)))
@@ -101,7 +101,7 @@ def pipeline_factor(params: PerfParams, num_microbatches: Numbers) -> Numbers:
 
 
 def pipeline_time(params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers) -> Numbers:
-    """Return T_pipe of replicas on nodes of their own, without the overhead."""
+    """Return T_pipe of replicas that share no nodes, without the overhead."""
     if is_uniform(params):
         factor = pipeline_factor(params, num_microbatches)
         return compute_time(params, micro_bsz) * factor

@@ -1,4 +1,4 @@
-"""Time lines of a pipeline: which stage works on which micro-batch when, for GPipe and for 1F1B.
+"""Timelines of a pipeline: the work of each stage on each micro-batch, for GPipe and 1F1B.
 
 GPipe (Huang et al., NeurIPS'19): micro-batch i enters stage k as soon as it has left stage k - 1
 and stage k is done with micro-batch i - 1. When the last stage has finished its last forward,
@@ -21,7 +21,7 @@ the same order in both. Stage k holds min(M, K - k) micro-batches at once where 
     stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
 A boundary copy takes what crosses from stage k to stage k + 1, and its gradient back. It is a
-machine of its own, one for each direction, or it occupies the receiving device just before that
+separate machine, one for each direction, or it occupies the receiving device just before that
 device works on what it received.
 """
 
@@ -54,7 +54,7 @@ class StageEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ideal time line of one forward and backward of all micro-batches; for reports and tests.
+    """The ideal timeline of one forward and backward of all micro-batches; for reports and tests.
 
     Example:
         >>> schedule = Schedule("1f1b", (1.0, 1.0), (2.0, 2.0), num_microbatches=4)
@@ -82,7 +82,7 @@ class Schedule:
     transfer: tuple[float, ...] = ()
     """Seconds of the copy k → k + 1 and of its gradient back; K - 1 entries, or () = free."""
     transfers_overlap: bool = True
-    """True: a copy is a machine of its own; False: it occupies the receiving device."""
+    """True: a copy is a separate machine; False: it occupies the receiving device."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "last_backward", "transfer"):
@@ -150,7 +150,7 @@ class Schedule:
 def gpipe_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
-    """Return the ideal GPipe time line of one forward and backward, sorted by start.
+    """Return the ideal GPipe timeline of one forward and backward, sorted by start.
 
     Args:
         forward: seconds of one micro-batch's forward per stage.
@@ -170,7 +170,7 @@ def gpipe_schedule(
 def one_f_one_b_schedule(
     forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[StageEvent]:
-    """Return the ideal 1F1B time line; as `gpipe_schedule` in all else.
+    """Return the ideal 1F1B timeline; as `gpipe_schedule` in all else.
 
     Example:
         >>> [f"{e.phase[0]}{e.microbatch}" for e in one_f_one_b_schedule([1.0], [2.0], 2)]
@@ -204,7 +204,7 @@ def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
 
 
 class _Run:
-    """Work through the stages' orders, each piece as early as its input and its device allow."""
+    """Run the stages' orders, each piece as early as its input and its device allow."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -228,7 +228,7 @@ class _Run:
         return _by_start(self._computed), _by_start(self._copied)
 
     def _work(self, stage: int, phase: Phase, microbatch: int) -> bool:
-        """Do one forward or backward, and send what it makes; False when its input is not known."""
+        """Run one forward or backward, and send its output; False while its input is not ready."""
         arrival = self._arrival.get((phase, stage, microbatch))
         if arrival is None:
             return False
@@ -253,7 +253,7 @@ class _Run:
         self._arrival[phase, target, microbatch] = now
 
     def _copy(self, target: int, phase: Phase, microbatch: int, start: float) -> float:
-        """Copy to the target stage and return the end; at once where its input is at home."""
+        """Copy to the target stage and return the end; at once where no copy is needed."""
         boundary = target - 1 if phase == "forward" else target
         if not 0 <= boundary < len(self._schedule.transfer):
             return start

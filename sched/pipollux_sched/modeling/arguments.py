@@ -129,7 +129,7 @@ def picture_format(path: Path) -> str:
     suffix = path.suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
         raise ModelingError(
-            f"'{path}' does not say what kind of picture it is; let its name end in "
+            f"'{path}' has no known picture format; make its name end in "
             + ", ".join(f".{name}" for name in FORMATS)
         )
     return suffix

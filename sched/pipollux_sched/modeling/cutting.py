@@ -1,4 +1,4 @@
-"""The cut of a model's layers into stages that a prediction goes by.
+"""The cut of a model's layers into stages on which a prediction rests.
 
 One cut serves all allocations of a number of stages, as it does in a job. It is made for the
 largest number of micro-batches M that may be chosen, and for micro-batches of b samples in the
@@ -38,7 +38,7 @@ class Layers:
 
 
 class Cut(NamedTuple):
-    """The cut for a number of stages, or what it would take."""
+    """The cut for a number of stages, or the memory that it would need."""
 
     plan: StagePlan | None
     """None: no cut fits into memory."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a user's measurements or parameters."""
+"""Errors in a user's measurements or parameters."""
 
 from __future__ import annotations
 

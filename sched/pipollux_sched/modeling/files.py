@@ -24,7 +24,7 @@ def decode(text: str) -> Any:
     """Decode one JSON value.
 
     Raises:
-        ValueError: its text says what is wrong, and where in the text.
+        ValueError: its text names the problem and its place.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
@@ -84,5 +84,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"'{twice}' stands twice in one object; keep one of them")
+        raise ValueError(f"'{twice}' occurs twice in one object; keep one of them")
     return found

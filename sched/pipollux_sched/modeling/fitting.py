@@ -1,6 +1,6 @@
 """A fit of the performance model to measurements: one for each number of stages.
 
-Stages of another pipeline are other layers, so what was measured with two stages says nothing exact
+Stages of another pipeline are other layers, so measurements with two stages say nothing exact
 about four. What can be said anyway is the business of `prediction`.
 """
 
@@ -35,7 +35,7 @@ class StageFit(NamedTuple):
 
     @property
     def timed(self) -> bool:
-        """Whether any row tells how long each stage takes; without, shares are assumed."""
+        """Whether any row has stage times; without them, shares are assumed."""
         return any(row.measurement.forward for row in self.rows)
 
     @property
@@ -54,7 +54,7 @@ def fit_rows(
         checkpoint: which micro-batches were recomputed while measuring.
 
     Raises:
-        ModelingError: the fit refuses the measurements; the text says why.
+        ModelingError: the fit rejects the measurements; the text gives the reason.
     """
     numbers = sorted({row.measurement.num_stages for row in rows})
     return tuple(

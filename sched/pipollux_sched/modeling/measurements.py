@@ -1,4 +1,4 @@
-"""Measured step times as a user has them: a file of JSON lines, one measurement a line.
+"""Measured step times from a user: a file of JSON lines, one measurement a line.
 
     {"num_nodes": 1, "num_replicas": 2, "atomic_bsz": 16, "num_microbatches": 4, "num_stages": 2,
      "accum_step_time": 0.081, "optim_step_time": 0.115,
@@ -55,7 +55,7 @@ def _stage_seconds(value: Any) -> tuple[float, ...]:
 
 
 def _spell(value: Any) -> str:
-    """Spell a value as it stands in JSON, or as people call it."""
+    """Spell a value as in JSON, or in words."""
     return "null" if value is None else spell_value(value)
 
 
@@ -125,7 +125,7 @@ class Measurement(BaseModel):
 
 
 class MeasurementRow(NamedTuple):
-    """A measurement and where it stands."""
+    """A measurement and its line."""
 
     place: str
     """As in ``measurements.jsonl:3``."""
@@ -143,7 +143,7 @@ class MeasurementRows(NamedTuple):
 
 
 def parse_rows(text: str, name: str) -> MeasurementRows:
-    """Read measurements, one JSON object a line; empty lines count for nothing.
+    """Read measurements, one JSON object a line; empty lines are skipped.
 
     Args:
         text: the lines.

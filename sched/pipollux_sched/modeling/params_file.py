@@ -1,4 +1,4 @@
-"""`params.json`: what `pipollux fit` found of a job, and what `pipollux predict` goes by.
+"""`params.json`: the output of `pipollux fit`, and the input of `pipollux predict`.
 
     {"version": 1,
      "perf_params": [{"num_stages": 2, "alpha_c": 0.02, …}],   one for each number of stages
@@ -43,7 +43,7 @@ _HINT_KEYS = ("perfParams", "gradParams", "initBatchSize", "numStages", "numMicr
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a job chooses its configuration within; None: not said."""
+    """The bounds of a job's configuration; None: not given."""
 
     max_batch_size: int | None = None
     """Largest batch size."""
@@ -55,7 +55,7 @@ class Bounds:
     """Numbers of micro-batches to choose from."""
 
     def or_else(self, other: Bounds) -> Bounds:
-        """Return these bounds, with those of `other` where nothing is said."""
+        """Return these bounds, with those of `other` where none are given."""
         said = {name: value for name, value in vars(self).items() if value is not None}
         return replace(other, **said)
 
@@ -193,7 +193,7 @@ def _from_hints(data: Mapping[str, Any]) -> ModelFile:
 
 
 def _unversioned(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object without its version: the file has one for all that is in it."""
+    """Return an object without its version: the file has one version for all its objects."""
     return {key: value for key, value in content.items() if key != "version"}
 
 
@@ -221,7 +221,7 @@ def _perf_params(entries: Any) -> tuple[PerfParams, ...]:
             raise ModelingError(f"{place}: {spell_value(entry)} is not allowed; give an object")
         number, params = _stage_params(place, entry)
         if number in found:
-            raise ModelingError(f"{place}.num_stages: {number} stands here a second time")
+            raise ModelingError(f"{place}.num_stages: {number} occurs a second time")
         found[number] = params
     return tuple(found[number] for number in sorted(found))
 
@@ -274,7 +274,7 @@ def _grad_params(value: Any) -> GradParams | None:
 
 
 def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
-    """Return what rests on priors; a fit that was edited beyond recognition tells nothing."""
+    """Return the parameters that rest on priors; none for a fit whose report cannot be read."""
     if fit is None:
         return None
     try:

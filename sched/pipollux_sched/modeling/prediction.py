@@ -1,4 +1,4 @@
-"""What a job would do on allocations: step time, throughput, goodput, speedup, for each one.
+"""Predictions for allocations of a job: step time, throughput, goodput, speedup of each.
 
 For each number of stages and replicas the job picks, as it does in training, the atomic batch size,
 accumulation steps and micro-batches with the best goodput within its bounds. Stages that were not
@@ -25,15 +25,15 @@ DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How replicas lie on nodes; one of the two."""
+    """How replicas lie on nodes: by one of the two."""
 
     num_nodes: int | None = None
-    """So many nodes, or one for each replica where there are fewer."""
+    """The number of nodes; with fewer replicas, one node for each."""
     gpus_per_node: int = 8
-    """As few nodes of so many GPUs as can be; a replica lies on one node."""
+    """GPUs of a node, where replicas take as few nodes as possible; a replica lies on one."""
 
     def nodes(self, num_stages: int, num_replicas: int) -> int:
-        """Return the nodes that replicas of so many stages lie on.
+        """Return the number of nodes that replicas lie on.
 
         Raises:
             ModelingError: not even one replica fits on a node.
@@ -55,31 +55,31 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a model."""
+    """The allocations and bounds of a prediction."""
 
     replicas: tuple[int, ...]
     stages: tuple[int, ...] | None = None
-    """None: those that were measured."""
+    """None: the measured ones."""
     bounds: Bounds = NO_BOUNDS
-    """What is not said here is as the model has it, or else `DEFAULT_BOUNDS`."""
+    """Omitted bounds are the model's, or else those of `DEFAULT_BOUNDS`."""
     placement: Placement
     layers: Layers | None = None
-    """What stages that were not measured are cut from, and what bounds memory; None: not known."""
+    """The layers that unmeasured stages are cut from, with the memory limit; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Predictions by stages and replicas, in this order, and what to know about them."""
+    """Predictions by stages and replicas, in this order, with notes."""
 
     init_batch_size: int
     max_batch_size: int
     predictions: tuple[Prediction, ...]
     notes: tuple[str, ...]
-    """Sentences: what was not measured, what is not known, what is not possible."""
+    """Sentences on what was not measured, is not known, or is not possible."""
     efficiency_known: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
 
@@ -140,10 +140,10 @@ def _all_notes(
     """Return sentences about predictions.
 
     Args:
-        model: what is known of the job.
-        bounds: what its configurations keep to.
-        layers: of its model, if they are known.
-        predictions: what was predicted.
+        model: the job's model.
+        bounds: of its configurations.
+        layers: of its model, if known.
+        predictions: the predictions.
         too_large: by number of stages that no cut fits into memory, the bytes it needs at least.
     """
     notes = []
@@ -221,7 +221,7 @@ def _balances(predictions: Sequence[Prediction], *, from_layers: bool) -> str:
 
 
 def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:
-    """Say once which part of the network rests on assumptions that these predictions lean on."""
+    """Return a sentence for each part of the network on whose assumptions predictions rest."""
     across, inside = set[str](), set[str]()  # what predictions of each kind assume
     for one in predictions:
         source = model.nearest(one.num_stages).num_stages

@@ -1,4 +1,4 @@
-"""A job with one number of stages, and the best that it can make of allocations."""
+"""A job with one number of stages, and its best configurations on allocations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EFFICIENCY_ONE = GradParams(0.0, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One allocation, and the best that the job can make of it."""
+    """One allocation, and the job's best configuration on it."""
 
     num_stages: int
     measured: bool
@@ -62,7 +62,7 @@ class Prediction:
 
 
 class StageModel:
-    """What a job does with one number of stages.
+    """A job with one number of stages.
 
     Args:
         model: what is known of the job.
@@ -113,7 +113,7 @@ class StageModel:
         )
 
     def predict(self, num_nodes: int, num_replicas: int) -> Prediction:
-        """Return the best configuration of an allocation, and what it is worth."""
+        """Return the best configuration on an allocation, and its goodput."""
         chosen = self._choose(num_nodes, num_replicas)
         feasible = chosen.goodput > 0
         sizes = num_nodes, num_replicas, chosen.atomic_bsz, chosen.accum_steps

@@ -53,7 +53,7 @@ class Experiment:
     seed: int = 0
     """Of the policy."""
     fit: Fit = fit_perf_params
-    """How jobs of the traces fit their model to the step times they saw."""
+    """How jobs of the traces fit their model to measured step times."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -128,7 +128,7 @@ def make_nodes(
 def node_events(
     nodes: Sequence[str], days: float, seed: int, *, failures: bool, spot: bool
 ) -> tuple[NodeEvent, ...]:
-    """Draw what happens to nodes: rare failures, spot preemptions, both or nothing."""
+    """Draw the events of nodes: rare failures, spot preemptions, both or none."""
     kinds = [kind for kind, wanted in ((FAILURES, failures), (SPOT, spot)) if wanted]
     streams = [
         outages(nodes, days * 86400, kind, seed + number) for number, kind in enumerate(kinds)

@@ -1,1 +1,1 @@
-"""What simulated jobs train, and how fast that is."""
+"""Applications of simulated jobs: what they train, and how fast."""

@@ -30,7 +30,7 @@ recomputed, and accumulates instead."""
 MIN_SAMPLES = 4
 """Fewest samples per replica and iteration: with less, pipelines are nearly all bubble."""
 UNKNOWN = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
-"""Parameters of a job whose network was never seen: free, as Pollux has it."""
+"""Parameters of a job whose network was never measured: free, as in Pollux."""
 _ROUNDING = 1e-12  # as `largest_micro_bsz` has it
 _CUT_FOR = 8  # micro-batches of one sample that have to fit, and that the cut is made for
 
@@ -45,7 +45,7 @@ class PipelineJob:
 
     model: GptModel
     devices: tuple[Device, ...]
-    """Types of GPU it may run on; with one, it runs on nodes that do not tell their type, too."""
+    """Types of GPU it may run on; with one, also nodes without a type."""
     fixed_stages: int | None = None
     """The only K it may be cut into; None: any of `STAGE_COUNTS` that fits."""
 
@@ -177,5 +177,5 @@ def _cut(profile: LayerProfile, device: Device, num_stages: int) -> tuple[int, .
             )
         )
     except ValueError:
-        # Arguments are right, so what is refused is the memory.
+        # The arguments are valid, so the error is about memory.
         return None

@@ -34,7 +34,7 @@ arguments, as `fit_like_adaptdl`."""
 
 
 class BatchSizes(Protocol):
-    """What both models ask of their application."""
+    """What both models need from their application."""
 
     init_batch_size: int
     max_batch_size: int
@@ -61,7 +61,7 @@ def split_batch(app: BatchSizes, batch_size: int, num_replicas: int) -> tuple[in
     if num_replicas == 1 and batch_size > app.init_batch_size:
         accum_steps = max(1, accum_steps)  # one replica needs two batches to tell their noise
     atomic_bsz = math.ceil(local_bsz / (accum_steps + 1))
-    # Rounding up must not take the batch beyond what the application bears.
+    # Rounding up must not exceed the largest batch of the application.
     return min(atomic_bsz, app.max_batch_size // (num_replicas * (accum_steps + 1))), accum_steps
 
 

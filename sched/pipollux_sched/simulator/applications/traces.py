@@ -59,7 +59,7 @@ CONSTANTS: Mapping[str, Constants] = {
 
 
 class TraceError(InputError):
-    """A trace that is not there or cannot be read; the text names file, row and remedy."""
+    """A missing or unreadable trace; the text names file, row and remedy."""
 
 
 class _Validation:
@@ -125,7 +125,7 @@ class TraceApplication:
         Raises:
             TraceError: neither trace reaches as far as this configuration.
         """
-        # Placements were measured once for all rotations: the smallest stands for them.
+        # Placements were measured once for all rotations: the smallest represents them.
         placement = running.placement
         key = min(placement[i:] + placement[:i] for i in range(len(placement)))
         known = self._times.get((key, running.atomic_bsz))

@@ -50,7 +50,7 @@ class IsolatedTimes:
         width = shape.resources.get("slots", shape.num_stages)
         rooms, gpu_type = self._rooms(shape)
         most = min(app.max_replicas(), sum(rooms), shape.max_replicas or math.inf)
-        # A hair more, so that a third of 48 slots is 16.
+        # Slightly more, so that a third of 48 slots is 16.
         replicas = int(max(min(math.floor(share / width + 1e-9), most), 1))
         if (app.name, replicas) not in self._known:
             seconds = self._run(app, shape, _packed(replicas, rooms), gpu_type)

@@ -1,4 +1,4 @@
-"""What came of a simulation, in plain data: to be measured, drawn, and sent between processes."""
+"""The outcome of a simulation in plain data, for metrics, plots and other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .job import Interval, SimulatedJob
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What became of one job; times in seconds since the workload's begin."""
+    """The outcome of one job; times in seconds since the workload's start."""
 
     name: str
     application: str
@@ -26,13 +26,13 @@ class JobOutcome:
     num_restarts: int
     """Starts after the first, those after lost nodes included."""
     slot_seconds: float
-    """Slots held, times how long."""
+    """Slots held, times seconds."""
     lost_progress: float
-    """What went with lost nodes and was trained again, in iterations at the initial batch size."""
+    """Progress lost with nodes and trained again, in iterations at the initial batch size."""
     isolated: float
     """Seconds that it would have taken alone on its equal share (`isolated`)."""
     history: tuple[Interval, ...]
-    """What it held when."""
+    """Its allocations over time."""
 
     @property
     def jct(self) -> float:
@@ -47,7 +47,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """What came of one workload under one policy."""
+    """The outcome of one workload under one policy."""
 
     workload: str
     policy: str

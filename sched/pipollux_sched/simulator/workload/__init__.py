@@ -1,1 +1,1 @@
-"""Workloads: which jobs arrive when."""
+"""Workloads: the arrivals of jobs."""

@@ -32,9 +32,9 @@ class JobArrival:
     application: str
     """Name of the `Application`."""
     num_replicas: int
-    """What the user would ask for where sizes are fixed."""
+    """The user's request where sizes are fixed."""
     batch_size: int
-    """What the user would train with where it is fixed."""
+    """The user's batch size where it is fixed."""
 
     def __post_init__(self) -> None:
         for field in ("name", "application"):
@@ -169,7 +169,7 @@ def scale_load(jobs: Sequence[JobArrival], load: float) -> tuple[JobArrival, ...
 
 def _keeps(index: int, part: float) -> bool:
     """Tell whether a job is kept, so that a running count stays at `part` of all."""
-    # A hair more, so that ten times 0.1 is one.
+    # Slightly more, so that ten times 0.1 is one.
     return math.floor((index + 1) * part + 1e-9) > math.floor(index * part + 1e-9)
 
 

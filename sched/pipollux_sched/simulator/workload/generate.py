@@ -24,7 +24,7 @@ from .arrivals import JobArrival
 Mix = Literal["pollux", "pipelines", "mixed"]
 
 Request: TypeAlias = Callable[[np.random.Generator], tuple[int, int]]
-"""Draws (num_replicas, batch_size) that a user of an application asks for."""
+"""Draws the request (num_replicas, batch_size) of a user of an application."""
 
 HOURLY = (
     *(1.32, 1.03, 1.14, 1.09, 0.72, 1.20, 1.67, 2.12, 1.13, 1.02, 0.95, 0.84),
