@@ -139,7 +139,7 @@ export class JobPage {
     step.update([byTime(points, "step_time"), byTime(points, "predicted_step_time")], shape);
     batch.update([byTime(points, "batch_size")], shape);
     noise.update([byTime(job.noise, "noise_scale")], shape);
-    slots.update([held(launches, end)], { ...shape, marks: [] });
+    slots.update([held(generations, end)], { ...shape, marks: [] });
   }
 
   async #askMore(job) {
@@ -179,7 +179,7 @@ function split(point) {
 /** How many slots a job held when: [[time, slots], …], 0 between generations. */
 function held(generations, end) {
   const found = [];
-  for (const one of launches) {
+  for (const one of generations) {
     const last = found.at(-1);
     if (last && one.created_at <= last[0]) found.pop();
     found.push([one.created_at, one.nodes.length * one.num_stages]);
