@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
+from pipollux_sched.utils.text import count, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
 
@@ -80,9 +81,9 @@ def explain(
         pinned = "" if info.preemptible else "not preemptible, "
         return f"stays on {_spell_allocation(info, shape, new)}: {pinned}{worth}"
     if len(previous) == len(new):
-        return f"moves from {_spell_nodes(previous)} to {_spell_nodes(new)}: {change}"
+        return f"moves from {spell_nodes(previous)} to {spell_nodes(new)}: {change}"
     verb = "grows" if len(new) > len(previous) else "shrinks"
-    return f"{verb} from {len(previous)} to {_count(len(new), 'replica')}: {change}"
+    return f"{verb} from {len(previous)} to {count(len(new), 'replica')}: {change}"
 
 
 def why_nothing(
@@ -104,9 +105,9 @@ def why_nothing(
         return f"no node that takes anything new has GPUs of type {shape.gpu_type}"
     asked = _spell_resources(shape.resources)
     if _speedup(shape, [""] * least) <= 0:
-        return f"no batch size within its bounds works on {_count(least, 'replica')}"
+        return f"no batch size within its bounds works on {count(least, 'replica')}"
     if holds >= least:
-        room = f"there is room for {_count(least, 'replica')}"
+        room = f"there is room for {count(least, 'replica')}"
         if least == 1:
             return f"{room}, but others come first or it would gain next to nothing"
         return f"{room}, but only on nodes of another job that spans several"
@@ -153,22 +154,12 @@ def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
 
 def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:
     """Spell how many replicas lie where, and K where there is a choice."""
-    replicas = _spell_cut(shape, nodes) if info.shapes else _count(len(nodes), "replica")
-    return f"{replicas} on {_spell_nodes(nodes)}"
+    replicas = _spell_cut(shape, nodes) if info.shapes else count(len(nodes), "replica")
+    return f"{replicas} on {spell_nodes(nodes)}"
 
 
 def _spell_cut(shape: ReplicaShape, nodes: Sequence[str]) -> str:
-    return f"{_count(len(nodes), 'replica')} of {_count(shape.num_stages, 'stage')}"
-
-
-def _spell_nodes(nodes: Iterable[str]) -> str:
-    return ", ".join(
-        name if count == 1 else f"{name} ×{count}" for name, count in Counter(nodes).items()
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{count(len(nodes), 'replica')} of {count(shape.num_stages, 'stage')}"
 
 
 def _spell_resources(resources: Mapping[str, int]) -> str:
@@ -178,5 +169,5 @@ def _spell_resources(resources: Mapping[str, int]) -> str:
         if kind == "memory":
             parts.append(f"{amount / 2**30:.4g} GiB of memory")
         else:
-            parts.append(_count(amount, words.get(kind, kind)))
+            parts.append(count(amount, words.get(kind, kind)))
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

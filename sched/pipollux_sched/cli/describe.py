@@ -14,14 +14,23 @@ from rich.text import Text
 from pipollux_sched.lifecycle import CANCELLED
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import ListedPhase, Point
+from pipollux_sched.utils.text import (
+    DASH,
+    clean,
+    count,
+    first_line,
+    number,
+    seconds,
+    spell_age,
+    spell_moment,
+    spell_nodes,
+)
 from pipollux_sched.views.models import ConditionView, GenerationView, JobDetails
 
 from .console import TextFormat, print_data, print_result
 from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
-from .quantities import seconds
 from .reader import reading
-from .wording import DASH, count, first_line, number, one_line, spell_age, spell_moment, spell_nodes
 
 SHOWN_GENERATIONS = 10
 """How many of the last generations are told one by one."""
@@ -60,7 +69,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
     parts += _section("Generations", _generations(job.generations))
-    lines = [one_line(event_line(event) or "") for event in job.events]
+    lines = [clean(event_line(event) or "") for event in job.events]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 
 
@@ -87,7 +96,7 @@ def _head(job: JobDetails, now: float) -> RenderableType:
                 CANCELLED if cancelled else job.phase.value, style=PHASE_STYLES.get(job.phase, "")
             ),
         ),
-        ("Why", one_line(first_line(job.message))),
+        ("Why", clean(first_line(job.message))),
         ("Allocation", _where(job.assigned, job.num_stages)),
     ]
     if job.running_on != job.assigned:
@@ -104,14 +113,14 @@ def _head(job: JobDetails, now: float) -> RenderableType:
         rows.append(("Ended", spell_moment(job.ended_at, now)))
     if job.deadline_at is not None:
         rows.append(("Deadline", spell_moment(job.deadline_at, now)))
-    return Group(Text(one_line(job.name), style="bold"), Padding(_pairs(rows) or "", (0, 2)))
+    return Group(Text(clean(job.name), style="bold"), Padding(_pairs(rows) or "", (0, 2)))
 
 
 def _where(nodes: Sequence[str], num_stages: int) -> str:
     if not nodes:
         return DASH
     what = f"{count(len(nodes), 'replica')} of {count(num_stages, 'stage')}"
-    return f"{what} on {spell_nodes(nodes)}"
+    return f"{what} on {spell_nodes(sorted(nodes))}"
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -120,11 +129,11 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
             continue
         if isinstance(value, Mapping):
-            told = ", ".join(f"{key}={one_line(v)}" for key, v in value.items() if v)
+            told = ", ".join(f"{key}={clean(v)}" for key, v in value.items() if v)
         elif isinstance(value, list | tuple):
-            told = " ".join(one_line(entry) for entry in value)
+            told = " ".join(clean(entry) for entry in value)
         else:
-            told = str(value).lower() if isinstance(value, bool) else one_line(value)
+            told = str(value).lower() if isinstance(value, bool) else clean(value)
         if told:
             yield name, told
 
@@ -137,8 +146,8 @@ def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:
             entry.type.value,
             str(holds),
             f"{spell_age(now - entry.time)} ago",
-            one_line(entry.reason),
-            Text(one_line(first_line(entry.message))),
+            clean(entry.reason),
+            Text(clean(first_line(entry.message))),
             style="" if holds else "dim",
         )
     return table
@@ -205,7 +214,7 @@ def _short(value: object) -> str:
         return f"[{', '.join(map(_short, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return number(value) if isinstance(value, float) else one_line(value)
+    return number(value) if isinstance(value, float) else clean(value)
 
 
 def _table(*headers: str) -> Table:

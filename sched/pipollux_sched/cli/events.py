@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipollux_sched.report.event_text import EVENT_TYPES, TELLING_TYPES, event_text
+from pipollux_sched.utils.text import clean
 from pipollux_sched.utils.units import parse_duration
 
 from .completion import complete_event_types, complete_jobs
 from .console import USAGE, CommandError, LineFormat, print_json_line
 from .options import LineOutput, StateDirectory
 from .reader import reading
-from .wording import one_line
 
 if TYPE_CHECKING:
     from .reader import Reader
@@ -127,4 +127,4 @@ def _print(event: Mapping[str, Any], output: LineFormat) -> None:
         return
     moment = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
     whose = f"{event['job']}: " if event["job"] else ""
-    typer.echo(f"{moment} {one_line(whose + str(event_text(event, every=True)))}")
+    typer.echo(f"{moment} {clean(whose + str(event_text(event, every=True)))}")

@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipollux_sched.utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 from pipollux_sched.views.models import Alternative, ExplanationView
 
 from .console import TextFormat, print_data, print_result
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
-from .wording import DASH, count, first_line, one_line, spell_moment, spell_nodes
 
 
 def explain(
@@ -41,17 +41,17 @@ def explain(
 def explanation_text(found: ExplanationView) -> RenderableType:
     """Return an explanation for a terminal."""
     parts: list[RenderableType] = [Text(_has(found))]
-    parts.append(Text(f"{found.phase.value}: {one_line(first_line(found.message))}"))
+    parts.append(Text(f"{found.phase.value}: {clean(first_line(found.message))}"))
     if found.last_decision is not None:
         decision = _decision(found.last_decision)
         parts += [Text(), Text("Last decision", style="bold"), _inset(decision)]
     if found.waits_for is not None:
-        parts += [Text(), Text("Waits for", style="bold"), _inset(Text(one_line(found.waits_for)))]
+        parts += [Text(), Text("Waits for", style="bold"), _inset(Text(clean(found.waits_for)))]
     if found.more is not None:
         title = "What it has, and what it would have"
         parts += [Text(), Text(title, style="bold"), _inset(_alternatives(found))]
     if found.limits:
-        lines = "\n".join(one_line(limit.text) for limit in found.limits)
+        lines = "\n".join(clean(limit.text) for limit in found.limits)
         parts += [Text(), Text("What limits it", style="bold"), _inset(Text(lines))]
     return Group(*parts)
 
@@ -67,7 +67,7 @@ def _has(found: ExplanationView) -> str:
         return f"{found.name} holds nothing."
     replicas = f"{count(len(found.nodes), 'replica')} of {count(found.num_stages, 'stage')}"
     moving = " and makes way" if found.intent else ""
-    return f"{found.name} has {replicas} on {spell_nodes(found.nodes)}{moving}."
+    return f"{found.name} has {replicas} on {spell_nodes(sorted(found.nodes))}{moving}."
 
 
 def _had(found: ExplanationView) -> str:
@@ -78,11 +78,11 @@ def _had(found: ExplanationView) -> str:
         return f"{found.name} held nothing when it ended."
     stages = decision["num_stages"] or found.num_stages
     replicas = f"{count(len(nodes), 'replica')} of {count(stages, 'stage')}"
-    return f"{found.name} had {replicas} on {spell_nodes(nodes)} at last."
+    return f"{found.name} had {replicas} on {spell_nodes(sorted(nodes))} at last."
 
 
 def _decision(decision: Mapping[str, Any]) -> Text:
-    lines = [f"{spell_moment(decision['time'])}: {one_line(decision['why'])}"]
+    lines = [f"{spell_moment(decision['time'])}: {clean(decision['why'])}"]
     after, before = decision["speedup"], decision.get("previous_speedup")
     if not decision["nodes"]:
         return Text(lines[0])
@@ -108,7 +108,7 @@ def _alternatives(found: ExplanationView) -> Table:
             table.add_row(
                 title,
                 str(one.num_replicas),
-                spell_nodes(one.nodes),
+                spell_nodes(sorted(one.nodes)),
                 "not known" if one.speedup is None else f"{one.speedup:.2f}",
                 DASH if one.batch_size is None else str(one.batch_size),
                 "" if one.fits else "no room now",

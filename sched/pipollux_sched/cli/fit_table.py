@@ -11,8 +11,7 @@ from rich.text import Text
 from pipollux_perfmodel import PerfParams
 from pipollux_sched.modeling.fitting import StageFit
 from pipollux_sched.modeling.params_file import FitSummary
-
-from .quantities import percent, seconds
+from pipollux_sched.utils.text import error_percent, seconds
 
 
 class _Meaning(NamedTuple):
@@ -97,7 +96,12 @@ def _errors(fit: StageFit, title: str) -> Table:
         column.justify = "right"
     for one in fit.report.regimes:
         name = one.name if one.name == "accumulation steps" else f"optimizer steps, {one.name}"
-        cells = name, str(one.num_measurements), percent(one.mean_error), percent(one.worst_error)
+        cells = (
+            name,
+            str(one.num_measurements),
+            error_percent(one.mean_error),
+            error_percent(one.worst_error),
+        )
         table.add_row(*map(Text, cells))
     return table
 

@@ -13,6 +13,7 @@ from rich.segment import Segment
 
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import ListedPhase, Point
+from pipollux_sched.utils.text import DASH, clean, first_line, number, spell_age, spell_nodes
 from pipollux_sched.views.models import ListedJob
 
 from .console import (
@@ -25,7 +26,6 @@ from .console import (
 )
 from .options import StateDirectory, TableOutput
 from .reader import reading, tell_unserved
-from .wording import DASH, first_line, number, one_line, spell_age, spell_nodes
 
 if TYPE_CHECKING:
     from .reader import Reader
@@ -153,7 +153,7 @@ def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
     room = console.width - _width(widths) - _GAP
     if room >= _LEAST_MESSAGE:
         for job, row in zip(jobs, rows, strict=True):
-            row["Message"] = _cut(one_line(first_line(job.message)), room)
+            row["Message"] = _cut(clean(first_line(job.message)), room)
         widths["Message"] = room
     return JobTable(rows, widths)
 
@@ -175,7 +175,7 @@ def _row(job: ListedJob) -> dict[str, str]:
         "Phase": job.listed_phase.value,
         "Stages": str(num_stages),
         "Replicas": str(len(held)) if held else DASH,
-        "Nodes": spell_nodes(held),
+        "Nodes": spell_nodes(sorted(held)),
         "Epoch": _epoch(point, job.phase),
         "Step": DASH if point is None else str(point.step),
         "Loss": DASH if point is None or point.loss is None else f"{point.loss:.3g}",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipollux_sched.store import NodeCondition
+from pipollux_sched.utils.text import DASH, clean, count, spell_age
 from pipollux_sched.utils.units import parse_duration
 
 from .console import USAGE, CommandError, OutputFormat, print_data, print_result
 from .options import NodeName, StateDirectory, TableOutput
 from .reader import POLL_INTERVAL, asking, reading, tell_unserved
-from .wording import DASH, count, one_line, spell_age
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +167,7 @@ def node_table(found: Sequence[NodeView]) -> Table:
             Text(_spell_users(node.jobs)),
             Text(node.condition.value, style=CONDITION_STYLES.get(node.condition, "")),
             f"{spell_age(now - node.since)} ago",
-            Text(one_line(node.reason) or DASH),
+            Text(clean(node.reason) or DASH),
         )
     return table
 

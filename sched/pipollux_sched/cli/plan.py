@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipollux_sched.utils.text import DASH, clean, count, spell_nodes
+
 from .console import (
     USAGE,
     CommandError,
@@ -20,7 +22,6 @@ from .console import (
 from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
 from .reader import reading, tell_unserved
 from .server_choice import refuse_server
-from .wording import DASH, count, one_line, spell_nodes
 
 if TYPE_CHECKING:
     from pipollux_sched.planning.plan import Plan
@@ -119,7 +120,7 @@ def print_table(plan: Plan) -> None:
             job.job,
             str(job.num_stages),
             str(job.num_replicas),
-            spell_nodes(job.nodes),
+            spell_nodes(sorted(job.nodes)),
             "–" if job.batch_size is None else str(job.batch_size),
             "–" if job.speedup is None else f"{job.speedup:.2f}",
             job.why,
@@ -181,7 +182,7 @@ def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: s
                 Text(_where(change.nodes, change.num_stages)),
                 _speedups(change),
                 DASH if change.batch_size is None else str(change.batch_size),
-                Text(one_line(change.why)),
+                Text(clean(change.why)),
                 style="" if change.changes else "dim",
             )
         print_result(table)
@@ -193,7 +194,7 @@ def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: s
 
 
 def _where(nodes: Sequence[str], num_stages: int | None) -> str:
-    return f"{len(nodes)}×{num_stages} on {spell_nodes(nodes)}" if nodes else DASH
+    return f"{len(nodes)}×{num_stages} on {spell_nodes(sorted(nodes))}" if nodes else DASH
 
 
 def _speedups(change: PlannedChange) -> str:

@@ -7,9 +7,9 @@ from rich.text import Text
 
 from pipollux_sched.modeling.prediction import Answer
 from pipollux_sched.modeling.stage_model import Prediction
+from pipollux_sched.utils.text import rounded, seconds
 
 from .console import output_console
-from .quantities import seconds, significant
 
 _ALWAYS = (
     "Stages",
@@ -63,6 +63,6 @@ def _worth(one: Prediction, *, efficiency_known: bool) -> tuple[str, ...]:
     sizes = one.num_microbatches, one.atomic_bsz, one.accum_steps, one.batch_size
     known: tuple[str, ...] = ()
     if one.efficiency is not None and one.goodput is not None:
-        known = f"{one.efficiency:.3f}", significant(one.goodput)
-    rates = seconds(one.step_time), significant(one.throughput)
+        known = f"{one.efficiency:.3f}", rounded(one.goodput)
+    rates = seconds(one.step_time), rounded(one.throughput)
     return (*map(str, sizes), *rates, *known, f"{one.speedup:.2f}")

@@ -20,10 +20,10 @@ from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import load_cluster
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption
+from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
-from .wording import count
 
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
 

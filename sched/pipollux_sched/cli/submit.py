@@ -13,12 +13,12 @@ import typer
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.report.event_text import event_line
+from pipollux_sched.utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
 from .options import JobNames, StateDirectory, TableOutput
 from .reader import POLL_INTERVAL, asking
 from .server_choice import chosen_server
-from .wording import one_line
 
 if TYPE_CHECKING:
     # What they import in turn takes longer than a shell that completes should wait.
@@ -169,7 +169,7 @@ def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None
         print_data([job.to_dict() for job in jobs], output)
         return
     for job in jobs:
-        left = f"; left is {', '.join(map(one_line, job.left))}" if job.left else ""
+        left = f"; left is {', '.join(map(clean, job.left))}" if job.left else ""
         typer.echo(f"{job.name}: The job was deleted{left}.")
 
 
@@ -217,7 +217,7 @@ def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
         print_data([job.to_dict() for job in jobs], output)
         return
     for job in jobs:
-        typer.echo(f"{job.name}: {one_line(job.message)}")
+        typer.echo(f"{job.name}: {clean(job.message)}")
 
 
 def _ask_each(

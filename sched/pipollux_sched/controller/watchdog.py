@@ -12,7 +12,7 @@ from datetime import datetime
 
 from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, Stalled
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
-from pipollux_sched.utils.units import spell_duration
+from pipollux_sched.utils.text import spell_duration
 
 from .heartbeats import Heartbeats, StalledJob
 

@@ -18,8 +18,8 @@ from pipollux_sched.utils.text import (
     clock,
     count,
     duration,
+    grouped,
     listing,
-    number,
     percent,
     placements,
 )
@@ -192,9 +192,9 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
         epochs=amount(epochs(job)),
         replicas=_path([str(g.num_replicas) for g in job.started]),
         restarts=str(job.num_restarts) if job.started else DASH,
-        loss=f"{number(losses[0])} → {number(losses[-1])}" if losses else DASH,
-        goodput=_path([number(value) for value in goodputs(job)]),
-        speedup=f"{number(max(speedups))}×" if speedups else DASH,
+        loss=f"{grouped(losses[0])} → {grouped(losses[-1])}" if losses else DASH,
+        goodput=_path([grouped(value) for value in goodputs(job)]),
+        speedup=f"{grouped(max(speedups))}×" if speedups else DASH,
     )
 
 
@@ -281,7 +281,7 @@ def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:
             replicas=f"{len(a.previous)} → {a.num_replicas}" if a.previous else f"{a.num_replicas}",
             nodes=placements(a.nodes),
             batch_size=amount(a.batch_size),
-            speedup=f"{number(a.speedup)}×" if a.speedup is not None else DASH,
+            speedup=f"{grouped(a.speedup)}×" if a.speedup is not None else DASH,
             why=clean(a.why),
         )
         for a in run.allocations[-MAX_ALLOCATIONS:]

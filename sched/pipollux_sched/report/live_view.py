@@ -32,7 +32,7 @@ from pipollux_sched.utils.text import (
     clock,
     count,
     duration,
-    number,
+    grouped,
     placement,
 )
 
@@ -335,8 +335,8 @@ def _progress(job: JobRun, *, short: bool = False) -> _Cells:
     return _Cells(
         epoch=f"{amount(epochs(job))}{of}",
         step=plain_spaces(amount(step)),
-        loss=plain_spaces(number(point.loss)),
-        goodput=plain_spaces(number(point.goodput)),
+        loss=plain_spaces(grouped(point.loss)),
+        goodput=plain_spaces(grouped(point.goodput)),
         batch_size=plain_spaces(size),
         where=where,
     )

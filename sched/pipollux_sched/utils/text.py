@@ -1,20 +1,29 @@
-"""Numbers, times and names as a reader sees them: one way of writing each, for pages and terminals.
+"""Numbers, times and names as readers see them, on pages and in terminals.
 
 Names and messages come from users, so `clean` is what stands between them and a terminal or an XML
 parser: it takes out control characters, lone surrogates and characters that turn the line around.
+Pages group the thousands of a number (`grouped`, `amount`), terminals do not (`number`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 
 THIN_SPACE = "\N{NARROW NO-BREAK SPACE}"
 DASH = "\N{EN DASH}"
 
 _UNPRINTABLE = {"Cc", "Cs", "Co", "Cn"}
 _BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_NOTHING = 1e-7
+"""Seconds below which a step's time has no part; the model's own zero is 1e-8."""
 
 
 def clean(text: object, limit: int | None = None) -> str:
@@ -26,24 +35,27 @@ def clean(text: object, limit: int | None = None) -> str:
     'a-very-…'
     """
     out = []
-    for char in str(text):
-        if char in "\n\t\r":
-            out.append(" ")
-        elif unicodedata.category(char) in _UNPRINTABLE or char in _BIDIRECTIONAL:
+    for char in " ".join(str(text).split()):
+        if unicodedata.category(char) in _UNPRINTABLE or char in _BIDIRECTIONAL:
             out.append("\N{REPLACEMENT CHARACTER}")
         else:
             out.append(char)
-    line = "".join(out).strip()
+    line = "".join(out)
     if limit is not None and len(line) > limit:
-        return line[: limit - 1] + "…"
+        return line[: max(limit - 1, 0)] + "…"
     return line
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits and thin spaces between thousands.
+def first_line(text: str) -> str:
+    """Return a message without the lines of a log that may follow it."""
+    return text.partition("\n")[0]
 
-    >>> number(0.012345), number(3.14159), number(None)
-    ('0.0123', '3.14', '–')
+
+def number(value: float | None, digits: int = 3, separator: str = "") -> str:
+    """Return `value` with `digits` significant digits, and no exponent where it is not tiny.
+
+    >>> number(0.012345), number(3.14159), number(1234.5), number(None)
+    ('0.0123', '3.14', '1234', '–')
     """
     if value is None or not math.isfinite(value):
         return DASH
@@ -53,7 +65,26 @@ def number(value: float | None, digits: int = 3) -> str:
     if magnitude < -4:
         return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - magnitude)
-    return f"{value:,.{decimals}f}".replace(",", THIN_SPACE)
+    return f"{value:,.{decimals}f}".replace(",", separator)
+
+
+def grouped(value: float | None, digits: int = 3) -> str:
+    """Return a number as `number` does, with thin spaces between thousands.
+
+    >>> grouped(1234.5)
+    '1\u202f234'
+    """
+    return number(value, digits, THIN_SPACE)
+
+
+def rounded(value: float) -> str:
+    """Return a number with three significant digits, at most two of them decimals.
+
+    >>> rounded(1234.5), rounded(1.2345), rounded(0.0123)
+    ('1234', '1.23', '0.01')
+    """
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{decimals}f}"
 
 
 def amount(value: float | None) -> str:
@@ -73,7 +104,7 @@ def plain(value: float) -> str:
     >>> plain(2.0), plain(0.25)
     ('2', '0.25')
     """
-    text = number(value, 6)
+    text = grouped(value, 6)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
@@ -84,6 +115,15 @@ def percent(share: float | None) -> str:
     value = 100 * share
     text = f"{value:.1f}" if 0 < abs(value) < 9.95 else f"{value:.0f}"
     return f"{text}{THIN_SPACE}%"
+
+
+def error_percent(error: float) -> str:
+    """Return a relative error as a percentage with one decimal.
+
+    >>> error_percent(0.0123)
+    '1.2 %'
+    """
+    return f"{100 * error:.1f} %"
 
 
 def clock(seconds: float) -> str:
@@ -107,9 +147,9 @@ def duration(seconds: float | None, digits: int = 2) -> str:
     if seconds is None or not math.isfinite(seconds):
         return DASH
     if seconds < 0.9995:
-        return f"{number(seconds * 1000)}{THIN_SPACE}ms"
+        return f"{grouped(seconds * 1000)}{THIN_SPACE}ms"
     if seconds < 59.95:
-        return f"{number(seconds, digits)}{THIN_SPACE}s"
+        return f"{grouped(seconds, digits)}{THIN_SPACE}s"
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
@@ -117,6 +157,51 @@ def duration(seconds: float | None, digits: int = 2) -> str:
         return f"{hours}{THIN_SPACE}h {minutes}{THIN_SPACE}min"
     tail = f" {secs}{THIN_SPACE}s" if secs else ""
     return f"{minutes}{THIN_SPACE}min{tail}"
+
+
+def seconds(value: float) -> str:
+    """Return a time of a step, in s, ms or µs; what is below 0.1 µs is nothing.
+
+    >>> seconds(0.01234), seconds(1e-8)
+    ('12.3 ms', '0 s')
+    """
+    if abs(value) < _NOTHING:
+        return "0 s"
+    size, unit = next((one for one in _UNITS if abs(value) >= one[0]), _UNITS[-1])
+    return f"{rounded(value / size)} {unit}"
+
+
+def spell_duration(length: float) -> str:
+    """Return a duration, rounded to a whole number of a unit that says enough.
+
+    >>> spell_duration(45.2), spell_duration(1800.0), spell_duration(36 * 3600.0)
+    ('45 s', '30 min', '36 h')
+    """
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if length >= 2 * size:
+            return f"{length / size:.0f} {unit}"
+    return f"{length:.0f} s"
+
+
+def spell_age(age: float) -> str:
+    """Return an age as in ``42s``, ``3m07s``, ``5h12m``, ``3d04h``."""
+    minutes, left = divmod(max(int(age), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{left:02d}s" if minutes else f"{left}s"
+
+
+def spell_moment(moment: float | None, now: float | None = None) -> str:
+    """Return a time of the clock, and how long ago (or ahead) it is."""
+    if moment is None:
+        return DASH
+    apart = (time.time() if now is None else now) - moment
+    when = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
+    return f"{when} ({spell_age(apart)} ago)" if apart >= 0 else f"{when} (in {spell_age(-apart)})"
 
 
 def count(how_many: int, what: str, plural: str | None = None) -> str:
@@ -130,6 +215,16 @@ def listing(words: Sequence[str]) -> str:
     if len(words) <= 1:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def spell_nodes(nodes: Sequence[str]) -> str:
+    """Return where the replicas of an allocation lie, each node once, in the order given.
+
+    >>> spell_nodes(["node-b", "node-a", "node-a"])
+    'node-b, node-a ×2'
+    """
+    counts = Counter(nodes).items()
+    return ", ".join(name if many == 1 else f"{name} ×{many}" for name, many in counts) or DASH
 
 
 def placements(nodes: Sequence[str]) -> list[str]:

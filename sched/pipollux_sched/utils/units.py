@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parse sizes and durations as people write them."""
 
 from __future__ import annotations
 
@@ -67,19 +67,6 @@ def check_seconds(**times: float) -> None:
             raise ValueError(
                 f"{name} is {seconds}; give seconds above 0 and up to {MOST_SECONDS:.0f}, a week"
             )
-
-
-def spell_duration(seconds: float) -> str:
-    """Spell a duration, rounded to a whole number of a unit that says enough.
-
-    Example:
-        >>> spell_duration(45.2), spell_duration(1800.0), spell_duration(36 * 3600.0)
-        ('45 s', '30 min', '36 h')
-    """
-    for unit, length in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _shown(value: object) -> str:

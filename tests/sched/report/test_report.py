@@ -22,7 +22,7 @@ from pipollux_sched.report.page import render_report, write_report
 from pipollux_sched.report.run.event_log import EventLogError
 from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
-from pipollux_sched.utils.text import clean, number
+from pipollux_sched.utils.text import clean, grouped
 from tests.sched.report.page import Page, charts
 
 from . import synthetic_log as synthetic
@@ -57,7 +57,7 @@ def test_header_tells_the_headline_numbers(html: str, events: list[Event]) -> No
     losses = [e["loss"] for e in events if e["type"] == "progress" and e["job"] == "char-lm"]
     steps = next(e["step"] for e in events if e["type"] == "complete" and e["job"] == "char-lm")
     row = f"char-lm 2 1 → 2 1 {steps:,}".replace(",", " ")
-    assert f"{row} 3 {number(losses[0])} → {number(losses[-1])}" in header
+    assert f"{row} 3 {grouped(losses[0])} → {grouped(losses[-1])}" in header
     assert "1.71×" in header
     assert "2 restarts, 6.4 s each at the median" in header
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.utils.units import check_seconds, parse_bytes, parse_duration, spell_duration
+from pipollux_sched.utils.text import spell_duration
+from pipollux_sched.utils.units import check_seconds, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
 
-from pipollux_sched.cli.wording import one_line
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
+from pipollux_sched.utils.text import clean
 
 from .details import JobScreen, NodeScreen
 from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, TableRow, job_row, node_row
@@ -133,7 +133,7 @@ class TopApp(App[None]):
             view = await asyncio.to_thread(self._read)
         except SchedulerError as error:
             for head in self._main.query("#head").results(Static):  # none once it was left
-                head.update(Text(one_line(error), style="bold red"))
+                head.update(Text(clean(error), style="bold red"))
             return
         if not self._main.query("#jobs"):  # it was left meanwhile
             return
@@ -165,7 +165,7 @@ class TopApp(App[None]):
             for name, node in cluster.nodes.items()
         )
         self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(cluster)}")
-        lines = (one_line(event.line) for event in reversed(cluster.events))
+        lines = (clean(event.line) for event in reversed(cluster.events))
         self._main.query_one("#events", Static).update(Text("\n".join(lines)))
 
     def _tell_head(self, view: Look, now: float | None = None) -> None:

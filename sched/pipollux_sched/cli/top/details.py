@@ -17,8 +17,8 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from pipollux_sched.cli.describe import job_sections
-from pipollux_sched.cli.wording import count, one_line, spell_age, spell_moment
 from pipollux_sched.errors import SchedulerError
+from pipollux_sched.utils.text import clean, count, spell_age, spell_moment
 from pipollux_sched.views.models import NodeView
 
 from .sparkline import Span, sparkline, window_for
@@ -73,7 +73,7 @@ class JobScreen(_Details):
         try:
             found = await asyncio.to_thread(self._read)
         except SchedulerError as error:
-            found = Text(one_line(error), style="bold red")
+            found = Text(clean(error), style="bold red")
         self.tell(found)
 
     def _read(self) -> RenderableType:
@@ -109,8 +109,8 @@ class NodeScreen(_Details):
         table.add_column("Job")
         table.add_column("Slots", justify="right")
         for job, slots in node.jobs.items():
-            table.add_row(Text(one_line(job)), str(slots))
-        reason = f": {one_line(node.reason)}" if node.reason else ""
+            table.add_row(Text(clean(job)), str(slots))
+        reason = f": {clean(node.reason)}" if node.reason else ""
         about = f"{node.condition.value}{reason}, since {spell_moment(node.since)}"
         self.tell(
             Group(

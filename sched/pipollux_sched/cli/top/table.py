@@ -9,9 +9,16 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
 
-from pipollux_sched.cli.quantities import seconds
-from pipollux_sched.cli.wording import DASH, first_line, number, one_line, spell_age, spell_nodes
 from pipollux_sched.store import JobOrder, ListedPhase
+from pipollux_sched.utils.text import (
+    DASH,
+    clean,
+    first_line,
+    number,
+    seconds,
+    spell_age,
+    spell_nodes,
+)
 from pipollux_sched.views.models import JobLine, NodeView
 
 from .sparkline import bars
@@ -169,7 +176,7 @@ def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
     badge = ("■ ", COLOURS[(job.number - 1) % len(COLOURS)])
     cells: tuple[str, ...] = (
         f"{len(job.nodes)}×{job.num_stages}" if holds else DASH,
-        spell_nodes(job.nodes),
+        spell_nodes(sorted(job.nodes)),
         done,
         DASH if job.step is None else str(job.step),
         number(job.loss),
@@ -178,10 +185,10 @@ def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
         DASH if job.step_time is None or not holds else seconds(job.step_time),
         str(job.num_restarts),
         spell_age((job.ended_at or now) - job.submitted_at),
-        one_line(first_line(job.message)),
+        clean(first_line(job.message)),
     )
     return (
-        Text.assemble(badge, (one_line(job.name), "bold")),
+        Text.assemble(badge, (clean(job.name), "bold")),
         Text(job.phase.value, style=PHASE_STYLES.get(job.phase, "")),
         *_aligned(JOB_COLUMNS[2:], cells),
     )
@@ -196,11 +203,11 @@ def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
         str(len(node.jobs)),
     )
     return (
-        Text(one_line(node.name), style="bold"),
+        Text(clean(node.name), style="bold"),
         Text(cells[0], style="blue"),
         *_aligned(NODE_COLUMNS[2:4], cells[1:]),
         Text(condition, style=CONDITION_STYLES.get(condition, "dim")),
-        Text(one_line(node.reason)),
+        Text(clean(node.reason)),
     )
 
 

@@ -11,8 +11,8 @@ from rich.text import Text
 from pipollux_sched.cli.console import output_console, print_result
 from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.cli.nodes import node_table
-from pipollux_sched.cli.wording import count, number, one_line
 from pipollux_sched.store import JobQuery
+from pipollux_sched.utils.text import clean, count, number
 from pipollux_sched.views.models import ClusterView
 
 from .view import Look, look
@@ -42,7 +42,7 @@ def print_once(reader: Reader) -> None:
         print_result(node_table(list(cluster.nodes.values())))
     typer.echo("\nLast events")
     for event in cluster.events[-NUM_EVENTS:]:
-        print_result(Text(one_line(event.line)), fold=False)
+        print_result(Text(clean(event.line)), fold=False)
 
 
 def headline(view: Look, now: float | None = None) -> str:
