@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import OutputFormat, output_console, print_data
-from .model_options import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+from .model_options import GradSqr, GradVar, InitBatchSize, grad_params, write_file
 from .options import TableOutput
 
 if TYPE_CHECKING:
@@ -84,11 +84,10 @@ def fit(
     """
     from pipollux_sched.modeling.arguments import picture_format
 
-    with data_errors():
-        gradients = grad_params(grad_sqr, grad_var)
-        # Before the work, for a name that nothing can be drawn to.
-        picture = picture_format(plot) if plot else ""
-        summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
+    gradients = grad_params(grad_sqr, grad_var)
+    # Before the work, for a name that nothing can be drawn to.
+    picture = picture_format(plot) if plot else ""
+    summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
     content = _write(summary, save, init_batch_size, gradients)
     if plot is not None:
         from pipollux_sched.modeling.plots import draw_fit

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from .console import USAGE, CommandError, complain
+from .console import USAGE, CommandError
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
@@ -45,18 +43,6 @@ GradVar: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
-
-
-@contextmanager
-def data_errors() -> Iterator[None]:
-    """End the command if a user's data cannot be used, with one line for each problem."""
-    from pipollux_sched.modeling.errors import ModelingError
-
-    try:
-        yield
-    except ModelingError as error:
-        complain(*error.problems)
-        raise typer.Exit(USAGE) from error
 
 
 def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .model_options import GradSqr, GradVar, InitBatchSize, data_errors, grad_params, write_file
+from .model_options import GradSqr, GradVar, InitBatchSize, grad_params, write_file
 
 if TYPE_CHECKING:
     from pipollux_sched.modeling.cutting import Layers
@@ -142,19 +142,18 @@ def predict(
     from pipollux_sched.modeling.prediction import Question
     from pipollux_sched.modeling.prediction import predict as answer_question
 
-    with data_errors():
-        # Before the work, for a name that nothing can be drawn to.
-        picture = picture_format(plot) if plot else ""
-        gradients = grad_params(grad_sqr, grad_var)
-        question = Question(
-            replicas=parse_numbers(replicas, "--replicas"),
-            stages=None if stages is None else parse_numbers(stages, "--stages"),
-            bounds=_bounds(micro_batches, max_batch_size, atomic_bsz, accumulation),
-            placement=_placement(nodes, gpus_per_node),
-            layers=_layers(layers, memory_limit, link, params),
-        )
-        model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
-        answer = answer_question(model, question)
+    # Before the work, for a name that nothing can be drawn to.
+    picture = picture_format(plot) if plot else ""
+    gradients = grad_params(grad_sqr, grad_var)
+    question = Question(
+        replicas=parse_numbers(replicas, "--replicas"),
+        stages=None if stages is None else parse_numbers(stages, "--stages"),
+        bounds=_bounds(micro_batches, max_batch_size, atomic_bsz, accumulation),
+        placement=_placement(nodes, gpus_per_node),
+        layers=_layers(layers, memory_limit, link, params),
+    )
+    model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
+    answer = answer_question(model, question)
     if plot is not None:
         from pipollux_sched.modeling.plots import draw_answer
 

@@ -27,7 +27,6 @@ from .simulate_inputs import (
     input_errors,
     policy_names,
     read_workloads,
-    simulation_errors,
 )
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ def simulate(
         for workload in chosen:
             experiment.applications(workload)
     pairs = [(workload, name) for workload in chosen for name in policies]
-    with simulation_errors(), libraries_on_stderr(), progress_bars(pairs) as watch:
+    with libraries_on_stderr(), progress_bars(pairs) as watch:
         outcomes = run_pairs(experiment, pairs, watch, processes)
     _print([measure(one) for one in outcomes], output)
     if plot is not None:

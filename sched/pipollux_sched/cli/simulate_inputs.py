@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import FAILED, USAGE, CommandError
+from .console import USAGE, CommandError
 
 if TYPE_CHECKING:
     from pipollux_sched.policy import NodeInfo
@@ -30,19 +30,6 @@ def input_errors() -> Iterator[None]:
         raise CommandError(
             f"{error.filename}: cannot be read ({reason}); give the path of a file", USAGE
         ) from error
-
-
-@contextmanager
-def simulation_errors() -> Iterator[None]:
-    """End the command with one sentence if a simulation cannot go on."""
-    from pipollux_sched.simulator import SimulationError, TraceError
-
-    try:
-        yield
-    except SimulationError as error:
-        raise CommandError(str(error), FAILED) from error
-    except TraceError as error:
-        raise CommandError(str(error), USAGE) from error
 
 
 def policy_names(text: str | None) -> list[str]:
