@@ -8,6 +8,7 @@ Pages group the thousands of a number (`grouped`, `amount`), terminals do not (`
 from __future__ import annotations
 
 import math
+import re
 import time
 import unicodedata
 from collections import Counter
@@ -17,6 +18,7 @@ from datetime import datetime
 THIN_SPACE = "\N{NARROW NO-BREAK SPACE}"
 DASH = "\N{EN DASH}"
 
+_BREAKS = re.compile("[ \t\r\n\v\f\x85\u2028\u2029]+")
 _UNPRINTABLE = {"Cc", "Cs", "Co", "Cn"}
 _BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -35,7 +37,7 @@ def clean(text: object, limit: int | None = None) -> str:
     'a-very-…'
     """
     out = []
-    for char in " ".join(str(text).split()):
+    for char in _BREAKS.sub(" ", str(text)).strip():
         if unicodedata.category(char) in _UNPRINTABLE or char in _BIDIRECTIONAL:
             out.append("\N{REPLACEMENT CHARACTER}")
         else:
