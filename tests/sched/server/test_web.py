@@ -59,7 +59,8 @@ def fill(service: Service) -> None:
     store.put_hints("grown", 1, HINTS)
     store.transition("grown", Allocate(["node-a"] * 2, "grows from 1 to 2 replicas"))
     store.transition("grown", Exited(1, Outcome.STOPPED, step=20))
-    points = [point(step, now + step - 20, replicas=2, loss=1.25) for step in range(21, 41)]
+    again = time.time()
+    points = [point(step, again + step - 20, replicas=2, loss=1.25) for step in range(21, 41)]
     store.add_report("grown", 2, points)
     store.put_hints("grown", 2, HINTS)
     service.submit("hostile", ["node-b"], max_restarts=0)

@@ -129,8 +129,10 @@ export class JobPage {
 
   #curves(job) {
     const { generations, points } = job;
-    const begin = Math.min(...generations.map((one) => one.created_at), ...points.map((one) => one.time), this.live.now);
-    const end = job.ended_at ?? Math.max(this.live.now, begin + 10);
+    const reported = points.map((one) => one.time);
+    const begin = Math.min(...generations.map((one) => one.created_at), ...reported, this.live.now);
+    // A node's clock may be ahead of the scheduler's: nothing that was reported is left out.
+    const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
     const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: `generation ${one.generation}` }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
