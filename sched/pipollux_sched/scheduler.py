@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pipollux_sched.allocator.allocator import Allocator
@@ -45,7 +44,14 @@ from pipollux_sched.utils.vital_thread import VitalThreads
 from .backend import Node
 from .lifecycle import Allocate
 from .metrics import Metrics
-from .policy import DEFAULT_POLICY, AutoscalingRules, NodePlan, Policy, make_policy
+from .policy import (
+    DEFAULT_POLICY,
+    DEFAULT_RESTART_SECONDS,
+    AutoscalingRules,
+    NodePlan,
+    Policy,
+    make_policy,
+)
 from .server import create_app, end_waiting
 from .store import JobRecord, ServerInfo, StateDir, Store
 
@@ -99,7 +105,7 @@ class Scheduler:
         interval: float = 60.0,
         hints_interval: float = 30.0,
         checkpoint_interval: float = 60.0,
-        restart_seconds: float = 30.0,
+        restart_seconds: float = DEFAULT_RESTART_SECONDS,
         grace: float = STOP_GRACE,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         open_metrics: bool = False,
@@ -215,12 +221,7 @@ class Scheduler:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     # What users and jobs ask

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TypeAlias
 
+from pipollux_sched.utils.text import first_line
+
 Event: TypeAlias = Mapping[str, Any]
 
 
@@ -71,7 +73,7 @@ def _autoscaling(event: Event) -> str:
 
 
 def _node(event: Event) -> str:
-    reason = f": {_first_line(event['reason'])}" if event["reason"] else ""
+    reason = f": {first_line(event['reason'])}" if event["reason"] else ""
     return f"node {event['node']} is {event['condition']}{reason}"
 
 
@@ -85,10 +87,6 @@ def _progress(event: Event) -> str:
     return f"step {event['step']}{loss}"
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
-
-
 _Telling: TypeAlias = Mapping[str, Callable[[Event], str]]
 
 _TELLING: _Telling = {
@@ -96,24 +94,24 @@ _TELLING: _Telling = {
     "allocated": lambda event: str(event["why"]),
     "first_step": _first_step,
     "stopped": _stopped,
-    "restarting": lambda event: f"restarting: {_first_line(event['why'])}",
+    "restarting": lambda event: f"restarting: {first_line(event['why'])}",
     "complete": _complete,
-    "failed": lambda event: f"failed: {_first_line(event['why'])}",
+    "failed": lambda event: f"failed: {first_line(event['why'])}",
     "cancelled": lambda _event: "cancelled",
     "suspended": lambda _event: "suspended by its user",
     "resumed": lambda _event: "resumed by its user",
     "rerun": _rerun,
     "deleted": lambda _event: "deleted by its user",
     "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
-    "heartbeat_lost": lambda event: f"heartbeat lost: {_first_line(event['why'])}",
-    "stalled": lambda event: f"stalled: {_first_line(event['why'])}",
+    "heartbeat_lost": lambda event: f"heartbeat lost: {first_line(event['why'])}",
+    "stalled": lambda event: f"stalled: {first_line(event['why'])}",
     "node": _node,
     "autoscaling": _autoscaling,
 }
 _FREQUENT: _Telling = {
     "cluster": _cluster,
     "started": lambda event: f"generation {event['generation']} started",
-    "stopping": lambda event: f"asked to stop: {_first_line(event['why'])}",
+    "stopping": lambda event: f"asked to stop: {first_line(event['why'])}",
     "hints": lambda _event: "sent hints",
     "progress": _progress,
     "timeline": lambda event: f"sent the timeline of step {event['step']}",

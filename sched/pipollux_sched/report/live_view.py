@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from rich import box
@@ -36,8 +35,8 @@ from pipollux_sched.utils.text import (
     placement,
 )
 
+from .event_text import event_text
 from .facts import epochs, job_row
-from .narration import describe
 from .tables import (
     AllocationLine,
     allocation_table,
@@ -81,7 +80,7 @@ class LiveView:
     Example:
         >>> with LiveView(Console(width=80)) as view:
         ...     view.on_event({"time": 0.0, "type": "submitted", "job": "a", "spec": {}})
-        [0:00] a submitted, 1 stage
+        [0:00] a: submitted
     """
 
     def __init__(
@@ -134,12 +133,7 @@ class LiveView:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def on_event(self, event: Event) -> None:
@@ -170,9 +164,9 @@ class LiveView:
             self._changed[name] = self.run.jobs[name].allocations[-1]
         else:
             out += self._take_allocations()
-        words = describe(event)
-        if words is not None:
-            line = self._line(event, words)
+        told = event_text(event, every=kind == "cluster")
+        if told is not None:
+            line = self._line(event, f"{clean(name)}: {clean(told)}" if name else clean(told))
             self._messages.append(line)
             if self._live is None and kind != "allocated":
                 out.append(line)

@@ -67,10 +67,10 @@ def test_plain_lines_have_no_control_characters(events: list[Event]) -> None:
     text = plain(events)
     assert not CONTROL.search(text)
     lines = [words(line) for line in text.splitlines()]
-    assert "[0:00] char-lm submitted, 2 stages" in lines
-    assert "[2:00] char-lm stopped after step 663" in lines
-    assert "[2:06] char-lm trains from step 664 on, 7.5 s after it was asked to stop" in lines
-    assert "[3:41] char-lm complete after step 1391" in lines
+    assert "[0:00] char-lm: submitted" in lines
+    assert "[2:00] char-lm: stopped and saved at step 663" in lines
+    assert "[2:06] char-lm: training since step 664, 7.5 s after it was asked to move" in lines
+    assert "[3:41] char-lm: complete at step 1391, epochs done: 3" in lines
     point = next(
         e
         for e in events
@@ -135,7 +135,7 @@ def test_display_shows_jobs_nodes_and_messages(events: list[Event]) -> None:
     )
     assert "node-0 char-lm" in lines
     assert "node-1 digits digits" in lines
-    assert "[1:23] digits trains from step 509 on, 5.3 s after it was asked to stop" in lines
+    assert "[1:23] digits: training since step 509, 5.3 s after it was asked to move" in lines
     assert any(line.startswith("Pipollux 1:") and "policy pollux" in line for line in lines)
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import name_order
-from pipollux_sched.policy.placement.capacity import Floats
 from pipollux_sched.policy.placement.cluster_state import ClusterState
+from pipollux_sched.policy.placement.node_choice import Floats
 from pipollux_sched.policy.placement.packing import (
     answer,
     num_nodes_as_is,

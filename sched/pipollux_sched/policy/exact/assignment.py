@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import Floats, Ints, NodeCapacity, NodeCounts
+from pipollux_sched.policy.placement.node_choice import Floats, Ints, NodeCapacity, NodeCounts
 
 from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Worth

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import Floats
+from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import NOTHING, Instance, JobConfigurations
 from .objective import Worth

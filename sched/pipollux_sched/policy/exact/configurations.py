@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipollux_sched.policy.allocation import shape_of
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import by_arrival, by_safety
-from pipollux_sched.policy.placement.capacity import (
+from pipollux_sched.policy.placement.node_choice import (
     Bools,
     Floats,
     Ints,

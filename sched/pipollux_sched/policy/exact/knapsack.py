@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import Floats, Ints
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 
 _TOLERANCE = 1e-9
 """Of all values together: the rounding error of a bound at most."""

@@ -24,7 +24,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from pipollux_sched.policy.placement.capacity import Floats, NodeCapacity
+from pipollux_sched.policy.placement.node_choice import Floats, NodeCapacity
 
 from .assignment import Placed
 from .configurations import NOTHING, Instance, JobConfigurations

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from pipollux_sched.policy.fitness import TOLERANCE, check_power, power_terms, restart_factor
-from pipollux_sched.policy.placement.capacity import Floats
+from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import Instance, JobConfigurations
 from .promise import Promises

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from pipollux_sched.policy.allocation import Allocation, as_allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
-from pipollux_sched.policy.placement.capacity import Floats
 from pipollux_sched.policy.placement.first_fit import place_arrival
+from pipollux_sched.policy.placement.node_choice import Floats
 
 from .assignment import Assignment, Placed
 from .completion_time import CompletionTime

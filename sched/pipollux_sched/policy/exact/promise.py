@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import (
+from pipollux_sched.policy.placement.node_choice import (
     Bools,
     Ints,
     NodeCapacity,

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
 
-from pipollux_sched.policy.placement.capacity import Floats, Ints
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 
 from .configurations import Instance, JobConfigurations
 from .knapsack import knapsack

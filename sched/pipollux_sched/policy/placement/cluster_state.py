@@ -20,7 +20,7 @@ from pipollux_sched.policy.job_info import ReplicaShape
 from pipollux_sched.policy.order import by_arrival, by_safety
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 
-from .capacity import Bools, Ints, NodeCapacity, amounts, find_nodes
+from .node_choice import Bools, Ints, NodeCapacity, amounts, find_nodes
 
 
 @dataclass(frozen=True)

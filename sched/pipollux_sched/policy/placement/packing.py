@@ -17,8 +17,8 @@ from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, ReplicaShape
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes
 
-from .capacity import Floats, Ints
 from .cluster_state import ClusterState, ReplicaRequest
+from .node_choice import Floats, Ints
 
 S = TypeVar("S")
 

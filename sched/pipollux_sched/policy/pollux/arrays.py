@@ -17,7 +17,7 @@ import numpy as np
 from pipollux_sched.policy.allocation import is_first_choice, shape_of
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import by_safety, name_order
-from pipollux_sched.policy.placement.capacity import Bools, Ints, amounts
+from pipollux_sched.policy.placement.node_choice import Bools, Ints, amounts
 from pipollux_sched.policy.rules import Allocations, is_pinned, must_move, usable_nodes
 
 

@@ -27,7 +27,7 @@ from pymoo.operators.survival.rank_and_crowding import RankAndCrowding
 from pymoo.termination.max_gen import MaximumGenerationTermination
 
 from pipollux_sched.policy.fitness import TOLERANCE
-from pipollux_sched.policy.placement.capacity import Bools, Floats, Ints
+from pipollux_sched.policy.placement.node_choice import Bools, Floats, Ints
 
 from .problem import AllocationProblem
 from .repair import repair

@@ -16,8 +16,8 @@ from pipollux_sched.policy.allocation import Allocation, as_allocation
 from pipollux_sched.policy.autoscaling.utility import UtilityBand, utility
 from pipollux_sched.policy.fitness import check_power
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, TemplateNode
-from pipollux_sched.policy.placement.capacity import Floats, Ints
 from pipollux_sched.policy.placement.first_fit import place_arrival
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 from pipollux_sched.policy.rules import Allocations, is_pinned, usable_nodes
 
 from .arrays import ClusterArrays, build_cluster

@@ -30,7 +30,7 @@ import numpy as np
 
 from pipollux_sched.policy.fitness import TOLERANCE, power_terms, restart_factor
 from pipollux_sched.policy.job_info import SpeedupCallable
-from pipollux_sched.policy.placement.capacity import Bools, Floats, Ints, num_fitting
+from pipollux_sched.policy.placement.node_choice import Bools, Floats, Ints, num_fitting
 
 from .arrays import ClusterArrays
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import Ints
+from pipollux_sched.policy.placement.node_choice import Ints
 
 from .problem import AllocationProblem
 from .state_builder import StateBuilder, replica_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipollux_sched.policy.placement.capacity import Bools, Ints, find_nodes, num_fitting
+from pipollux_sched.policy.placement.node_choice import Bools, Ints, find_nodes, num_fitting
 
 from .problem import AllocationProblem
 

@@ -26,8 +26,8 @@ from scipy.sparse import csr_array
 from pipollux_sched.policy.allocation import Allocation, is_first_choice
 from pipollux_sched.policy.fitness import restart_factor
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
-from pipollux_sched.policy.placement.capacity import Floats, Ints
 from pipollux_sched.policy.placement.cluster_state import ReplicaRequest
+from pipollux_sched.policy.placement.node_choice import Floats, Ints
 from pipollux_sched.policy.placement.packing import speedups
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from pipollux_sched.policy.allocation import Allocation
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
 from pipollux_sched.policy.order import by_arrival, name_order
-from pipollux_sched.policy.placement.capacity import Floats
 from pipollux_sched.policy.placement.cluster_state import ClusterState
 from pipollux_sched.policy.placement.first_fit import place_arrival
+from pipollux_sched.policy.placement.node_choice import Floats
 from pipollux_sched.policy.placement.packing import answer, num_nodes_as_is, pack
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, usable_nodes
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, PolluxPolicy, ReplicaShape
-from pipollux_sched.policy.placement.capacity import Ints
+from pipollux_sched.policy.placement.node_choice import Ints
 from pipollux_sched.policy.pollux.arrays import ClusterArrays, build_cluster
 from pipollux_sched.policy.pollux.problem import AllocationProblem
 from pipollux_sched.policy.pollux.repair import repair
