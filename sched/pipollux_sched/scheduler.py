@@ -43,7 +43,7 @@ from pipollux_sched.utils.vital_thread import VitalThreads
 
 from .backend import Node
 from .lifecycle import Allocate
-from .metrics import Metrics
+from .metrics import SchedulerMetrics
 from .policy import (
     DEFAULT_POLICY,
     DEFAULT_RESTART_SECONDS,
@@ -146,7 +146,7 @@ class Scheduler:
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
             "PIPOLLUX_HEARTBEAT_INTERVAL": f"{heartbeat_timeout / 6:g}",
         }
-        self._metrics = Metrics()
+        self._metrics = SchedulerMetrics()
         self._resources = ExitStack()
         self._started = self._serving = self._stopping = self._abandoned = False
         self._deciding = threading.Lock()

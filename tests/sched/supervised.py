@@ -16,7 +16,7 @@ from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.server import Limits, create_app, end_waiting
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import NodeSpec
@@ -83,7 +83,7 @@ class Service:
             state_dir=self.state_dir.path,
             deletion=JobDeletion(self.store, self.state_dir),
         )
-        self.metrics = Metrics()
+        self.metrics = SchedulerMetrics()
         self.app = create_app(
             self.store,
             self.control,

@@ -39,7 +39,7 @@ from .loss import (
     with_values,
 )
 from .measurements import Floats, Profile, make_profile, merge, stage_shares
-from .priors import Start, raise_unseen, start
+from .priors import StartingPoint, raise_unseen, start
 from .report import FitReport, make_report
 
 _LONGEST = 1e8  # seconds, an upper bound that only keeps the search from overflowing
@@ -210,13 +210,13 @@ def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
     return raise_unseen(with_values(shape, found.values.tolist()), merged)
 
 
-def _without_extras(begin: Start) -> Start:
+def _without_extras(begin: StartingPoint) -> StartingPoint:
     """Return the start of a search for AdaptDL's seven numbers and the overlap of stages."""
     extra = np.isin(NAMES, _EXTRAS)
-    return Start(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
+    return StartingPoint(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
 
 
-def _search_all(rows: Rows, begin: Start, passes: Sequence[_Pass]) -> Start:
+def _search_all(rows: Rows, begin: StartingPoint, passes: Sequence[_Pass]) -> StartingPoint:
     for search in passes:
         begin = begin._replace(values=_search(rows, begin, search))
     return begin
@@ -237,7 +237,7 @@ def _shape(
     )
 
 
-def _search(rows: Rows, begin: Start, search: _Pass) -> Floats:
+def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
     """Return the numbers of `NAMES` that minimise the loss, from `begin`.
 
     The variables are the free times relative to where they begin (or the logarithms of that), then

@@ -45,7 +45,7 @@ _REPEATS = 5  # of reweighting a line
 Booleans = NDArray[np.bool_]
 
 
-class Start(NamedTuple):
+class StartingPoint(NamedTuple):
     """Where the search starts, in the order of `NAMES`; shape (13,)."""
 
     values: Floats
@@ -53,7 +53,7 @@ class Start(NamedTuple):
     """Whether a number is fitted or stays as it is."""
 
 
-def start(profile: Profile, shape: PerfParams) -> Start:
+def start(profile: Profile, shape: PerfParams) -> StartingPoint:
     """Return first guesses for identifiable parameters, and priors for the others.
 
     Args:
@@ -76,7 +76,7 @@ def start(profile: Profile, shape: PerfParams) -> Start:
             values["alpha_" + ending] = alpha
             values["beta_" + ending] = beta if known["beta_" + ending] else EPSILON
     free = np.array([known[name] for name in NAMES])
-    return Start(np.array([values[name] for name in NAMES]), free)
+    return StartingPoint(np.array([values[name] for name in NAMES]), free)
 
 
 def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 
 from .autoscaler import Autoscaler
 from .decide import Decision, place_new, reallocate, why_waiting
@@ -37,12 +37,12 @@ class Allocator:
         strategy: Strategy,
         *,
         carry_out: Callable[[Sequence[tuple[str, Allocate]]], object],
-        metrics: Metrics | None = None,
+        metrics: SchedulerMetrics | None = None,
     ) -> None:
         self._reader = reader
         self._strategy = strategy
         self._carry_out = carry_out
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics or SchedulerMetrics()
         self._leaving: Collection[str] = ()
 
     def run_once(self) -> list[Decision]:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.store import StateDir, Store
 
 from .dependencies import NeedsAdmin, Services
@@ -44,7 +44,7 @@ def create_app(
     *,
     state_dir: StateDir,
     admin_token: str,
-    metrics: Metrics | None = None,
+    metrics: SchedulerMetrics | None = None,
     limits: Limits | None = None,
     open_metrics: bool = False,
     hosts: Collection[str] = (),
@@ -61,7 +61,7 @@ def create_app(
         open_metrics: whether `/metrics` needs no token.
         hosts: names that are answered to, besides those of the loopback interface.
     """
-    metrics = metrics or Metrics()
+    metrics = metrics or SchedulerMetrics()
     app = FastAPI(
         title="Pipollux",
         version=version("pipollux"),

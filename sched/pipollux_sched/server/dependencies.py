@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.store import StateDir, Store
 
 from .auth import Auth
@@ -43,7 +43,7 @@ class Services:
         control: Control,
         state_dir: StateDir,
         admin_token: str,
-        metrics: Metrics,
+        metrics: SchedulerMetrics,
         limits: Limits,
     ) -> None:
         self.store = store

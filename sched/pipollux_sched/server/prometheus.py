@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.store import NodeCondition, Store
 from pipollux_sched.views.cluster import list_nodes
 
@@ -40,7 +40,7 @@ class RefusedCounter:
         metrics: where they are counted.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: SchedulerMetrics) -> None:
         self._app = app
         self._refused = metrics.refused
 
@@ -114,7 +114,7 @@ class SchedulerCollector(Collector):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
 
 
-def render(metrics: Metrics, collector: SchedulerCollector) -> bytes:
+def render(metrics: SchedulerMetrics, collector: SchedulerCollector) -> bytes:
     """Return everything in Prometheus' text format."""
     read = CollectorRegistry()
     read.register(collector)

@@ -11,7 +11,7 @@ import pytest
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
-from pipollux_sched.metrics import Metrics
+from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
 from tests.sched.supervised import ADMIN, POINT, SCRIPT, Service, detail, report
@@ -236,7 +236,7 @@ def test_figures_may_be_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_a_decision_that_fails_is_timed_as_well() -> None:
-    metrics = Metrics()
+    metrics = SchedulerMetrics()
     with pytest.raises(ValueError, match="no"), metrics.deciding():
         raise ValueError("no")
     assert metrics.registry.get_sample_value("pipollux_policy_seconds_count") == 1.0
