@@ -23,14 +23,9 @@ from pipollux_sched.policy.sia.policy import SiaPolicy
 
 from .allocation import Allocation, shape_of
 from .base import Policy
-from .job_info import (
-    DEFAULT_RESTART_SECONDS,
-    JobInfo,
-    NodeInfo,
-    ReplicaShape,
-    SpeedupCallable,
-)
+from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
+from .restart_cost import DEFAULT_RESTART_SECONDS
 from .rules import is_pinned, must_move, usable_nodes, violations
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Pollux's fitness: the terms of its power mean, and the penalty of a restart (OSDI'21, §4.2)."""
+"""Pollux's fitness: the terms of its power mean over jobs (OSDI'21, §4.2)."""
 
 from __future__ import annotations
 
@@ -7,25 +7,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .job_info import JobInfo
-
 Floats: TypeAlias = NDArray[np.float64]
 
 FLOOR = 0.01
 """The least value of a job in the power mean."""
 TOLERANCE = 1e-9
 """Two fitnesses whose relative difference is below this count as equal."""
-
-
-def restart_factor(job: JobInfo) -> float:
-    """Return the factor on a job's speedup if its allocation changes now, in [0, 1].
-
-    It is the share of its life that the job would have trained after one more restart, at the rate
-    of restarts so far. A young or often restarted job is thereby left alone.
-    """
-    total = job.age + job.restart_seconds
-    lost = job.num_restarts * job.restart_seconds
-    return max(job.age - lost, 0.0) / total if total > 0 else 1.0
 
 
 def check_power(power: float) -> float:

@@ -16,11 +16,10 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from .restart_cost import DEFAULT_RESTART_SECONDS, restart_factor
+
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
-
-DEFAULT_RESTART_SECONDS = 30.0
-"""Assumed cost of a checkpoint-restart before a job's own was measured (the paper's)."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +128,11 @@ class JobInfo:
     def least_replicas(self) -> int:
         """The fewest replicas that the job runs on, at least 1."""
         return max(self.min_replicas, 1)
+
+    @property
+    def restart_factor(self) -> float:
+        """The factor on the job's speedup if its allocation changes now: see `restart_factor`."""
+        return restart_factor(self.age, self.num_restarts, self.restart_seconds)
 
     @property
     def created(self) -> float:

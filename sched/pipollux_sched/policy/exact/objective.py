@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipollux_sched.policy.fitness import TOLERANCE, check_power, power_terms, restart_factor
+from pipollux_sched.policy.fitness import TOLERANCE, check_power, power_terms
 from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import Instance, JobConfigurations
@@ -79,7 +79,7 @@ class _FairWorth:
         configs = self._jobs[job]
         values = configs.speedup / self._fair[job]
         if configs.runs:
-            factors = np.full(len(values), restart_factor(configs.job))
+            factors = np.full(len(values), configs.job.restart_factor)
             if configs.stay is not None:
                 factors[configs.stay] = 1.0
             values = values * factors
@@ -87,7 +87,7 @@ class _FairWorth:
 
     def moved(self, job: int, speedup: float) -> float:
         configs = self._jobs[job]
-        factor = restart_factor(configs.job) if configs.runs else 1.0
+        factor = configs.job.restart_factor if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipollux_sched.policy.fitness import TOLERANCE, power_terms, restart_factor
+from pipollux_sched.policy.fitness import TOLERANCE, power_terms
 from pipollux_sched.policy.job_info import SpeedupCallable
 from pipollux_sched.policy.placement.node_choice import Bools, Floats, Ints, num_fitting
 
@@ -59,7 +59,7 @@ class AllocationProblem:
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
-        self.factors: Floats = np.array([restart_factor(job) for job in jobs])
+        self.factors: Floats = np.array([job.restart_factor for job in jobs])
         """(J,)"""
         self.running: Bools = cluster.extents[:, 1] > 0
         """(J,): whether the job holds anything now."""

@@ -24,7 +24,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from pipollux_sched.policy.allocation import Allocation, is_first_choice
-from pipollux_sched.policy.fitness import restart_factor
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.placement.cluster_state import ReplicaRequest
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
@@ -157,7 +156,7 @@ def current_column(
 
 def cost(job: JobInfo, column: Column, *, running: bool, current: bool, power: float) -> float:
     """Return (restart · G)^p, infinite where that is 0 to a negative power."""
-    factor = restart_factor(job) if running and not current else 1.0
+    factor = job.restart_factor if running and not current else 1.0
     value = factor * column.goodput
     return float(value**power) if value > 0 else np.inf
 

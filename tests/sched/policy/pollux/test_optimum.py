@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy, usable_nodes
-from pipollux_sched.policy.fitness import FLOOR, restart_factor
+from pipollux_sched.policy.fitness import FLOOR
 from pipollux_sched.policy.pollux import nsga2
 from pipollux_sched.policy.pollux.arrays import ClusterArrays, build_cluster
 from pipollux_sched.policy.pollux.problem import AllocationProblem
@@ -84,7 +84,7 @@ def test_the_restart_factor_by_hand(age: float, restarts: int, cost: float, fact
     job = JobInfo(
         {"slots": 1}, scaling(0), 0.0, 1, 2, age=age, num_restarts=restarts, restart_seconds=cost
     )
-    assert restart_factor(job) == pytest.approx(factor)
+    assert job.restart_factor == pytest.approx(factor)
 
 
 def test_growing_must_be_worth_the_restart() -> None:
