@@ -1,1 +1,1 @@
-"""Asking a running scheduler over HTTP, from this machine or another."""
+"""HTTP client of a running scheduler, on this machine or another."""

@@ -1,4 +1,4 @@
-"""What the command line asks a running scheduler."""
+"""The client behind the command line: one method for each request to a scheduler."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ LONG_TIMEOUT = 600.0
 
 
 class Client:
-    """Asks a running scheduler.
+    """Client of a running scheduler.
 
     Example:
         >>> with Client.at("https://pipollux.example.com", token) as client:
         ...     client.cancel("char-lm")
 
     Args:
-        connection: to the scheduler.
+        connection: connection to the scheduler.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -51,12 +51,12 @@ class Client:
         """Return a client of the scheduler at a URL.
 
         Args:
-            url: its own, that of a tunnel to it, or of a proxy before it.
+            url: URL of the scheduler, of a tunnel to it, or of a proxy in front of it.
             token: the admin token.
             timeout: seconds to wait for an answer.
 
         Raises:
-            ClientError: the URL or the token is none.
+            ClientError: the URL or the token is malformed.
         """
         return cls(Connection(url, token, timeout))
 
@@ -65,7 +65,7 @@ class Client:
         """Return a client of the scheduler that serves a state directory of this machine.
 
         Args:
-            state_dir: its ``server.json`` says where the scheduler listens, and holds the token.
+            state_dir: its ``server.json`` holds the scheduler's URL and the admin token.
             timeout: seconds to wait for an answer.
 
         Raises:
@@ -97,10 +97,10 @@ class Client:
 
     @property
     def served(self) -> bool:
-        """True: whoever answers is a scheduler that runs."""
+        """Whether a running scheduler is at the other end: always True."""
         return True
 
-    # What is asked of jobs and nodes
+    # Commands on jobs and nodes
 
     def submit(self, spec: JobSpec) -> JobView:
         """Submit a job; return it as the scheduler now knows it."""
@@ -108,7 +108,7 @@ class Client:
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobView]:
         """Submit jobs, all or none of them; return them as the scheduler now knows them."""
-        # Without what it knows anyway: so a thousand jobs fit into one request.
+        # Defaults are left out, so that a thousand jobs fit into one request.
         jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
         return self._connection.get(list[JobView], "POST", "/jobs/batch", json={"jobs": jobs})
 
@@ -117,51 +117,51 @@ class Client:
         return self._connection.get(JobView, "DELETE", _job(name))
 
     def suspend(self, name: str) -> JobView:
-        """Suspend a job: it saves and releases its slots."""
+        """Suspend a job: it checkpoints and releases its slots."""
         return self._connection.get(JobView, "POST", _job(name, "suspend"))
 
     def resume(self, name: str) -> JobView:
-        """Let a suspended job go on."""
+        """Resume a suspended job."""
         return self._connection.get(JobView, "POST", _job(name, "resume"))
 
     def rerun(self, name: str, *, from_scratch: bool = False) -> JobView:
-        """Run a job again that has ended.
+        """Rerun a job that has ended.
 
         Args:
-            name: of the job.
-            from_scratch: whether it begins anew; else it goes on from its last checkpoint.
+            name: name of the job.
+            from_scratch: whether it starts from scratch; else it resumes from its last checkpoint.
         """
         query = {"from_scratch": from_scratch}
         return self._connection.get(JobView, "POST", _job(name, "rerun"), params=query)
 
     def delete(self, name: str) -> DeletedJobView:
-        """Delete a job that has ended; return how it had ended, and what is left of it."""
+        """Delete a job that has ended; return its last phase and the folders that remain."""
         return self._connection.get(
             DeletedJobView, "POST", _job(name, "delete"), timeout=LONG_TIMEOUT
         )
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeDetails:
-        """Let a node be ready, drain, or be dead; return it as the scheduler now knows it."""
+        """Set a node ready, draining or dead; return it as the scheduler now knows it."""
         body = {"condition": condition.value, "reason": reason}
         return self._connection.get(NodeDetails, "PUT", f"/nodes/{quote(name, safe='')}", json=body)
 
     def decide(self) -> None:
-        """Let the allocator decide now, not only at the next interval."""
+        """Run the allocator now instead of at the next interval."""
         self._connection.request("POST", "/decisions")
 
-    # What it knows
+    # Queries
 
     def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-        """Return the jobs in some phases (none: in any), in the order they came."""
+        """Return the jobs in the given phases (none: all), in order of submission."""
         query = {"phase": [phase.value for phase in phases]}
         return self._connection.get(list[ListedJob], "GET", "/jobs", params=query)
 
     def job(self, name: str) -> JobDetails:
-        """Return all that is known of a job, but for its curves."""
+        """Return the details of a job, without its curves."""
         return self._connection.get(JobDetails, "GET", _job(name), params={"points": 0})
 
     def curves(self, name: str, points: int) -> JobCurves:
-        """Return all that is known of a job, with at most `points` of each of its curves."""
+        """Return the details of a job, with at most `points` points of each curve."""
         return self._connection.get(JobCurves, "GET", _job(name), params={"points": points})
 
     def explanation(self, name: str) -> ExplanationView:
@@ -173,7 +173,7 @@ class Client:
         return self._connection.get(list[NodeDetails], "GET", "/nodes")
 
     def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
-        """Return everything at a glance: nodes, counts, a page of jobs, the last events."""
+        """Return an overview: nodes, counts, a page of jobs, the last events."""
         most = sys.maxsize if query.limit is None else query.limit
         view = self._page(query, query.offset, min(most, MOST_JOBS), num_events)
         jobs, wanted = list(view.jobs), min(most, view.num_found - query.offset)
@@ -195,28 +195,28 @@ class Client:
         return self._connection.get(ClusterView, "GET", "/overview", params=params)
 
     def usage(self, since: float, num_parts: int) -> UsageView:
-        """Return how full the nodes were since a moment, in equal parts of that time."""
+        """Return the nodes' slot usage since a moment, in equal intervals."""
         return self._connection.get(
             UsageView, "GET", "/usage", params={"since": since, "parts": num_parts}
         )
 
     def plan(self, policy: str | None = None, seed: int = 0) -> PlanView:
-        """Return what the scheduler would decide now, by its own policy or another."""
+        """Return what the scheduler would decide now, under its own policy or another."""
         query = {"seed": seed, **({} if policy is None else {"policy": policy})}
         return self._connection.get(PlanView, "GET", "/plan", params=query, timeout=LONG_TIMEOUT)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
-        """Return the report of some jobs (none: of all) as HTML.
+        """Return the report of the given jobs (none: all) as HTML.
 
         Args:
-            jobs: their names.
-            seconds: only what happened in the last so many; None: everything.
+            jobs: names of the jobs.
+            seconds: cover only the last `seconds` seconds; None: everything.
         """
         query = {"job": list(jobs), **({} if seconds is None else {"seconds": seconds})}
         return self._connection.request("GET", "/report", params=query, timeout=LONG_TIMEOUT).text
 
     def metrics(self) -> str:
-        """Return the figures for Prometheus, in its text format."""
+        """Return the metrics in Prometheus text format."""
         return self._connection.request("GET", "/metrics").text
 
     # Events and logs
@@ -229,14 +229,14 @@ class Client:
         types: Collection[str] = (),
         limit: int = 1000,
     ) -> list[dict[str, Any]]:
-        """Return the events of ids above `after`, the oldest first."""
+        """Return the events with ids above `after`, oldest first."""
         query = {"after": after, "limit": limit, **_chosen(job, types)}
         return self._connection.get(list[dict[str, Any]], "GET", "/events", params=query)
 
     def latest_events(
         self, limit: int, *, job: str | None = None, types: Collection[str] = ()
     ) -> list[dict[str, Any]]:
-        """Return the newest events, at most `limit`, the oldest first."""
+        """Return the newest events, at most `limit`, oldest first."""
         query = {"last": limit, **_chosen(job, types)}
         return self._connection.get(list[dict[str, Any]], "GET", "/events", params=query)
 
@@ -248,18 +248,18 @@ class Client:
         return int(first[0]["id"]) - 1 if first else self.last_event()
 
     def last_event(self) -> int:
-        """Return the id of the newest event, 0 where there is none."""
+        """Return the id of the newest event, 0 if there is none."""
         return max((int(event["id"]) for event in self.latest_events(1)), default=0)
 
     def follow(
         self, after: int | None = None, *, job: str | None = None, types: Collection[str] = ()
     ) -> Generator[dict[str, Any]]:
-        """Yield events as they happen, until the scheduler ends.
+        """Yield events as they happen, until the scheduler stops.
 
         Args:
-            after: begin with the first event of a larger id; None: with the next that happens.
+            after: start with the first event above this id; None: with the next one.
             job: only events of this job.
-            types: only events of these types; empty: of all.
+            types: only events of these types; empty: all types.
 
         Raises:
             ClientError: the scheduler refuses, or has been silent for too long.
@@ -272,11 +272,11 @@ class Client:
                     yield event
 
     def logs(self, name: str, tail: int = 0) -> list[LogTail]:
-        """Return the last lines of each replica of each generation of a job; 0: which there are."""
+        """Return the last lines of all replica logs of a job; 0: only list the logs."""
         return self._connection.get(list[LogTail], "GET", _job(name, "logs"), params={"tail": tail})
 
     def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
-        """Read what a replica has written on from an offset."""
+        """Return what a replica has logged from an offset on."""
         path = _job(name, f"logs/{generation}/{replica}")
         response = self._connection.request("GET", path, params={"offset": offset})
         try:

@@ -1,4 +1,4 @@
-"""One connection to a scheduler: how it is asked, and what went wrong in one sentence."""
+"""One connection to a scheduler: requests, and errors as one sentence each."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 
 class ClientError(SchedulerError):
-    """The scheduler cannot be asked, or refuses; the text is one sentence for the user."""
+    """The scheduler cannot be reached, or refuses; the text is one sentence for the user."""
 
 
 class UnreachableError(ClientError):
-    """No scheduler answers, so that it makes no sense to ask it more."""
+    """No scheduler answers, so further requests are pointless."""
 
 
 class Connection:
-    """Asks a scheduler with its admin token.
+    """Connection to a scheduler with its admin token.
 
     Args:
-        url: where the scheduler is reached.
+        url: URL of the scheduler.
         token: the admin token.
         timeout: seconds to wait for an answer.
-        nobody: what to say where nobody answers.
+        nobody: error text when nothing answers.
 
     Raises:
-        ClientError: the URL or the token is none.
+        ClientError: the URL or the token is malformed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Connection:
                 "the token is not one line of printable ASCII without blanks; take it from "
                 "admin.token in the scheduler's state directory"
             )
-        # A proxy has no business with the loopback interface.
+        # Requests to the loopback interface bypass any proxy.
         trust_env = not _is_loopback(urlsplit(self.url).hostname or "")
         headers = {"Authorization": f"Bearer {token}"}
         self._client = httpx.Client(
@@ -64,21 +64,21 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._client.close()
 
     def get(self, kind: type[T], method: str, path: str, **content: Any) -> T:
-        """Ask, and return the answer as what it should be."""
+        """Send a GET request; return the answer validated as the expected type."""
         response = self.request(method, path, **content)
         try:
-            # What a newer scheduler tells besides does not matter.
+            # Extra fields of a newer scheduler are ignored.
             found: T = _adapter(cast("Any", kind)).validate_json(response.content, extra="ignore")
         except ValidationError:
             raise self.not_understood() from None
         return found
 
     def lines(self, path: str, query: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the lines of an answer as they come, until it ends."""
+        """Yield the lines of an answer as they arrive, until it ends."""
         with self._answers(), self._client.stream("GET", path, params=query) as response:
             if not response.is_success:
                 response.read()
@@ -86,10 +86,10 @@ class Connection:
             yield from response.iter_lines()
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Ask, and return the answer.
+        """Send a request; return the answer.
 
         Raises:
-            ClientError: nobody answers, or the request was refused.
+            ClientError: nothing answers, or the request was refused.
         """
         with self._answers():
             response = self._client.request(method, path, **content)
@@ -99,7 +99,7 @@ class Connection:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Say in a sentence that the scheduler does not answer, where it does not."""
+        """Turn connection errors into a sentence: the scheduler does not answer."""
         try:
             yield
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
@@ -116,7 +116,7 @@ class Connection:
             ) from error
 
     def _refused(self, response: httpx.Response) -> ClientError:
-        """Say why a request was refused."""
+        """Return the reason for a refusal."""
         try:
             detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
@@ -135,7 +135,7 @@ class Connection:
         return ClientError(detail)
 
     def not_understood(self) -> ClientError:
-        """Return an error: whoever answers is no scheduler, or one of another version."""
+        """Return an error: the server is no scheduler, or one of another version."""
         ours = version("pipollux")
         with self._answers():
             response = self._client.get("/healthz")
@@ -157,7 +157,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked_url(url: str) -> str:
-    """Return a URL that a scheduler can be reached at, without the slash at its end."""
+    """Return a scheduler's URL without the trailing slash."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,4 +1,4 @@
-"""Taking a job in: whether it can ever run here, and what its processes will be."""
+"""Admission of jobs: whether a job can ever run here, and what its processes run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["admitted", "program"]
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
-    """Return a job with its script and folder found; with an image it has none of them here.
+    """Return a job with its script and folder resolved; a job with an image has neither here.
 
     Raises:
-        SpecError: it can never run here: no such script or folder, or no node that it fits on.
+        SpecError: the job can never run here: script or folder missing, or no node fits it.
     """
     reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes)
     if reason:
@@ -42,7 +42,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
 
     Args:
         job: the job.
-        environment: what the scheduler tells all jobs; overrides what the user set.
+        environment: variables that the scheduler sets for all jobs; overrides the user's.
     """
     spec = parse_job(job.spec)
     return ReplicaProgram(

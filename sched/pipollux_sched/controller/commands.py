@@ -1,7 +1,7 @@
-"""What users, and jobs, ask of the scheduler, carried out.
+"""Commands of users and jobs on the scheduler.
 
-Whatever is asked is written into the store first; the executor, the allocator and the backend take
-it from there. Every method may be called by any thread.
+Each command is written into the store first; the executor, the allocator and the backend carry it
+out from there. Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _LOG = logging.getLogger(__name__)
 
 
 class UnavailableError(SchedulerError):
-    """The scheduler takes nothing new, because it is being stopped."""
+    """The scheduler accepts nothing new, because it is stopping."""
 
 
 class Control:
-    """Carries out what users ask.
+    """Carries out the commands of users.
 
     Args:
-        store: what is known.
-        executor: lets events happen to jobs.
-        backend: runs them.
-        nodes: the nodes that were stated, whatever their condition.
+        store: the scheduler's store.
+        executor: applies events to jobs.
+        backend: runs the jobs.
+        nodes: all configured nodes, whatever their condition.
         reconsider: called when the allocator has something new to decide on.
-        stopping: tells whether the scheduler is being stopped.
-        state_dir: where the scheduler keeps everything, which jobs do not save over.
+        stopping: returns whether the scheduler is stopping.
+        state_dir: state directory of the scheduler, in which jobs must not checkpoint.
         deletion: deletes jobs.
-        heartbeats: when replicas were last heard of; None: new ones.
+        heartbeats: last heartbeat of each replica; None: an empty record.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Control:
         """When replicas were last heard of."""
 
     def submit(self, spec: JobSpec) -> JobRecord:
-        """Take a job in; it is started as soon as something is free.
+        """Accept a job; it starts as soon as slots are free.
 
         Raises:
-            SpecError: the job cannot run here: no such script, no node that it fits on, or an image
+            SpecError: the job cannot run here: script missing, no node fits it, or an image
                 where the backend starts no containers.
             JobExistsError: a job of this name is under way, or complete.
         """
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
-        """Take many jobs in: all of them or, where one is refused, none.
+        """Accept many jobs: all of them or, if one is refused, none.
 
         Raises:
             SpecError: one cannot run here, as `submit` says; the text names it.
@@ -129,7 +129,7 @@ class Control:
         return self._executor.handle(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
-        """Resume a suspended job; another living one stays as it is.
+        """Resume a suspended job; any other live job stays as it is.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -141,18 +141,18 @@ class Control:
         return record
 
     def rerun(self, name: str, *, from_scratch: bool) -> JobRecord:
-        """Run a job again that has ended, as it was submitted.
+        """Rerun a job that has ended, as it was submitted.
 
         Args:
-            name: of the job.
-            from_scratch: whether it starts from the beginning; else from its last checkpoint.
+            name: name of the job.
+            from_scratch: whether it starts from scratch; else from its last checkpoint.
 
         Raises:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
-            JobEndedError: it is complete, and is not to start from the beginning.
-            SpecError: it cannot run here any more, as `submit` says, or is to start from the
-                beginning where its user lets it save, and there are checkpoints.
+            JobEndedError: it is complete, and `from_scratch` is False.
+            SpecError: it can no longer run here (see `submit`), or it is to start from scratch
+                while its user's own `checkpoint_dir` holds checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
@@ -175,12 +175,12 @@ class Control:
         """
         self._check_running()
         deleted = self._deletion.delete(name)
-        # Another job of the name counts its generations from 1.
+        # Another job of this name counts its generations from 1.
         self.heartbeats.forget(name, deleted.job.state.generation)
         return deleted
 
     def set_node(self, name: str, condition: NodeCondition, reason: str = "") -> NodeRecord:
-        """Set a node's condition; the jobs of a dead one start elsewhere.
+        """Set a node's condition; jobs on a dead node restart elsewhere.
 
         Raises:
             UnknownNodeError: there is no node of this name.
@@ -203,29 +203,29 @@ class Control:
         step: int | None,
         hang_timeout: float | None = None,
     ) -> None:
-        """Take note of a replica's sign of life; that there was one outlives the scheduler."""
+        """Record a heartbeat of a replica; that one arrived outlives the scheduler."""
         if self.heartbeats.note(name, generation, replica, step, hang_timeout):
             self._backend.note_heard(name, generation, replica)
 
     def expect_replicas(self) -> None:
-        """Expect signs of life of the running replicas of which an earlier scheduler has heard."""
+        """Expect heartbeats of the running replicas that an earlier scheduler heard."""
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
             for replica in self._backend.heard(job.name, job.state.generation):
                 self.heartbeats.note(job.name, job.state.generation, replica)
 
     def decide(self) -> None:
-        """Run the allocator now, not only at the next interval."""
+        """Run the allocator now instead of at the next interval."""
         self._check_running()
         self._reconsider()
 
     def note_training(self, name: str) -> None:
-        """Take note that a job has taken its first step: it can be moved now, if others wait."""
+        """Record that a job has taken its first step: it can be moved now if others wait."""
         if any(job.phase in (Phase.QUEUED, Phase.SUSPENDED) for job in self._store.jobs(live=True)):
             _LOG.debug("job %s trains while others wait", name)
             self._reconsider()
 
     def _check_checkpoints(self, specs: Sequence[JobSpec]) -> None:
-        """Refuse a job that would save over what is not its own."""
+        """Refuse a job that would overwrite files that are not its own."""
         asking = [spec for spec in specs if spec.checkpoint_dir is not None]
         if not asking:
             return

@@ -1,7 +1,7 @@
-"""Deleting jobs that have ended: what the store knows of them, and the files that they have left.
+"""Deletion of jobs that have ended: their records in the store, and their files.
 
-It is written down first: from then on the job is gone, and its name is free again as soon as all
-of it is. What a scheduler that is killed has left of it, the next one removes.
+The deletion is recorded first: from then on the job is gone, and its name is free again once all
+of it is deleted. If the scheduler is killed meanwhile, the next one completes the deletion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeletedJob:
-    """A job that is gone."""
+    """A job that was deleted."""
 
     job: JobRecord
     """As it was."""
@@ -33,8 +33,8 @@ class JobDeletion:
     """Deletes jobs.
 
     Args:
-        store: knows them.
-        state_dir: where their files are.
+        store: the scheduler's store.
+        state_dir: directory of their files.
     """
 
     def __init__(self, store: Store, state_dir: StateDir) -> None:
@@ -46,7 +46,7 @@ class JobDeletion:
     def delete(self, name: str) -> DeletedJob:
         """Delete a job with its logs and with its checkpoints in the state directory.
 
-        The user's own `checkpoint_dir` is left as it is.
+        The user's own `checkpoint_dir` is kept.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -61,9 +61,9 @@ class JobDeletion:
         return DeletedJob(job, tuple(folder for folder in folders if folder.exists()))
 
     def finish(self) -> None:
-        """Delete what is left of all jobs that are being deleted; done again, it does nothing.
+        """Complete all pending deletions; idempotent.
 
-        Where files cannot be removed, the log says so once, and the next call tries again.
+        If files cannot be removed, this is logged once, and the next call tries again.
         """
         with self._lock:
             for pending in self._store.deletions.pending():
@@ -81,7 +81,7 @@ class JobDeletion:
 
 
 def _remove(folder: Path) -> None:
-    if folder.is_symlink():  # what it leads to is not the scheduler's
+    if folder.is_symlink():  # the target of a link is not the scheduler's
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)

@@ -1,8 +1,8 @@
-"""Carrying out what the life of a job asks for: the bridge between store and backend.
+"""Carrying out the actions of a job's life cycle: the bridge between store and backend.
 
-`Executor.handle` lets an event happen to a job: the store computes and keeps the new state, and
-what is then to be done is queued in the same order. `Executor.step` does it, asks the backend what
-has come of it, and lets that happen in turn. `step` belongs to one thread; `handle` to any.
+`Executor.handle` applies an event to a job: the store computes and keeps the new state, and the
+resulting actions are queued in the same order. `Executor.step` carries them out, polls the backend
+for events, and applies those in turn. `step` belongs to one thread; `handle` to any.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ HARD_GRACE = 5.0
 
 
 class Executor:
-    """Lets events happen to jobs, and carries out what follows.
+    """Applies events to jobs, and carries out the resulting actions.
 
     Args:
-        store: keeps the jobs.
-        backend: runs them.
-        program: tells what the processes of a job run.
-        grace: seconds that a job has to save when it is asked to stop.
+        store: the scheduler's store.
+        backend: runs the jobs.
+        program: returns what the processes of a job run.
+        grace: seconds that a job has to checkpoint when it is asked to stop.
         on_ended: called when a job has ended, or waits for an allocation.
     """
 
@@ -82,12 +82,12 @@ class Executor:
         """Set when there is something to do."""
 
     def handle(self, name: str, event: Event) -> JobRecord:
-        """Apply an event to a job; the next `step` carries out what follows.
+        """Apply an event to a job; the next `step` carries out the resulting actions.
 
         Raises:
             UnknownJobError: there is no job of this name.
         """
-        # One lock for both, or two threads could queue their actions in the wrong order.
+        # One lock for both; otherwise two threads could queue actions in the wrong order.
         with self._lock:
             change = self._store.transition(name, event)
             self._todo.extend((name, action) for action in change.actions)
@@ -100,7 +100,7 @@ class Executor:
         return change.job
 
     def handle_all(self, events: Sequence[tuple[str, Event]]) -> None:
-        """Apply events to jobs in one transaction; jobs that are gone are left aside."""
+        """Apply events to jobs in one transaction; deleted jobs are skipped."""
         with self._lock:
             changes = self._store.transition_all(events)
             for (name, _), change in zip(events, changes, strict=True):
@@ -115,26 +115,26 @@ class Executor:
             self._on_ended()
 
     def run(self, ending: threading.Event) -> None:
-        """Do what is to be done until the scheduler ends."""
+        """Carry out actions until the scheduler stops."""
         while not ending.is_set():
             try:
                 self.step()
-            except Exception:  # one job's trouble must not end the others
+            except Exception:  # an error of one job must not end the others
                 _LOG.exception("the executor failed; it goes on in a second")
                 ending.wait(1.0)
             self.wait(TICK)
 
     def wait(self, timeout: float) -> None:
-        """Wait until there is something to do, or `timeout` seconds have passed."""
+        """Wait until an action is queued, or `timeout` seconds have passed."""
         self.woken.wait(timeout)
         self.woken.clear()
 
     def stop_all(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Ask all jobs to save and end, and wait until they have, as long as there is patience.
+        """Ask all jobs to checkpoint and end, and wait until they have.
 
         Args:
-            grace: seconds that jobs have from now on to save.
-            hurry: asked now and then; True ends the wait.
+            grace: seconds that jobs have from now on to checkpoint.
+            hurry: polled; True ends the wait.
         """
         self._grace = min(self._grace, grace)
         for job in self._store.jobs(live=True):
@@ -144,14 +144,14 @@ class Executor:
             time.sleep(POLL_INTERVAL)
 
     def step(self) -> None:
-        """Do what is to be done, and take up what has happened.
+        """Carry out queued actions, and apply the backend's events.
 
-        Where that fails, say because the disk is full, nothing is forgotten: the next call goes on
-        with it.
+        If that fails, say because the disk is full, nothing is lost: the next call continues with
+        it.
         """
         while self._retries and self._retries[0][0] <= time.monotonic():
             _, _, name, retry = self._retries[0]
-            with suppress(UnknownJobError):  # it was cancelled meanwhile, and deleted
+            with suppress(UnknownJobError):  # it was cancelled and deleted meanwhile
                 self.handle(name, retry)
             heapq.heappop(self._retries)
         self._act()
@@ -203,9 +203,9 @@ class Executor:
             self.handle(name, gone)
 
     def _completed(self, name: str, event: Exited) -> Exited:
-        """Add where the training stood, which the backend does not know.
+        """Add the progress of the training, which the backend does not know.
 
-        A script that has trained before can start: what hinders it now may be gone the next time.
+        A script that has trained before can start: the present failure may be transient.
         """
         take_unsent_report(self._store, self._backend, name, event.generation)
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
@@ -214,7 +214,7 @@ class Executor:
         if point is None:
             return event
         step = event.step if event.step is not None else point.step
-        # Points count epochs from 0; who has completed the last one has done one more.
+        # Points count epochs from 0; the number of completed epochs is one more.
         return replace(event, step=step, epoch=point.epoch + 1)
 
 

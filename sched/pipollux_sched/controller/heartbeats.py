@@ -1,7 +1,7 @@
-"""When each replica was last heard of.
+"""The last heartbeat of each replica.
 
-In memory alone, on the monotonic clock: a scheduler that has just started has heard of nobody, and
-must not take its own absence for the silence of others.
+It is kept in memory only, on the monotonic clock: a scheduler that has just started has received
+no heartbeat, and must not treat its own absence as the silence of replicas.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["Heard", "Heartbeats", "LostReplica", "StalledJob"]
 
 
 class Heard(NamedTuple):
-    """The last sign of life of a replica."""
+    """The last heartbeat of a replica."""
 
     seconds: float
     """How long ago it was."""
     step: int | None
-    """Optimizer step that the replica told then; None where it told none."""
+    """Optimizer step in that heartbeat; None if it had none."""
 
 
 class LostReplica(NamedTuple):
-    """A replica that was heard of once, and not for some time."""
+    """A replica whose heartbeats have stopped."""
 
     job: str
     generation: int
@@ -35,14 +35,14 @@ class LostReplica(NamedTuple):
 
 
 class StalledJob(NamedTuple):
-    """A job whose replicas were heard of, always at the same step."""
+    """A job whose replicas send heartbeats, always at the same step."""
 
     job: str
     generation: int
     step: int
-    """The highest that any replica told."""
+    """The highest step that any replica reported."""
     seconds: float
-    """From the first beat that told this step to the last beat of any replica."""
+    """From the first heartbeat at this step to the last heartbeat of any replica."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class _Generation:
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
     hang_timeout: float | None = None
     highest: int | None = None
-    """Step, of those told while a `hang_timeout` was."""
+    """Step, of those reported together with a `hang_timeout`."""
     grown_at: float = 0.0
-    """When the highest step was told first."""
+    """When the highest step was first reported."""
 
     def note_step(self, step: int | None, hang_timeout: float | None, now: float) -> None:
         self.hang_timeout = hang_timeout
@@ -63,9 +63,9 @@ class _Generation:
             self.highest, self.grown_at = step, now
 
     def stalled(self, job: str) -> StalledJob | None:
-        """Return the job if it hangs.
+        """Return the job if it has stalled.
 
-        From beat to beat, not up to now: while nobody is heard of, nobody knows the step.
+        The time runs between heartbeats, not up to now: without heartbeats the step is unknown.
         """
         if self.hang_timeout is None or self.highest is None:
             return None
@@ -76,9 +76,9 @@ class _Generation:
 
 
 class Heartbeats:
-    """Remembers when each replica of each job's present generation was last heard of.
+    """The last heartbeat of each replica of each job's present generation.
 
-    Every method may be called by any thread.
+    Every method may be called from any thread.
 
     Example:
         >>> heartbeats = Heartbeats(clock=lambda: 0.0)
@@ -87,7 +87,7 @@ class Heartbeats:
         []
 
     Args:
-        clock: tells the time in seconds; it must never go back.
+        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,15 +103,15 @@ class Heartbeats:
         step: int | None = None,
         hang_timeout: float | None = None,
     ) -> bool:
-        """Take note of a sign of life; one of an older generation than the last is left aside.
+        """Record a heartbeat; one of an older generation than the last is ignored.
 
         Args:
-            job: whose.
-            generation: of which generation.
-            replica: which pipeline replica.
-            step: optimizer step that it told; None: none.
-            hang_timeout: seconds for which the job's step may stay the same; None: as long as it
-                likes, or the generation has not taken its first step.
+            job: name of the job.
+            generation: number of the generation.
+            replica: index of the pipeline replica.
+            step: optimizer step that it reported; None: none.
+            hang_timeout: seconds for which the job's step may stay the same; None: no limit, or
+                the generation has not taken its first step.
 
         Returns:
             Whether it is the first of this replica in the present generation.
@@ -128,7 +128,7 @@ class Heartbeats:
             return first
 
     def lost(self, limit_seconds: float) -> list[LostReplica]:
-        """Return the replicas that were heard of at least once, but not for `limit_seconds`."""
+        """Return the replicas with a heartbeat, but none in the last `limit_seconds`."""
         with self._lock:
             now = self._clock()
             return [
@@ -145,7 +145,7 @@ class Heartbeats:
             return [entry for entry in found if entry is not None]
 
     def heard(self, job: str, generation: int) -> dict[int, Heard]:
-        """Return the last sign of life of each replica of a generation that gave one."""
+        """Return the last heartbeat of each replica of a generation that sent one."""
         with self._lock:
             known = self._jobs.get(job)
             if known is None or known.number != generation:
@@ -157,7 +157,7 @@ class Heartbeats:
             }
 
     def forget(self, job: str, generation: int) -> None:
-        """Expect no more of a generation, because it has ended or is being stopped."""
+        """Expect no more heartbeats of a generation: it has ended or is stopping."""
         with self._lock:
             known = self._jobs.get(job)
             if known is not None and known.number == generation:

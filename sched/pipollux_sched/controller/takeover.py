@@ -1,4 +1,4 @@
-"""What a scheduler does with the jobs that an earlier one of the same store has left."""
+"""Takeover of the jobs that an earlier scheduler of the same store left."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LOG = logging.getLogger(__name__)
 
 
 def take_over(store: Store, backend: Backend, executor: Executor, url: str, grace: float) -> None:
-    """Adopt what an earlier scheduler left running, end the rest, and let its jobs go on.
+    """Adopt the generations that an earlier scheduler left running; end and restart the rest.
 
     Args:
-        store: what is known.
-        backend: what runs.
-        executor: lets events happen to jobs.
-        url: where this scheduler answers.
-        grace: seconds that what is ended has to save.
+        store: the scheduler's store.
+        backend: runs the jobs.
+        executor: applies events to jobs.
+        url: URL of this scheduler.
+        grace: seconds that an ended generation has to checkpoint.
 
     Raises:
-        BackendError: something is left and cannot be ended.
+        BackendError: a process is left and cannot be ended.
     """
     live = store.jobs(live=True)
     orphaned = [job.name for job in live if not _adopt(job, backend, executor, url)]
@@ -37,10 +37,10 @@ def take_over(store: Store, backend: Backend, executor: Executor, url: str, grac
 
 
 def _adopt(job: JobRecord, backend: Backend, executor: Executor, url: str) -> bool:
-    """Look after what runs of a job; say whether that can be.
+    """Adopt the running generation of a job; return whether that is possible.
 
-    Where it cannot, the store knows before anything is ended: who takes over from a scheduler that
-    is killed meanwhile must not take it for the job's own failure.
+    If not, the store records it before anything is ended: should this scheduler be killed, the
+    next one must not count the end as the job's own failure.
     """
     if not job.state.running_on:
         return False

@@ -1,4 +1,4 @@
-"""What a running job reports of its training: the body of ``POST /jobs/{name}/reports``.
+"""Training progress that a running job reports: the body of ``POST /jobs/{name}/reports``.
 
 The JSON has camelCase keys, like the hints; unknown keys and numbers that are not finite are
 refused by name.
@@ -75,7 +75,7 @@ class TimelineReport(_Wire):
 
 
 class TrainingReport(_Wire):
-    """Progress since the last report, and now and then a timeline."""
+    """Progress since the last report, and occasionally a timeline."""
 
     generation: _Positive
     num_epochs: _Positive | None = None

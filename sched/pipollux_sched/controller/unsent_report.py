@@ -1,7 +1,7 @@
-"""The last report of a generation that found no scheduler to take it.
+"""The last report of a generation, when no scheduler was there to receive it.
 
-It lies on the disk where the replica left it (`Backend.unsent_report`). Once the generation has
-ended, what of it the store does not have yet is added, as if it had come in time.
+The replica leaves it on the disk (`Backend.unsent_report`). Once the generation has ended, the
+part that the store does not have yet is added, as if it had arrived in time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def take_unsent_report(store: Store, backend: Backend, job: str, generation: int) -> None:
-    """Add what a generation that has ended could not tell; done again, it adds nothing.
+    """Add the unsent report of a generation that has ended; idempotent.
 
     Raises:
         UnknownJobError: there is no job of this name.
@@ -41,11 +41,11 @@ def take_unsent_report(store: Store, backend: Backend, job: str, generation: int
     try:
         store.add_report(job, generation, points, report.stored_timeline())
     except StaleGenerationError:
-        return  # the job has been started again meanwhile, and tells where it is
+        return  # the job has restarted meanwhile, and reports by itself
 
 
 def _last_step(store: Store, job: str, generation: int) -> int:
-    """Return the last step that the store has of a generation; -1 where it has none."""
+    """Return the last step that the store has of a generation; -1 if it has none."""
     for event in store.latest_events(1, job=job, types=["progress"]):
         if event["generation"] == generation:
             return int(event["step"])

@@ -1,5 +1,5 @@
-"""What happens to jobs because time passes: deadlines, lost heartbeats, training loops that stall,
-old entries.
+"""Watchdog for everything that falls due: deadlines, lost heartbeats, stalled training loops, old
+entries.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ LOOK_INTERVAL = 1.0
 TIDY_INTERVAL = 5.0
 """Seconds between two times that the store is tidied."""
 HEARTBEAT_TIMEOUT = 60.0
-"""Seconds without a heartbeat after which a replica is taken for lost."""
+"""Seconds without a heartbeat after which a replica counts as lost."""
 
 
 class Watchdog:
-    """Looks now and then whether anything is overdue, and lets it happen.
+    """Checks periodically whether anything is overdue, and applies the event.
 
     Args:
-        store: knows the jobs and their deadlines.
-        heartbeats: know when each replica was last heard of.
-        handle: lets an event happen to a job.
-        ending: set when the scheduler ends.
-        finished: tells which replicas of a job's generation have nothing left to do.
-        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
-        tidy: called whenever the store has been tidied, for what is to be tidied besides.
+        store: holds the jobs and their deadlines.
+        heartbeats: last heartbeat of each replica.
+        handle: applies an event to a job.
+        ending: set when the scheduler stops.
+        finished: returns the replicas of a job's generation that have nothing left to do.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
+        tidy: called after each pruning of the store, for further clean-up.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watchdog:
         self._tidy = tidy
 
     def run(self) -> None:
-        """Look every second, and let the store be tidied now and then, until the scheduler ends."""
+        """Check every second, and prune the store periodically, until the scheduler stops."""
         tidy_at = time.monotonic() + TIDY_INTERVAL
         while not self._ending.wait(LOOK_INTERVAL):
             try:
@@ -68,23 +68,23 @@ class Watchdog:
                     self._store.prune(time.time())
                     self._tidy()
                     tidy_at = time.monotonic() + TIDY_INTERVAL
-            except Exception:  # a full disk, say, must not end the watch for ever
+            except Exception:  # a full disk, say, must not end the watchdog
                 if self._ending.is_set():
                     return
                 _LOG.exception("the watchdog failed; it goes on in a second")
 
     def look(self) -> None:
-        """End jobs whose deadline has passed, and generations that are lost or hang."""
+        """End jobs whose deadline has passed, and generations that are lost or stalled."""
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
         for name, generation, replica, seconds in self._heartbeats.lost(self._heartbeat_timeout):
             if (name, generation) in told or replica in self._finished(name, generation):
-                continue  # another one, that writes the last checkpoint say, may go on for long
+                continue  # another replica, which writes the last checkpoint say, may take long
             why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
             self._let(name, HeartbeatLost(generation, why))
             told.add((name, generation))
-            # Not before: what could not be written down is tried again at the next look.
+            # Not before: an event that could not be stored is tried again at the next check.
             self._heartbeats.forget(name, generation)
         for stalled in self._heartbeats.stalled():
             self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))

@@ -1,37 +1,37 @@
-"""What jobs and users ask over HTTP: hints, progress, heartbeats; jobs, nodes, events.
+"""REST interface for jobs and users: hints, progress, heartbeats; jobs, nodes, events.
 
 =======  ==========================  ======  ======================================================
 PUT      /jobs/{name}/hints          job     hints of a generation (`SchedHints`)
 POST     /jobs/{name}/reports        job     progress of a generation (`TrainingReport`)
-POST     /jobs/{name}/heartbeats     job     a sign of life of a replica
-POST     /jobs/{name}/replicas       job     where a replica can be reached
-GET      /jobs/{name}/replicas       job     where all can; waits until all have said so
+POST     /jobs/{name}/heartbeats     job     heartbeat of a replica
+POST     /jobs/{name}/replicas       job     register the address of a replica
+GET      /jobs/{name}/replicas       job     all addresses; waits until all are registered
 POST     /jobs                       admin   submit a job (`JobSpec`)
 GET      /jobs                       admin   all jobs
 GET      /jobs/{name}                admin   one job, with its generations, hints and curves
 DELETE   /jobs/{name}                admin   cancel a job
 POST     /jobs/{name}/suspend        admin   suspend it: checkpoint and release its slots
-POST     /jobs/{name}/resume         admin   let it go on
-GET      /jobs/{name}/explanation    admin   why it has its allocation
+POST     /jobs/{name}/resume         admin   resume it
+GET      /jobs/{name}/explanation    admin   explain its allocation
 GET      /jobs/{name}/logs           admin   the last lines of its replicas
 GET      /jobs/{name}/logs/G/R       admin   the log of one replica of a generation
-GET      /nodes                      admin   nodes, their condition, and who is there
-PUT      /nodes/{name}               admin   drain it, say that it is dead, or ready again
+GET      /nodes                      admin   nodes, their condition, and the jobs on them
+PUT      /nodes/{name}               admin   set it draining, dead or ready
 GET      /overview                   admin   nodes, counts and a page of jobs at a glance
-GET      /generations                   admin   who held what
-GET      /usage                      admin   how full the nodes were
+GET      /generations                admin   generations and the slots that they held
+GET      /usage                      admin   slot usage of the nodes
 GET      /plan                       admin   what the scheduler would decide now
 GET      /report                     admin   the report of a run, as HTML
 GET      /events                     admin   the event log
-GET      /events/stream              admin   the same as it happens (server-sent events)
-GET      /metrics                    admin   figures for Prometheus
-GET      /healthz                    none    whether the scheduler is there
-GET      /, /web/{file}              none    the web page: nothing of it is data
-GET      /openapi.json, /docs        none    this table, at length, and to be tried
+GET      /events/stream              admin   the same live (server-sent events)
+GET      /metrics                    admin   Prometheus metrics
+GET      /healthz                    none    health check
+GET      /, /web/{file}              none    the web page, which contains no data
+GET      /openapi.json, /docs        none    OpenAPI document and Swagger UI
 =======  ==========================  ======  ======================================================
 
-The admin's token opens everything, a job's what concerns itself alone. Whatever is sent is checked,
-limited in size and rate, and refused when a newer generation of the job is there. Every refusal is
+The admin's token grants access to everything, a job's token to that job alone. Requests are
+validated, limited in size and rate, and refused from outdated generations. Every refusal is
 ``{"detail": "one sentence"}``.
 """
 

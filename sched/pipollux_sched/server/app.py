@@ -1,4 +1,4 @@
-"""The application: the paths of both sides, and what stands before and behind them."""
+"""The FastAPI application: the routes for jobs and users, with their middleware."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def create_app(
     open_metrics: bool = False,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Make the application that answers jobs and users.
+    """Return the application that serves jobs and users.
 
     Args:
-        store: what is known.
-        control: carries out what is asked.
-        state_dir: where the jobs' logs are.
-        admin_token: opens everything.
-        metrics: what the scheduler counts; None: new ones.
-        limits: how much is answered; None: the usual.
-        open_metrics: whether `/metrics` needs no token.
-        hosts: names that are answered to, besides those of the loopback interface.
+        store: the scheduler's store.
+        control: carries out commands.
+        state_dir: directory of the jobs' logs.
+        admin_token: grants access to everything.
+        metrics: the scheduler's counters; None: new ones.
+        limits: limits on requests; None: the defaults.
+        open_metrics: whether `/metrics` is open without a token.
+        hosts: accepted host names besides those of the loopback interface.
     """
     metrics = metrics or SchedulerMetrics()
     app = FastAPI(
@@ -90,6 +90,6 @@ def create_app(
 
 
 def end_waiting(app: FastAPI) -> None:
-    """End the streams and long polls of an application, because its server is about to stop."""
+    """End the streams and long polls of an application whose server is about to stop."""
     services: Services = app.state.services
     services.changes.close()

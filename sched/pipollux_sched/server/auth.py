@@ -1,4 +1,4 @@
-"""Who may ask: the admin everything, a job what concerns itself."""
+"""Authentication: the admin may request everything, a job only what concerns itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .limits import Limits, RateLimit, TooManyRequestsError
 
 
 class JobTokens:
-    """The tokens of the jobs that asked lately, so that not every request asks the store.
+    """Cache of the tokens of recently active jobs, which saves a query for each request.
 
     Args:
-        store: knows them all; only through this object are jobs submitted to it.
+        store: holds all tokens; jobs are submitted to it only through this object.
     """
 
     def __init__(self, store: Store) -> None:
@@ -26,12 +26,12 @@ class JobTokens:
         self._submissions = store.num_submissions
 
     async def of(self, name: str) -> str | None:
-        """Return the token of a job; None where there is no such job."""
-        if self._submissions != self._store.num_submissions:  # one may have a new token
+        """Return the token of a job; None if there is no such job."""
+        if self._submissions != self._store.num_submissions:  # a job may have a new token
             self._submissions, self._known = self._store.num_submissions, {}
         token = self._known.get(name)
         if token is None:
-            known = self._known  # forgotten, should a job be submitted meanwhile
+            known = self._known  # discarded if a job is submitted meanwhile
             token = await run_in_threadpool(self._ask, name)
             if token is not None:
                 known[name] = token
@@ -45,13 +45,13 @@ class JobTokens:
 
 
 class Auth:
-    """Lets requests in by their token, and counts them against the limits.
+    """Authorizes requests by their token, and counts them against the rate limits.
 
     Args:
-        store: knows the tokens of the jobs.
-        state_dir: named to those who lack the admin's token.
-        admin_token: opens everything.
-        limits: how many requests are answered.
+        store: holds the tokens of the jobs.
+        state_dir: named in the refusal of a wrong admin token.
+        admin_token: grants access to everything.
+        limits: rates of requests.
     """
 
     def __init__(self, store: Store, state_dir: StateDir, admin_token: str, limits: Limits) -> None:
@@ -65,7 +65,7 @@ class Auth:
     def admit_admin(
         self, request: Request, credentials: HTTPAuthorizationCredentials | None
     ) -> None:
-        """Let the admin in, and nobody else."""
+        """Refuse everyone but the admin."""
         if not self._is_admin(credentials):
             raise self._refused(
                 request, f"this needs the admin token, which {self._state_dir.server} holds"
@@ -75,12 +75,12 @@ class Auth:
     async def admit_job(
         self, name: str, request: Request, credentials: HTTPAuthorizationCredentials | None
     ) -> None:
-        """Let the job of this name in, or the admin."""
+        """Refuse everyone but the job of this name and the admin."""
         if self._is_admin(credentials):
             self._admin.check("admin", "the admin token")
             return
         wanted = await self._tokens.of(name)
-        # Who does not know the admin's token is not told what jobs there are.
+        # Without the admin's token, the answer must not reveal which jobs exist.
         if wanted is None or credentials is None or not equal(credentials.credentials, wanted):
             raise self._refused(request, f"this needs the token of job {name!r}")
         self._jobs.check(name, f"job {name!r}")
@@ -89,9 +89,9 @@ class Auth:
         return credentials is not None and equal(credentials.credentials, self._admin_token)
 
     def _refused(self, request: Request, what: str) -> Exception:
-        """Refuse a wrong token: 401, and 429 where there were too many from this address.
+        """Refuse a wrong token: 401, or 429 after too many from this address.
 
-        Those who have the right one are still let in from there: all jobs of one machine come from
+        Requests with the right token are still accepted from there: all jobs of a machine share
         one address, and one that guesses must not lock the others out.
         """
         address = request.client.host if request.client else "an unknown address"
@@ -104,5 +104,5 @@ class Auth:
 
 
 def equal(given: str, wanted: str) -> bool:
-    """Compare tokens in a time that does not tell how much of them is right."""
+    """Compare tokens in constant time."""
     return hmac.compare_digest(given.encode(), wanted.encode())

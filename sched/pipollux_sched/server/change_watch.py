@@ -1,4 +1,4 @@
-"""Waiting for a commit without holding a thread or a connection for each who waits."""
+"""Waiting for a commit without a thread or a database connection for each waiter."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipollux_sched.store import Store
 LOOK = 1.0
 """Seconds after which the one thread that waits looks whether anybody still does."""
 PAUSE = 0.1
-"""Seconds between two awakenings: what is committed in between is told at once."""
+"""Seconds between two wake-ups: commits in between are announced together."""
 
 
 class ChangeWatch:
     """Wakes coroutines of one event loop when the store has changed.
 
-    As long as somebody listens, one thread waits for the store on behalf of all.
+    While anyone listens, one thread waits for the store on behalf of all.
 
     Args:
-        store: what is waited for.
+        store: the store to wait for.
     """
 
     def __init__(self, store: Store) -> None:
@@ -37,12 +37,12 @@ class ChangeWatch:
 
     @property
     def version(self) -> int:
-        """What to wait for a change of; to be read before what it stands for is."""
+        """Version to wait for a change of; read it before the data that it stands for."""
         return self._store.version
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Be among those who are woken."""
+        """Register as a listener within the context."""
         self._loop = asyncio.get_running_loop()
         self._num_listening += 1
         if self._task is None:
@@ -53,7 +53,7 @@ class ChangeWatch:
             self._num_listening -= 1
 
     async def wait(self, version: int, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a commit after `version`, or the end of the server.
+        """Wait up to `timeout` seconds for a commit after `version`, or for the server's end.
 
         Returns:
             Whether there was one.
@@ -65,14 +65,14 @@ class ChangeWatch:
         return self._store.version != version or self.closed
 
     def close(self) -> None:
-        """Let everybody go; may be called by any thread."""
+        """Release all waiters; may be called from any thread."""
         self.closed = True
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            with suppress(RuntimeError):  # the loop has ended, and its waiters with it
                 self._loop.call_soon_threadsafe(self._wake)
 
     async def _watch(self) -> None:
-        own = CapacityLimiter(1)  # the threads that answer requests are left to them
+        own = CapacityLimiter(1)  # the threads that serve requests stay free
         version = self._store.version
         try:
             while self._num_listening and not self.closed:

@@ -1,10 +1,10 @@
-"""Limits on connections that uvicorn lacks: how many there are, and how long a head may take.
+"""Limits on connections that uvicorn lacks: their number, and the time for a request's head.
 
 uvicorn 0.54 limits idle time between requests, the size of a request's head and how many requests
-are answered at once, but neither the number of connections nor the time that a head takes: who
-opens sockets and sends half a head each takes every descriptor of the process, for as long as he
-likes. `BoundedProtocol` is uvicorn's own protocol with these two limits; it is handed to uvicorn by
-its option `http`.
+are answered at once, but neither the number of connections nor the time that a head takes. A client
+that opens sockets and sends half a head on each can hold every descriptor of the process for good.
+`BoundedProtocol` is uvicorn's own protocol with these two limits; uvicorn receives it through its
+option `http`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
-    """Return how many connections to hold: half of what the process may open, and not too many.
+    """Return the limit on connections: half the process's descriptors, up to a maximum.
 
     The other half is for files, pipes and the store, and for connections that were accepted but
     are not counted yet.
@@ -42,10 +42,10 @@ def most_connections() -> int:
 
 
 class QuietLog:
-    """Logs what happens again and again once a minute, with how often it happened.
+    """Logs a repeated event once a minute, with its count.
 
     Args:
-        message: what is logged, with `%d` for how often since the line before.
+        message: the log message, with `%d` for the count since the previous line.
     """
 
     def __init__(self, message: str) -> None:
@@ -54,7 +54,7 @@ class QuietLog:
         self._next = 0.0
 
     def note(self) -> None:
-        """Take note that it has happened; log it where no line was written for a minute."""
+        """Count the event; log it if no line was written for a minute."""
         self._count += 1
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + QUIET
@@ -70,7 +70,7 @@ class Repeats(logging.Filter):
         self._next: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is written."""
+        """Return whether a record is written."""
         if record.levelno > logging.WARNING:
             return True
         now = time.monotonic()
@@ -84,15 +84,15 @@ class BoundedConfig(uvicorn.Config):
     """uvicorn's configuration with limits on connections.
 
     Args:
-        app: what is served.
-        most: connections at once.
+        app: the application to serve.
+        most: limit on concurrent connections.
         head_timeout: seconds that the head of a request may take.
         options: uvicorn's own.
     """
 
     def __init__(self, app: Any, *, most: int, head_timeout: float, **options: Any) -> None:
-        # Who was accepted is counted two turns of the loop later, and who has to go for it closed
-        # another one later; until then all of them have descriptors.
+        # A new connection is counted two turns of the loop later, and the one evicted for it is
+        # closed one turn after that; until then all of them hold descriptors.
         accepted_at_a_turn = max(most // 8, 1)
         super().__init__(app, http=BoundedProtocol, backlog=accepted_at_a_turn, **options)
         self.most = most
@@ -107,9 +107,9 @@ class BoundedConfig(uvicorn.Config):
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. Where there are too many, the oldest without a whole request has to go.
+    """One connection. At the limit, the oldest without a complete request is evicted.
 
-    So a new one is always let in, and who sends his request at once, as clients do, is answered
+    So a new one is always accepted, and a client that sends its request at once is answered
     however many others are held open.
     """
 
@@ -122,13 +122,13 @@ class BoundedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrower than the base class's
-        """Let the connection in; another may have to go for it."""
+        """Accept the connection; another may be evicted for it."""
         self._make_room()
         super().connection_made(transport)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what was sent; a head that has begun has to come to its end in time."""
+        """Receive data; a head that has begun must be complete in time."""
         super().data_received(data)
         if self._waits:
             self._expect_head()
@@ -136,7 +136,7 @@ class BoundedProtocol(H11Protocol):
             self._expect_nothing()
 
     def on_response_complete(self) -> None:
-        """Take note that it sends whole requests."""
+        """Record that the client sends complete requests."""
         self._answered = True
         super().on_response_complete()
 
@@ -147,16 +147,16 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether it has yet to send the head of its next request."""
+        """Whether the client has yet to send the head of its next request."""
         return self.conn.their_state is h11.IDLE
 
     @property
     def _unheard(self) -> bool:
-        """Whether it has yet to send a request, or the rest of one."""
+        """Whether the client has yet to send a request, or the rest of one."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _expect_head(self) -> None:
-        if self._deadline is None:  # what trickles in does not gain time
+        if self._deadline is None:  # data that trickles in does not extend the time
             self._deadline = self.loop.call_later(self.config.head_timeout, self._give_up)
 
     def _expect_nothing(self) -> None:
@@ -174,8 +174,8 @@ class BoundedProtocol(H11Protocol):
             return
         unheard = [other for other in others if other._unheard]
         if unheard:
-            # Those that were never answered go before clients that keep theirs for the next time,
-            # and who has only just come, and whose request was not read yet, is the last to go.
+            # Connections that were never answered are evicted before idle keep-alive connections,
+            # and a new one whose request was not read yet comes last.
             oldest = min(unheard, key=lambda other: (other._answered, other._since))
             oldest._leave()
             self.config.crowded.note()

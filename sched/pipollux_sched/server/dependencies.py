@@ -1,6 +1,6 @@
-"""What endpoints are handed: the services of their application, and who may ask.
+"""Dependencies of the endpoints: the application's services, and authorization.
 
-`create_app` keeps one `Services` in ``app.state``; an endpoint names what it needs by an alias.
+`create_app` keeps one `Services` in ``app.state``; an endpoint names its needs by an alias.
 
 Example:
     ``def jobs(store: StoreDep) -> list[ListedJob]: ...``
@@ -26,15 +26,15 @@ from .prometheus import SchedulerCollector
 
 
 class Services:
-    """Everything that the endpoints of one application share.
+    """The services that the endpoints of one application share.
 
     Args:
-        store: what is known.
-        control: carries out what is asked.
-        state_dir: where the jobs' logs are.
-        admin_token: opens everything.
-        metrics: what the scheduler counts.
-        limits: how much is answered.
+        store: the scheduler's store.
+        control: carries out commands.
+        state_dir: directory of the jobs' logs.
+        admin_token: grants access to everything.
+        metrics: the scheduler's counters.
+        limits: limits on requests.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Services:
         self.listening = Places(limits.listeners, limits.listeners, "listen to events")
 
 
-# Coroutines, as a function that is none would be run in a thread for each request.
+# Coroutines, because a plain function would run in a thread for each request.
 
 
 async def get_services(request: Request) -> Services:
-    """Return what the endpoints of the application share."""
+    """Return the services of the application."""
     services: Services = request.app.state.services
     return services
 
@@ -74,12 +74,12 @@ ServicesDep = Annotated[Services, Depends(get_services)]
 
 
 async def get_store(services: ServicesDep) -> Store:
-    """Return what is known."""
+    """Return the store."""
     return services.store
 
 
 async def get_control(services: ServicesDep) -> Control:
-    """Return what carries out requests."""
+    """Return the object that carries out commands."""
     return services.control
 
 
@@ -111,14 +111,14 @@ AdminToken = Annotated[
 
 
 async def require_admin(request: Request, services: ServicesDep, token: AdminToken) -> None:
-    """Let the admin in, and nobody else."""
+    """Refuse everyone but the admin."""
     services.auth.admit_admin(request, token)
 
 
 async def require_job(
     name: str, request: Request, services: ServicesDep, job: JobToken, admin: AdminToken
 ) -> None:
-    """Let the job of the path in, or the admin."""
+    """Refuse everyone but the job of the path and the admin."""
     await services.auth.admit_job(name, request, job or admin)
 
 

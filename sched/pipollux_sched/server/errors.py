@@ -1,4 +1,4 @@
-"""Refusals: each is ``{"detail": "one sentence"}`` with the status that fits."""
+"""Error responses: each is ``{"detail": "one sentence"}`` with the matching status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pipollux_sched.utils.validation import problems
 from .limits import BusyError, TooManyRequestsError
 
 MOST_WORDS = 1000
-"""Characters of a sentence; what a request held may stand in it."""
+"""Limit on a sentence, in characters; it may quote the request."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Let every error of an application be answered by a sentence."""
+    """Register handlers that answer every error of an application in one sentence."""
     for kind, status in STATUSES:
         app.add_exception_handler(kind, _answer(status))
     app.add_exception_handler(RequestValidationError, _answer_invalid)
@@ -65,7 +65,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the answer that refuses a request, in one line whatever the request held."""
+    """Return the response that refuses a request, on one line whatever the request held."""
     lines = (line.strip() for line in sentence.splitlines())
     text = "; ".join(line for line in lines if line)
     printable = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:MOST_WORDS])
@@ -82,7 +82,7 @@ def _answer(status: int) -> ExceptionHandler:
 
 
 def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Say in one sentence what is wrong with a request that is not of the right form."""
+    """Answer an invalid request: one sentence says what is wrong with it."""
     assert isinstance(error, RequestValidationError)  # noqa: S101  # it is registered for no other
     first = error.errors()[0]
     where, *place = first["loc"]
@@ -112,7 +112,7 @@ def _answer_http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer_database(request: Request, error: Exception) -> JSONResponse:
-    """Say that the store cannot be used just now, say because the disk is full."""
+    """Answer that the store is unavailable now, say because the disk is full."""
     assert isinstance(error, DBAPIError)  # noqa: S101  # it is registered for no other
     _LOG.error("%s %s: the store failed: %s", request.method, request.url.path, error.orig)
     sentence = f"the store cannot be used just now ({error.orig}); nothing was changed, ask again"
@@ -120,5 +120,5 @@ def _answer_database(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer_failure(_request: Request, _error: Exception) -> JSONResponse:
-    """Answer what should not happen; the server writes the traceback into its log."""
+    """Answer an unexpected error; the server logs the traceback."""
     return refusal(500, "the scheduler failed over this request; its log says where")

@@ -1,7 +1,7 @@
-"""Events as they happen, as server-sent events.
+"""Live events as server-sent events (SSE).
 
 Each is ``id: N`` and ``data: {…}``, the object that `GET /events` has; a comment keeps the
-connection alive while nothing happens. Whoever comes back with the last id goes on from there.
+connection alive while nothing happens. A client that reconnects with the last id misses nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .change_watch import ChangeWatch
 from .limits import Places
 
 RETRY_MS = 2000
-"""After which a browser connects anew."""
+"""Milliseconds after which a browser reconnects."""
 BATCH = 500
 """Events read from the store at once."""
 KEPT = 2000
@@ -36,14 +36,14 @@ class _Entry(NamedTuple):
     job: str | None
     text: str
     summary: str | None
-    """What people are told of it; None: nothing."""
+    """The event as a sentence, in JSON; None: it is left out of summaries."""
 
 
 class Tail:
-    """The newest events, read from the store once for all who listen.
+    """The newest events, read from the store once for all listeners.
 
     Args:
-        store: whose events.
+        store: store of the events.
     """
 
     def __init__(self, store: Store) -> None:
@@ -55,7 +55,7 @@ class Tail:
         """All events of ids above the one, up to the other, are kept."""
 
     async def read(self, after: int, job: str | None) -> tuple[list[_Entry], int, bool]:
-        """Read on after the event of an id.
+        """Return the events after an id.
 
         Returns:
             Events, the id after which to read on, and whether there is more at once.
@@ -68,7 +68,7 @@ class Tail:
             if after >= self._floor:
                 return self._newer(after, job), max(after, self._last), False
             last = self._last
-        # Further back than what is kept: read for this one alone, up to where that begins.
+        # Older than the kept events: read for this listener alone, up to the first of those.
         found = await run_in_threadpool(self._store.events, after, job=job, limit=BATCH)
         entries = [_entry(event) for event in found]
         if len(entries) == BATCH:
@@ -108,12 +108,12 @@ async def stream(
     """Yield the text of a stream of events, until the server stops.
 
     Args:
-        changes: tells when there is something to read.
-        tail: what is read.
-        after: id of the last event that is not wanted.
+        changes: wakes the stream when there are new events.
+        tail: source of the events.
+        after: id of the last event to leave out.
         job: only events of this job; None: all.
         keep_alive: seconds of silence after which a comment is sent.
-        summary: only what people are told, as `event_summary` has it.
+        summary: only events with a summary, in the form of `event_summary`.
     """
     yield f"retry: {RETRY_MS}\n\n"
     async with changes.listening():
@@ -121,7 +121,7 @@ async def stream(
             version = changes.version
             try:
                 entries, after, more = await tail.read(after, job)
-            except StoreError:  # it was closed, and with it goes the server
+            except StoreError:  # it was closed, because the server stops
                 return
             text = "".join((entry.summary or "") if summary else entry.text for entry in entries)
             if text:
@@ -131,11 +131,11 @@ async def stream(
 
 
 class EventStream(StreamingResponse):
-    """The answer that is a stream; it holds one of the places for listeners as long as it lasts.
+    """Streaming response; it holds one of the places for listeners while it lasts.
 
     Args:
-        text: what `stream` yields.
-        places: how many may listen.
+        text: text from `stream`.
+        places: limit on listeners.
     """
 
     media_type = "text/event-stream"

@@ -1,7 +1,7 @@
-"""Hints on their way into the store: those that come together are written together.
+"""Batching of hints: those that arrive together are stored in one transaction.
 
-Each request is answered when its hints are in the store, not before; what is saved is the
-transaction that each would otherwise have had for itself.
+Each request is answered only once its hints are in the store; batching saves one transaction for
+each request.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PAUSE = 0.005
 
 
 class HintsInbox:
-    """Puts hints into the store on behalf of the coroutines of one event loop.
+    """Stores hints in batches on behalf of the coroutines of one event loop.
 
     Args:
-        store: what they are put into.
+        store: the scheduler's store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -32,7 +32,7 @@ class HintsInbox:
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, job: str, generation: int, hints: Mapping[str, Any]) -> None:
-        """Put the hints of a job, given as JSON; return when they are in the store.
+        """Store the hints of a job, given as JSON; return when they are in the store.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -47,7 +47,7 @@ class HintsInbox:
         await done
 
     async def _write(self) -> None:
-        own = CapacityLimiter(1)  # the threads that answer requests are left to them
+        own = CapacityLimiter(1)  # the threads that serve requests stay free
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
@@ -63,10 +63,10 @@ class HintsInbox:
         outcomes: list[Exception | None]
         try:
             outcomes = [*await run_sync(self._store.put_all_hints, told, limiter=own)]
-        except Exception as error:  # whoever waits is told, whatever it was
+        except Exception as error:  # the waiting requests receive any error
             outcomes = [error for _ in batch]
         for (_, done), problem in zip(batch, outcomes, strict=True):
-            if done.done():  # nobody waits for this one any more
+            if done.done():  # its request was cancelled
                 continue
             if problem is None:
                 done.set_result(None)

@@ -1,4 +1,4 @@
-"""Which names the scheduler answers to.
+"""Check of the Host header: the names that the scheduler answers to.
 
 A web page from elsewhere can let its own name point at this machine, and then ask the scheduler as
 if it were its own server ("DNS rebinding"). Such a request names that page's host, so only requests
@@ -20,7 +20,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class HostCheck:
-    """ASGI middleware: answers 400, in a sentence, to requests for hosts that it is not.
+    """ASGI middleware: refuses requests for other hosts with 400 and a sentence.
 
     Args:
         app: the application.
@@ -30,11 +30,11 @@ class HostCheck:
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()) -> None:
         self._app = app
-        # In the header an address with colons stands in brackets.
+        # In the header an IPv6 address is in brackets.
         self._hosts = [f"[{h.strip('[]')}]" if ":" in h else h for h in (*LOOPBACK, *hosts)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
         admitted = False
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:

@@ -30,11 +30,11 @@ class HttpServer:
     """Serves an application over HTTP until it is stopped.
 
     Args:
-        app: what is served.
+        app: the application to serve.
         host: address to listen on.
-        port: port to listen on; 0 for any that is free.
-        preferred: which of the free ones, if it is free; 0: any.
-        most: connections at once; None: as many as the process has descriptors for.
+        port: port to listen on; 0: any free one.
+        preferred: port to prefer for 0, if it is free; 0: any.
+        most: limit on concurrent connections; None: derived from the process's descriptors.
         head_timeout: seconds that the head of a request may take.
 
     Raises:
@@ -71,12 +71,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """URL of the server."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self) -> None:
-        """Begin to serve; return when requests are answered."""
+        """Start serving; return once requests are answered."""
         self.thread.start()
         deadline = time.monotonic() + START_TIMEOUT
         while not self._server.started:
@@ -95,7 +95,7 @@ class HttpServer:
 
     def _run(self) -> None:
         logger = logging.getLogger("uvicorn.error")
-        logger.addFilter(self._repeats)  # one line a minute about requests that are none
+        logger.addFilter(self._repeats)  # one line a minute about malformed requests
         try:
             self._server.run(sockets=[self._socket])
         finally:
@@ -106,10 +106,10 @@ class _Server(uvicorn.Server):
     config: BoundedConfig
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve; that no connection can be accepted is said without a traceback each."""
+        """Start serving; log failures to accept a connection without a traceback each."""
         asyncio.get_running_loop().set_exception_handler(self._note_failure)
         await super().startup(sockets)
-        # asyncio takes the number accepted at a turn for the length of the kernel's queue too.
+        # asyncio uses the number accepted at a turn as the length of the kernel's queue too.
         for listener in sockets or ():
             listener.listen(QUEUED)
 
@@ -120,7 +120,7 @@ class _Server(uvicorn.Server):
             loop.default_exception_handler(context)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Leave no connection open; one that was accepted at the last moment would be."""
+        """Close all connections, including one accepted at the last moment."""
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)

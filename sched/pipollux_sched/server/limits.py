@@ -1,6 +1,6 @@
-"""How much is answered: requests a second, and how many may wait at once.
+"""Rate limits: requests a second, and the number of requests that may wait at once.
 
-One sender that goes wild, a job in a loop say, must not keep the others from being heard.
+One misbehaving sender, such as a job in a loop, must not block the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_SENDERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one scheduler answers at most. Rates are requests a second; bursts, requests at once."""
+    """Limits of one scheduler. Rates are requests a second; bursts, requests at once."""
 
     job_rate: float = 50.0
     """Of each job's token."""
@@ -36,20 +36,20 @@ class Limits:
     """Requests that wait for replicas, of all jobs together."""
     waiting_per_job: int = 64
     computing: int = 4
-    """Plans and reports that are made at once."""
+    """Plans and reports computed at once."""
     listeners: int = 32
     """Streams of events."""
     keep_alive: float = 15.0
-    """Seconds after which a stream that has nothing to tell says so."""
+    """Seconds of silence after which a stream sends a comment."""
 
 
 class TooManyRequestsError(SchedulerError):
-    """Somebody asks too often; the text says when to ask again.
+    """A sender sends too many requests; the text says when to retry.
 
     Args:
-        who: who asks.
-        rate: requests a second that are allowed.
-        seconds: after which the next one is answered.
+        who: the sender.
+        rate: allowed requests a second.
+        seconds: time until the next request is answered.
     """
 
     def __init__(self, who: str, rate: float, seconds: float) -> None:
@@ -61,13 +61,13 @@ class TooManyRequestsError(SchedulerError):
 
 
 class BusyError(SchedulerError):
-    """As many wait already as can; the text says what to do."""
+    """All places are taken; the text says what to do."""
 
     retry_after = 1
 
 
 class RateLimit:
-    """A bucket of tokens for each sender: a request takes one, time brings them back.
+    """Token bucket for each sender: a request takes a token, time restores them.
 
     Example:
         >>> limit = RateLimit(2.0, 1, clock=lambda: 0.0)
@@ -77,7 +77,7 @@ class RateLimit:
     Args:
         rate: tokens that come back each second.
         burst: tokens that a bucket holds.
-        clock: tells the time in seconds; it must never go back.
+        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, sender: str) -> float:
-        """Take a token; return 0, or in how many seconds there is one."""
+        """Take a token and return 0, or return the seconds until there is one."""
         with self._lock:
             now = self._clock()
             left, since = self._buckets.pop(sender, (self._burst, now))
             left = min(self._burst, left + (now - since) * self.rate)
             allowed = left >= 1.0
-            # Put at the end: the first one is that of whoever was quiet longest.
+            # Moved to the end: the first bucket belongs to the sender that was quiet longest.
             self._buckets[sender] = (left - allowed, now)
             if len(self._buckets) > MOST_SENDERS:
                 del self._buckets[next(iter(self._buckets))]
@@ -110,11 +110,11 @@ class RateLimit:
 
 
 class Places:
-    """Room for so many at once, and so many of one sender.
+    """Limit on concurrent requests, in total and for each sender.
 
     Args:
-        most: of all senders together.
-        most_each: of each.
+        most: limit for all senders together.
+        most_each: limit for each sender.
         what: what they do, in words: "wait for replicas".
     """
 
@@ -127,13 +127,13 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """How many places are taken."""
+        """Number of places taken."""
         with self._lock:
             return self._taken.total()
 
     @contextmanager
     def take(self, sender: str) -> Iterator[None]:
-        """Hold a place, or raise `BusyError` where there is none."""
+        """Hold a place within the context, or raise `BusyError` if none is free."""
         with self._lock:
             self._check(sender)
             self._taken[sender] += 1

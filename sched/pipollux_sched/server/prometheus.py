@@ -1,7 +1,7 @@
-"""`GET /metrics`: what Prometheus is told.
+"""Prometheus metrics of the scheduler, for `GET /metrics`.
 
-What the scheduler counts itself is in `pipollux_sched.metrics`; what the store and the backend know
-is read when it is asked for.
+The scheduler's own counters are in `pipollux_sched.metrics`; figures from the store and the backend
+are read on each request.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REASONS = {
 
 
 class RefusedCounter:
-    """ASGI middleware: counts the requests that are answered with a refusal.
+    """ASGI middleware: counts the refused requests.
 
     Args:
         app: the application.
-        metrics: where they are counted.
+        metrics: holds the counter.
     """
 
     def __init__(self, app: ASGIApp, metrics: SchedulerMetrics) -> None:
@@ -45,7 +45,7 @@ class RefusedCounter:
         self._refused = metrics.refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -56,17 +56,17 @@ class RefusedCounter:
 
 
 class SchedulerCollector(Collector):
-    """Reads what the store and the backend know.
+    """Collects metrics from the store and the backend.
 
     Args:
-        store: knows the jobs.
+        store: the scheduler's store.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one family of numbers after the other."""
+        """Yield the metric families."""
         yield self._jobs()
         yield from self._nodes()
         yield self._goodputs()
@@ -115,7 +115,7 @@ class SchedulerCollector(Collector):
 
 
 def render(metrics: SchedulerMetrics, collector: SchedulerCollector) -> bytes:
-    """Return everything in Prometheus' text format."""
+    """Return all metrics in Prometheus text format."""
     read = CollectorRegistry()
     read.register(collector)
     return generate_latest(metrics.registry) + generate_latest(read)

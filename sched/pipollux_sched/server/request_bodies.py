@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size, time and depth, and read as JSON whatever their type says."""
+"""Request bodies: limited in size, time and depth; read as JSON whatever their content type."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _UNSTORABLE = ("\\u0000", "\\ud")
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to a body that is too large, 408 to one that takes too long.
+    """ASGI middleware: answers 413 to a body that is too large, 408 to one that is too slow.
 
-    The application sees neither, nor a request whose sender is gone before it was complete.
+    The application sees neither, nor a request whose client disconnects before it is complete.
 
     Args:
         app: the application.
         limit: largest body, in bytes.
-        seconds: that a body may take.
+        seconds: time limit for a body.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_TIMEOUT) -> None:
@@ -46,7 +46,7 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -71,7 +71,7 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Read a whole body; None where it is too large."""
+        """Return a whole body; None if it is too large."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -87,10 +87,10 @@ class BodyLimit:
 
 
 class JsonRoute(APIRoute):
-    """Reads a body as JSON whatever its type says, as `JsonRequest` does."""
+    """Route that reads a body as JSON whatever its content type, through `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
+        """Return the handler of the route."""
         answer = super().get_route_handler()
         if self.body_field is None:
             return answer
@@ -103,11 +103,11 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """A request whose body is to be an object that can be kept."""
+    """A request whose body must be a JSON object that can be stored."""
 
     async def json(self) -> dict[str, Any] | HTTPException:
-        """Return the body, or what refuses it: FastAPI reads a body before it checks a token, and
-        who has none is to be told that first.
+        """Return the body, or the error that refuses it: FastAPI reads a body before it checks the
+        token, and a missing token must be reported first.
         """
         body = await self.body()
         try:
@@ -118,7 +118,7 @@ class JsonRequest(Request):
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        text = body.decode()  # `json` would let bytes that are no UTF-8 pass
+        text = body.decode()  # `json` would accept bytes that are not UTF-8
         value = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
@@ -155,7 +155,7 @@ def _too_deep() -> HTTPException:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse text that UTF-8 has no bytes for, and NUL, in keys and values; depth is bounded."""
+    """Refuse text that UTF-8 cannot encode, and NUL, in keys and values; depth is bounded."""
     if isinstance(value, dict):
         for key, child in value.items():
             _check_text(key)

@@ -1,4 +1,4 @@
-"""What is answered besides the views: refusals, signs of life, where replicas are."""
+"""Response models besides the views: refusals, health, addresses of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipollux_sched.views.models import View
 
 
 class Refusal(View):
-    """Why a request was refused, in one sentence."""
+    """The reason why a request was refused, in one sentence."""
 
     detail: str
 
@@ -25,7 +25,7 @@ _REFUSALS = {
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe when requests are refused: those that bear a token always may be, and as named."""
+    """Return the documented refusals: those common to authorized requests, and the given ones."""
     return {
         status: {"model": Refusal, "description": _REFUSALS[status]}
         for status in sorted((401, 422, 429, 503, *statuses))
@@ -33,32 +33,32 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def text_reply(media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Describe an answer that is text of a type, and no JSON."""
+    """Return the documentation of a plain-text response of a content type."""
     return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
 
 
 class Health(View):
-    """The scheduler is there, and of this version."""
+    """The scheduler is running; its version."""
 
     status: Literal["ok"]
     version: str
 
 
 class Deciding(View):
-    """A decision is being made."""
+    """The allocator is running."""
 
     status: Literal["deciding"]
 
 
 class ReplicaPlace(View):
-    """One replica that has said where it is."""
+    """The address of one replica."""
 
     replica: int
     address: str
 
 
 class DiscoveryReply(View):
-    """The replicas of a generation that have said where they are, in order."""
+    """The registered replicas of a generation, in order."""
 
     generation: int
     num_replicas: int

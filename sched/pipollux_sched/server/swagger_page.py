@@ -1,4 +1,4 @@
-"""`/docs`: Swagger UI from files that lie in this package, so that it needs no network."""
+"""`/docs`: Swagger UI from files within this package, so that it needs no network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DARK = (
 
 
 def add_docs(app: FastAPI) -> None:
-    """Serve the page at `/docs`, and the files that it loads under `/docs/files/`."""
+    """Serve the page at `/docs`, and its files under `/docs/files/`."""
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title="REST interface · Pipollux",
@@ -41,11 +41,11 @@ def add_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Return the policy of the web page, with the scripts that stand in this one."""
+    """Return the web page's content security policy, extended by this page's inline scripts."""
     digests = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         for script in re.findall("<script>(.*?)</script>", html, re.DOTALL)
     )
     scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
-    own = POLICY.partition("; require-trusted-types-for")[0]  # Swagger UI makes no trusted types
+    own = POLICY.partition("; require-trusted-types-for")[0]  # Swagger UI has no trusted types
     return own.replace("script-src 'self'", f"script-src 'self' {scripts}")

@@ -1,11 +1,10 @@
-"""The web page: files that hold no data, so that they need no token.
+"""The web page: static files without data, so they need no token.
 
-The scripts that draw its pictures, and the charting library that they draw with, are those of
-reports.
+Its chart scripts and charting library are shared with the reports.
 
-What the page shows it asks for with the admin's token, which it keeps in the browser's session. The
-policy below lets it load nothing but these files, ask nobody but this scheduler, and put no text
-into the document as markup.
+The page requests its data with the admin's token, which it keeps in the browser's session. The
+policy below allows it to load only these files, to request only this scheduler, and to insert no
+text as markup.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _File(NamedTuple):
 
 
 def add_pages(app: FastAPI) -> None:
-    """Serve the page at `/`, and the files that it is made of under `/web/`."""
+    """Serve the page at `/`, and its files under `/web/`."""
     files = _read()
     page = files.pop("index.html")
     app.add_api_route("/", _answer(page), include_in_schema=False)
@@ -66,7 +65,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 def _read() -> dict[str, _File]:
-    """Read all files of the page; they are few and small, and do not change under a scheduler."""
+    """Read all files of the page, which are few, small and constant while it is served."""
     package = resources.files("pipollux_sched")
     charts = package.joinpath("report", "charts")
     found = {

@@ -1,1 +1,1 @@
-"""What the scheduler tells of its jobs, nodes and events: one answer to each question."""
+"""Read model of jobs, nodes and events: one answer to each question."""

@@ -1,7 +1,7 @@
-"""The cluster: its nodes and who holds them, all at a glance, generations, how full nodes were.
+"""Views of the cluster: nodes and their holders, overview, generations, slot usage.
 
-What is answered has a size of its own, whatever the number of jobs: the database counts, sorts and
-cuts.
+The size of an answer does not depend on the number of jobs: the database counts, sorts and
+pages.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _POINT = (
 
 
 def list_nodes(store: Store) -> list[NodeDetails]:
-    """Describe the nodes, and who holds their slots.
+    """Return the nodes, and the jobs that hold their slots.
 
-    A replica holds its slots from its start until its process has ended; one that was promised
-    slots and is yet to be started holds those.
+    A replica holds its slots from its start until its process has ended; one that was assigned
+    slots and is yet to start holds those.
     """
     held = _held(store.overview.glance().holders)
     return [
@@ -50,14 +50,14 @@ def list_nodes(store: Store) -> list[NodeDetails]:
 
 
 def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
-    """Describe the cluster, and the jobs of a page.
+    """Return an overview of the cluster, with a page of jobs.
 
     Args:
-        store: what is known.
-        query: which jobs.
-        num_events: so many of the last events that people are told of.
+        store: the scheduler's store.
+        query: selects the jobs of the page.
+        num_events: number of newest events with a summary.
     """
-    now, last_event = time.time(), store.last_event()  # first: who listens on from there
+    now, last_event = time.time(), store.last_event()  # first: clients follow events from there
     glance, page = store.overview.glance(), store.overview.jobs(query, now)
     held = _held(glance.holders)
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
@@ -77,22 +77,22 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
 
 
 def serving_policy(store: Store) -> str:
-    """Return the name of the policy that serves, or served last; empty where none ever did."""
+    """Return the name of the present or last allocation policy; empty if there was none."""
     served = store.latest_events(1, types=["cluster"])
-    # Events tell its class.
+    # Events hold its class.
     return str(served[-1].get("policy", "")).removesuffix("Policy").lower() if served else ""
 
 
 def list_generations(
     store: Store, since: float, nodes: Collection[str] | None = None
 ) -> list[GenerationLine]:
-    """Describe the generations that held something after a moment, on some nodes or on all."""
+    """Return the generations that held slots after a moment, on some nodes or on all."""
     found = store.overview.generations_since(since, MOST_GENERATIONS, nodes)
     return [_generation(record, number) for record, number in found]
 
 
 def node_usage(store: Store, since: float, num_parts: int) -> UsageView:
-    """Describe how full nodes were from a moment until now; a node nobody held is not told of."""
+    """Return the nodes' slot usage from a moment until now; unused nodes are left out."""
     now = time.time()
     begin = min(since, now - 1.0)
     usage = store.overview.node_usage(begin, now, num_parts)
@@ -117,7 +117,7 @@ def _node(node: NodeRecord, held: Mapping[str, dict[str, int]]) -> dict[str, Any
         "kind": node.kind,
         "slots": node.slots,
         "used": used,
-        "free": max(node.slots - used, 0),  # it may have become smaller than what it holds
+        "free": max(node.slots - used, 0),  # the node may have shrunk below what its jobs hold
         "jobs": jobs,
         "condition": node.condition,
         "since": node.since,

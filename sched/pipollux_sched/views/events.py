@@ -1,4 +1,4 @@
-"""Events: the sentence that people are told, and where those of the last hour begin."""
+"""Summaries of events, and the first event of a period."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .models import EventSummary
 
 
 def event_summary(event: Mapping[str, Any]) -> EventSummary | None:
-    """Return an event as people are told of it, with a sentence; None where they are not."""
+    """Return an event with its summary sentence; None for one that has no summary."""
     sentence = event_text(event)
     if sentence is None:
         return None
@@ -22,10 +22,10 @@ def event_summary(event: Mapping[str, Any]) -> EventSummary | None:
 
 
 def last_event_before(store: Store, seconds: float) -> int:
-    """Return the id of the last event that is more than `seconds` old, 0 where there is none."""
+    """Return the id of the last event that is more than `seconds` old, 0 if there is none."""
     moment = time.time() - seconds
     low, high = 0, store.last_event()
-    while low < high:  # ids and times grow together
+    while low < high:  # ids and times increase together
         middle = (low + high) // 2
         found = store.events(middle, limit=1)
         if found and found[0]["time"] < moment:

@@ -1,4 +1,4 @@
-"""Jobs: a list of them, and one with all that is known of it."""
+"""Views of jobs: the list, the details of one, and its curves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pipollux_sched.store import JobRecord, ListedPhase, StaleGenerationError, S
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 
 NUM_EVENTS = 10
-"""How many of a job's last events are told."""
+"""Number of a job's newest events in its details."""
 
 
 class SignOfLife(Protocol):
-    """When a replica was last heard of."""
+    """The last heartbeat of a replica."""
 
     @property
     def seconds(self) -> float:
@@ -24,11 +24,11 @@ class SignOfLife(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The step that it was at; None where it did not say."""
+        """Its optimizer step then; None if unknown."""
 
 
 def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-    """Describe the jobs in some phases (none: in any), in the order of their first submission."""
+    """Return the jobs in the given phases (none: all), in the order of first submission."""
     points, generations = store.last_points(), store.num_generations()
     found = (
         ListedJob.of(
@@ -42,12 +42,12 @@ def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[Listed
 def job_details(
     store: Store, job: JobRecord, heard: Mapping[int, SignOfLife] | None = None
 ) -> JobDetails:
-    """Describe a job but for its curves.
+    """Return the details of a job, without its curves.
 
     Args:
-        store: knows it.
+        store: the scheduler's store.
         job: the job.
-        heard: when its replicas were last heard of, where that is known.
+        heard: last heartbeats of its replicas, as far as known.
     """
     generations = store.generations(job.name)
     return JobDetails.of(
@@ -65,7 +65,7 @@ def job_details(
 def job_curves(
     store: Store, job: JobRecord, heard: Mapping[int, SignOfLife], num_points: int
 ) -> JobCurves:
-    """Describe a job with its curves, of at most `num_points` points each."""
+    """Return a job with its curves, of at most `num_points` points each."""
     return JobCurves(
         **dict(job_details(store, job, heard)),
         points=store.overview.points(job.name, num_points),
@@ -76,13 +76,13 @@ def job_curves(
 
 
 def _replicas(store: Store, heard: Mapping[int, SignOfLife], job: JobRecord) -> list[ReplicaView]:
-    """Describe the replicas of the generation that runs, if one does."""
+    """Return the replicas of the running generation, if there is one."""
     generation, nodes = job.state.generation, job.state.running_on
     if not nodes:
         return []
     try:
         addresses = store.replicas.find(job.name, generation).addresses
-    except StaleGenerationError:  # it has moved on meanwhile
+    except StaleGenerationError:  # a newer generation has started meanwhile
         addresses = {}
     return [
         ReplicaView(

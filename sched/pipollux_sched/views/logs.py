@@ -1,4 +1,4 @@
-"""What the replicas of a job have written, a part at a time."""
+"""Logs of a job's replicas, a part at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LogPart(NamedTuple):
 
 
 def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
-    """Return which logs of a job there are, without their lines."""
+    """Return the logs that a job has, without their lines."""
     return [
         LogTail(generation=generation, replica=replica, lines=[])
         for generation, replica, _path in state_dir.logs(job)
@@ -32,10 +32,10 @@ def list_logs(state_dir: StateDir, job: str) -> list[LogTail]:
 
 
 def read_log(state_dir: StateDir, job: str, generation: int, replica: int, offset: int) -> LogPart:
-    """Read a log on from an offset: up to `MOST_BYTES`, nothing where there is nothing new.
+    """Return a log from an offset on: at most `MOST_BYTES`, nothing if nothing is new.
 
-    A log that was moved aside since then is first read to its end where it now is, and then from
-    its beginning; the offset behind that end is 0.
+    A log that was rotated since then is first read to its end in the rotated file, and then from
+    the beginning of the new one; the offset after that end is 0.
     """
     path = state_dir.log(job, generation, replica)
     if _size(path) >= offset:
@@ -58,6 +58,6 @@ def _read(path: Path, offset: int) -> LogPart:
         with path.open("rb") as file:
             file.seek(offset)
             content = file.read(MOST_BYTES)
-    except FileNotFoundError:  # it is being moved aside
+    except FileNotFoundError:  # it is being rotated
         return LogPart(b"", offset)
     return LogPart(content, offset + len(content))

@@ -1,4 +1,4 @@
-"""The answers, field by field: what the REST interface sends and the command line prints."""
+"""Response models of the REST interface, which the command line also prints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point
 
 
 class View(BaseModel):
-    """An answer; it has these fields and no others."""
+    """Base of all response models; extra fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, as JSON has it."""
+        """Return the answer as plain JSON data."""
         return self.model_dump(mode="json")
 
 
@@ -59,12 +59,12 @@ class JobView(View):
 
     @classmethod
     def of(cls, job: JobRecord, **more: Any) -> Self:
-        """Describe a job of the store; `more` are the fields of a longer description."""
+        """Return the view of a job record; `more` are the fields of a subclass."""
         return cls.model_validate({**job.to_json_object(), **more})
 
     @property
     def listed_phase(self) -> ListedPhase:
-        """The phase as people are told it."""
+        """The phase as lists show it."""
         if self.phase is Phase.FAILED and self.reason == CANCELLED:
             return ListedPhase.CANCELLED
         if self.phase is Phase.RUNNING and self.intent is not None:
@@ -80,7 +80,7 @@ class JobView(View):
 
 
 class ListedJob(JobView):
-    """A job in a list, with how often it was running_on and its latest report."""
+    """A job in a list, with its number of generations and its latest report."""
 
     num_generations: int
     progress: Point | None
@@ -106,7 +106,7 @@ class GenerationView(View):
 
 
 class ReplicaView(View):
-    """A replica of the generation that runs; `heard_seconds` ago it gave its last sign of life."""
+    """A replica of the running generation; its last heartbeat was `heard_seconds` ago."""
 
     replica: int
     node: str
@@ -116,7 +116,7 @@ class ReplicaView(View):
 
 
 class EventView(View):
-    """An event; what else it holds depends on its type."""
+    """An event; its further fields depend on its type."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -128,7 +128,7 @@ class EventView(View):
 
 
 class EventSummary(View):
-    """An event as people are told of it."""
+    """An event with its summary sentence."""
 
     time: float
     id: int
@@ -139,14 +139,14 @@ class EventSummary(View):
 
     @property
     def line(self) -> str:
-        """The event as one line for people."""
+        """The event as one line of text."""
         return told_line(self.time, self.job, self.text)
 
 
 class JobDetails(JobView):
-    """All that is known of a job but its curves; `number`: its place in the order of jobs.
+    """The details of a job without its curves; `number`: its place in the order of jobs.
 
-    Each of the last `events` is an object as `EventView` has it.
+    Each of the last `events` has the form of `EventView`.
     """
 
     number: int
@@ -159,7 +159,7 @@ class JobDetails(JobView):
 
 
 class NoiseView(View):
-    """A job's gradient as it measured it; `noise_scale` in samples."""
+    """A job's measured gradient statistics; `noise_scale` in samples."""
 
     time: float
     norm: float
@@ -168,14 +168,14 @@ class NoiseView(View):
 
 
 class JobCurves(JobDetails):
-    """All that is known of a job, with its curves."""
+    """The details of a job with its curves."""
 
     points: list[Point]
     noise: list[NoiseView]
 
 
 class DeletedJobView(View):
-    """A job that is gone: how it had ended, and the folders that are left of it."""
+    """A deleted job: its last phase, and the folders that remain."""
 
     name: str
     phase: Phase
@@ -184,7 +184,7 @@ class DeletedJobView(View):
 
 
 class LimitKind(StrEnum):
-    """What may keep a job from having more, or other, than it has."""
+    """Kinds of limits on a job's allocation."""
 
     SUSPENDED = "suspended"
     STOPPING = "stopping"
@@ -202,22 +202,22 @@ class LimitKind(StrEnum):
 
 @dataclass(frozen=True)
 class Limit:
-    """One thing that keeps a job from having more, or other, than it has."""
+    """One limit on a job's allocation."""
 
     kind: LimitKind
     text: str
-    """A sentence for people."""
+    """The limit as a sentence."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a job would have with one replica more or fewer."""
+    """The allocation of a job with one replica more or fewer."""
 
     nodes: tuple[str, ...]
-    """Node of each replica; empty where no node could ever hold them."""
+    """Node of each replica; empty if no nodes could ever hold them."""
     num_replicas: int
     speedup: float | None
-    """Predicted, over one replica; None: nothing is known of it."""
+    """Predicted, over one replica; None: unknown."""
     batch_size: int | None
     fits: bool
     """Whether there is room for it now."""
@@ -245,13 +245,13 @@ class ExplanationView(View):
 
 @dataclass(frozen=True)
 class PlannedChange:
-    """What one job has, and what it would have."""
+    """The present and the planned allocation of one job."""
 
     job: str
     previous: tuple[str, ...]
     """Node of each replica now."""
     previous_num_stages: int | None
-    """K now; None where it holds nothing."""
+    """K now; None if it holds no slots."""
     previous_speedup: float | None
     """Predicted by the job's model; None: nothing is known."""
     nodes: tuple[str, ...]
@@ -260,19 +260,19 @@ class PlannedChange:
     speedup: float | None
     batch_size: int | None
     changes: bool
-    """Whether anything of it is other than now."""
+    """Whether the plan differs from the present allocation."""
     why: str
 
 
 class PlanView(View):
-    """What the scheduler would decide now, by this policy: a line for each job it can decide on."""
+    """What the scheduler would decide now under this policy: one entry for each eligible job."""
 
     policy: str
     jobs: list[PlannedChange]
 
 
 class NodeView(View):
-    """A node, with the slots of it that each job holds."""
+    """A node, with the slots that each job holds on it."""
 
     name: str
     kind: str
@@ -286,13 +286,13 @@ class NodeView(View):
 
 
 class NodeDetails(NodeView):
-    """A node with what its cluster file says of it."""
+    """A node with its entry in the cluster file."""
 
     spec: dict[str, Any]
 
 
 class JobLine(View):
-    """A job at a glance; the last eight fields are of its latest report."""
+    """Summary of a job; the last eight fields are from its latest report."""
 
     number: int
     name: str
@@ -318,7 +318,7 @@ class JobLine(View):
 
 
 class GenerationLine(View):
-    """A generation at a glance; `number` is that of its job."""
+    """Summary of a generation; `number` is that of its job."""
 
     job: str
     number: int
@@ -334,10 +334,10 @@ class GenerationLine(View):
 
 
 class ClusterView(View):
-    """Everything at a glance, at this time by the scheduler's clock.
+    """Overview of the cluster, at this time by the scheduler's clock.
 
-    `phases` counts all jobs; `jobs` are those of the page that was asked for, `num_found` how many
-    there are on all pages.
+    `phases` counts all jobs; `jobs` are those of the requested page, `num_found` the number on
+    all pages.
     """
 
     time: float
@@ -353,7 +353,7 @@ class ClusterView(View):
 
 
 class UsageView(View):
-    """How full the nodes were: the mean number of slots held, in equal parts from `since` on."""
+    """Slot usage of the nodes: the mean number of slots held, in equal intervals from `since`."""
 
     since: float
     until: float

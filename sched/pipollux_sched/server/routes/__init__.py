@@ -1,1 +1,1 @@
-"""The paths of the REST interface, by who calls them."""
+"""Routes of the REST interface, by caller."""

@@ -1,4 +1,4 @@
-"""The event log, and events as they happen, with the admin's token."""
+"""Routes of the event log and the live event stream, with the admin's token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def events(
     last: _Last = None,
     seconds: _Seconds = None,
 ) -> list[dict[str, Any]]:
-    """In the order they happened, the oldest first."""
+    """Return events in the order they happened, oldest first."""
     if last is not None:
         return store.latest_events(last, job=job, types=type or None)
     if seconds is not None:
@@ -71,9 +71,9 @@ async def follow(
     job: _Job = None,
     summary: _Summary = False,
 ) -> EventStream:
-    """Server-sent events, each with its `id`; who comes back with `Last-Event-ID` misses none.
+    """Stream server-sent events with `id`; a client that sends `Last-Event-ID` misses none.
 
-    Without that header and without `after`, from now on.
+    Without that header and without `after`, the stream starts now.
     """
     since = _last_event_id(request)
     since = after if since is None else since

@@ -1,4 +1,4 @@
-"""What jobs ask: each with its own token, about itself alone."""
+"""Routes for jobs: each uses its own token, for itself alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Wire(BaseModel):
 
 
 class HeartbeatBody(_Wire):
-    """A sign of life of one replica."""
+    """Heartbeat of one replica."""
 
     generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
     replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
@@ -49,7 +49,7 @@ class HeartbeatBody(_Wire):
 
 
 class Registration(_Wire):
-    """Where one replica can be reached."""
+    """Address of one replica."""
 
     generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
     replica: Annotated[int, Field(ge=0, le=2**31, description="a whole number of at least 0")]
@@ -76,14 +76,14 @@ router = APIRouter(
 async def put_hints(
     name: str, services: ServicesDep, generation: _Generation, hints: HintsField
 ) -> None:
-    """The scheduler keeps the latest hints; they decide what the job is worth giving."""
+    """Keep the latest hints, from which the job's goodput is predicted."""
     await services.hints.put(name, generation, hints.to_json_object())
     services.metrics.hints.inc()
 
 
 @router.post("/reports", status_code=204, summary="Report progress")
 def post_report(name: str, services: ServicesDep, report: TrainingReport) -> None:
-    """Points of progress since the last report and, now and then, the time line of a step."""
+    """Keep the progress since the last report and, occasionally, the timeline of a step."""
     first = services.store.add_report(
         name, report.generation, report.stored_points(), report.stored_timeline()
     )
@@ -94,11 +94,11 @@ def post_report(name: str, services: ServicesDep, report: TrainingReport) -> Non
 
 @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
 def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> None:
-    """Every replica does so every few seconds; one that falls silent costs a restart."""
+    """Record a heartbeat; each replica sends one every few seconds, or the job restarts."""
     job = services.store.job(name)
     num_replicas = len(job.state.running_on)
     check_replica(name, job.state.generation, num_replicas, heartbeat.generation, heartbeat.replica)
-    # Loading, compiling and measuring before a generation's first step may take their time.
+    # Loading, compiling and measuring before a generation's first step may take long.
     hang_timeout = job.spec.get("hang_timeout") if job.state.training else None
     services.control.heard(
         name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout
@@ -108,7 +108,7 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")
 def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
-    """Kept until the generation ends; what the replica said before is replaced."""
+    """Keep a replica's address until the generation ends; an earlier one is replaced."""
     store.replicas.register(name, replica.generation, replica.replica, replica.address)
 
 
@@ -116,7 +116,7 @@ def post_replica(name: str, store: StoreDep, replica: Registration) -> None:
 async def get_replicas(
     name: str, services: ServicesDep, generation: _Generation, wait: _Wait = 0.0
 ) -> DiscoveryReply:
-    """Wait until all replicas of the generation are there; answer with those that are.
+    """Wait until all replicas of the generation are registered; return those that are.
 
     409 as soon as the generation is no longer the present one.
     """

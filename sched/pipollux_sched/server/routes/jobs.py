@@ -1,4 +1,4 @@
-"""Jobs as users ask for them, with the admin's token."""
+"""Routes of jobs for users, with the admin's token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ router = APIRouter(
 
 @router.post("", status_code=201, response_model=JobView, summary="Submit a job")
 def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
-    """What was answered with 201 is on the disk, and starts as soon as something is free."""
+    """Submit a job; after a 201 it is on the disk, and starts as soon as slots are free."""
     return control.submit(job).to_json_object()
 
 
@@ -61,13 +61,13 @@ def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
     "/batch", status_code=201, response_model=list[JobView], summary="Submit many jobs at once"
 )
 def submit_all(control: ControlDep, batch: JobBatch) -> list[dict[str, Any]]:
-    """All of them or none: where one is refused, the sentence names it, and nothing changes."""
+    """Submit all jobs or none: if one is refused, the error names it, and nothing changes."""
     return [job.to_json_object() for job in control.submit_all(batch.jobs)]
 
 
 @router.get("", response_model=list[ListedJob], summary="All jobs")
 def jobs(store: StoreDep, phase: _Phases = []) -> list[ListedJob]:  # noqa: B006  # FastAPI's way
-    """In the order of their first submission, each with its latest progress."""
+    """Return the jobs in the order of their first submission, with their latest progress."""
     return list_jobs(store, phase)
 
 
@@ -75,7 +75,7 @@ def jobs(store: StoreDep, phase: _Phases = []) -> list[ListedJob]:  # noqa: B006
 def job(
     name: str, store: StoreDep, control: ControlDep, points: _Points = MOST_POINTS
 ) -> JobCurves:
-    """With its generations, latest hints, replicas, last events, progress and gradient noise."""
+    """Return a job: generations, hints, replicas, last events, progress, gradient noise."""
     found = store.job(name)
     heard = control.heartbeats.heard(name, found.state.generation)
     return job_curves(store, found, heard, points)
@@ -83,31 +83,31 @@ def job(
 
 @router.delete("/{name}", response_model=JobView, summary="Cancel a job")
 def cancel(name: str, control: ControlDep) -> dict[str, Any]:
-    """Its processes end; 409 where the job has ended already."""
+    """Cancel a job and end its processes; 409 if it has ended already."""
     return control.cancel(name).to_json_object()
 
 
 @router.post("/{name}/suspend", response_model=JobView, summary="Suspend a job")
 def suspend(name: str, control: ControlDep) -> dict[str, Any]:
-    """It saves, ends its processes, and holds nothing until resumed; 409 where it has ended."""
+    """Suspend a job: it checkpoints and releases its slots; 409 if it has ended."""
     return control.suspend(name).to_json_object()
 
 
 @router.post("/{name}/resume", response_model=JobView, summary="Resume a suspended job")
 def resume(name: str, control: ControlDep) -> dict[str, Any]:
-    """It goes on from its checkpoint as soon as something is free; 409 where it has ended."""
+    """Resume a job from its checkpoint as soon as slots are free; 409 if it has ended."""
     return control.resume(name).to_json_object()
 
 
 @router.post("/{name}/rerun", response_model=JobView, summary="Run a job again that has ended")
 def rerun(name: str, control: ControlDep, from_scratch: _FromScratch = False) -> dict[str, Any]:
-    """As it was submitted; 409 where it has not ended, or is complete and not to start again."""
+    """Rerun a job; 409 if it has not ended, or is complete and not to start from scratch."""
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 
 @router.post("/{name}/delete", response_model=DeletedJobView, summary="Delete a job that has ended")
 def delete(name: str, control: ControlDep) -> DeletedJobView:
-    """With its logs, events and checkpoints, but for a `checkpoint_dir` of its own; 409 where
+    """Delete a job, its logs, events and checkpoints, except its own `checkpoint_dir`; 409 if
     it has not ended.
     """
     deleted = control.delete(name)
@@ -121,7 +121,7 @@ def delete(name: str, control: ControlDep) -> DeletedJobView:
     "/{name}/explanation", response_model=ExplanationView, summary="Explain a job's allocation"
 )
 def explanation(name: str, store: StoreDep) -> ExplanationView:
-    """What `pipollux explain` tells: the last decision, alternatives, limits."""
+    """Explain a job's allocation: the last decision, alternatives, limits."""
     return explain.explanation(store, store.job(name))
 
 
@@ -131,7 +131,7 @@ def explanation(name: str, store: StoreDep) -> ExplanationView:
 def logs(
     name: str, services: ServicesDep, tail: _Tail = 100, generation: _Only = None
 ) -> list[LogTail]:
-    """Of every replica of every generation whose log is kept."""
+    """Return the last lines of each replica of each generation whose log is kept."""
     services.store.job(name)
     return [
         LogTail(generation=number, replica=replica, lines=last_lines(path, tail))
@@ -149,8 +149,8 @@ def logs(
 def log(
     name: str, generation: _Number, replica: _Replica, services: ServicesDep, offset: _Offset = 0
 ) -> Response:
-    """Up to 1 MiB on from an offset, as it was written; the header `Pipollux-Log-Offset` says
-    where to read on.
+    """Return up to 1 MiB of a log from an offset, unchanged; the header
+    `Pipollux-Log-Offset` holds the next offset.
     """
     services.store.job(name)
     part = read_log(services.state_dir, name, generation, replica, offset)

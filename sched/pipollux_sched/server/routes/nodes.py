@@ -1,4 +1,4 @@
-"""Nodes, and the cluster that they are, with the admin's token."""
+"""Routes of nodes and of the cluster, with the admin's token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipollux_sched.views.models import NodeDetails
 
 
 class NodeChange(BaseModel):
-    """What becomes of a node."""
+    """The new condition of a node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,7 +37,7 @@ router = APIRouter(
 
 @router.get("/nodes", response_model=list[NodeDetails], summary="All nodes")
 def nodes(store: StoreDep) -> list[NodeDetails]:
-    """Their slots and who holds them, their condition, and what the cluster file says of them."""
+    """Return the nodes: slots and their holders, condition, entry of the cluster file."""
     return list_nodes(store)
 
 
@@ -45,13 +45,13 @@ def nodes(store: StoreDep) -> list[NodeDetails]:
     "/nodes/{name}", response_model=NodeDetails, summary="Drain a node, or say that it is dead"
 )
 def set_node(name: str, store: StoreDep, control: ControlDep, node: NodeChange) -> NodeDetails:
-    """`draining`: jobs leave; `dead`: they start elsewhere; `ready`: it is there again."""
+    """Set a node `draining` (jobs leave), `dead` (jobs restart elsewhere) or `ready`."""
     control.set_node(name, NodeCondition(node.condition), node.reason)
     return next(found for found in list_nodes(store) if found.name == name)
 
 
 @router.post("/decisions", status_code=202, response_model=Deciding, summary="Decide now")
 def decide(control: ControlDep) -> dict[str, str]:
-    """The allocator weighs all jobs at once, and not only at the next interval."""
+    """Run the allocator on all jobs now instead of at the next interval."""
     control.decide()
     return {"status": "deciding"}

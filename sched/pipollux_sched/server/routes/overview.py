@@ -1,4 +1,4 @@
-"""The cluster as a whole: at a glance, its generations, its usage, a plan, the report."""
+"""Routes of the whole cluster: overview, generations, usage, plan, report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Parts = Annotated[
     int, Query(ge=1, le=MOST_PARTS, description="Into so many equal parts the time is cut.")
 ]
 _Policy = Annotated[
-    str | None, Query(max_length=50, description="Who decides; none: the scheduler's own policy.")
+    str | None, Query(max_length=50, description="Allocation policy; none: the scheduler's own.")
 ]
 _Seed = Annotated[int, Query(ge=0, le=2**32 - 1, description="Of the policy, if it draws.")]
 _Jobs = Annotated[
@@ -65,26 +65,26 @@ def overview(
     limit: _Limit = 50,
     events: _Last = 0,
 ) -> ClusterView:
-    """Nodes, how many jobs are in each phase, a page of the list of jobs, the last events."""
+    """Return the nodes, the number of jobs by phase, a page of jobs, the last events."""
     query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
     return cluster_view(store, query, events)
 
 
 @router.get("/generations", response_model=list[GenerationLine], summary="Who held what")
 def generations(store: StoreDep, since: _Moment = 0.0, node: _Nodes = None) -> list[GenerationLine]:
-    """The generations that held something after a moment, 5000 at most, the oldest first."""
+    """Return the generations that held slots after a moment, at most 5000, oldest first."""
     return list_generations(store, since, node)
 
 
 @router.get("/usage", response_model=UsageView, summary="How full the nodes were")
 def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> UsageView:
-    """From a moment until now; the mean of each part of that time."""
+    """Return the mean slot usage in each interval from a moment until now."""
     return node_usage(store, since, parts)
 
 
 @router.get("/plan", response_model=PlanView, summary="What the scheduler would decide now")
 def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> PlanView:
-    """For each job that can be decided on, with the reason; nothing is changed."""
+    """Return the planned allocation of each eligible job, with the reason; change nothing."""
     if policy is not None and policy not in POLICIES:
         known = ", ".join(POLICIES)
         raise HTTPException(422, f"policy: {policy!r} is not known; known are {known}")
@@ -99,7 +99,7 @@ def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> Plan
     summary="The report, as one HTML file",
 )
 def report(services: ServicesDep, job: _Jobs = [], seconds: _Seconds = None) -> Response:  # noqa: B006
-    """Of what the scheduler keeps: what `pipollux report` writes."""
+    """Return the report that `pipollux report` writes."""
     with services.computing.take("the admin"):
         page = kept_report(services.store, job, seconds)
     headers = {"Content-Disposition": "attachment; filename=report.html"}

@@ -1,4 +1,4 @@
-"""The scheduler itself: whether it is there, and its figures."""
+"""Routes of the scheduler itself: health check and metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VERSION = version("pipollux")
 
 router = APIRouter(tags=["service"])
 metrics_router = APIRouter(tags=["service"])
-"""Whether it needs the admin's token is up to whoever includes it."""
+"""Separate, because `create_app` decides whether it needs the admin's token."""
 
 
 @router.get("/healthz", summary="Whether the scheduler is there")
 async def healthz() -> Health:
-    """Needs no token."""
+    """Return the scheduler's version; needs no token."""
     return Health(status="ok", version=VERSION)
 
 
@@ -31,5 +31,5 @@ async def healthz() -> Health:
     summary="Figures for Prometheus",
 )
 def metrics(services: ServicesDep) -> Response:
-    """In Prometheus' text format."""
+    """Return the metrics in Prometheus text format."""
     return Response(render(services.metrics, services.collector), media_type=CONTENT_TYPE_LATEST)
