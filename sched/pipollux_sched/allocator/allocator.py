@@ -1,8 +1,8 @@
 """One round of allocation: read a snapshot, decide, carry out.
 
-One thing goes into the next: `SnapshotReader.read` says what is known, `place_new` and `reallocate`
-make decisions of it, and what they come to is carried out. A job that has just come is started
-before all jobs are weighed, as a policy may take its time over that.
+`SnapshotReader.read` returns what is known, `place_new` and `reallocate` decide from it, and the
+decisions are carried out. New jobs are placed before all jobs are weighed, because a policy may
+need a while for that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Allocator:
-    """Decides on all jobs, and has what it decided carried out.
+    """Decides on all jobs, and has its decisions carried out.
 
     Args:
         reader: reads what is known.
         strategy: makes the decisions.
-        carry_out: lets jobs be allocated, all at once.
-        metrics: where decisions are counted and timed; None: nowhere that anybody sees.
+        carry_out: applies all allocations of a round together.
+        metrics: counts and times the decisions; None: they are not exposed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Allocator:
     def run_once(self) -> list[Decision]:
         """Start what can be started, then weigh all jobs against each other.
 
-        A policy that fails, or wants what is impossible, changes nothing; the log says so.
+        A policy that fails, or whose answer is impossible, changes nothing; the error is logged.
 
         Returns:
             The decisions that were carried out.
@@ -67,7 +67,7 @@ class Allocator:
         """Run the autoscaler with the last decisions.
 
         Returns:
-            Whether other nodes drain now than before, so that jobs have to be weighed again.
+            Whether the set of draining nodes has changed, so that jobs have to be weighed again.
         """
         now = self._read()
         allocations = {job.name: job.held for job in now.candidates if job.allocation}
@@ -96,7 +96,7 @@ class Allocator:
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
-        """Give new jobs that got nothing the reason why they wait."""
+        """Record why each new job that got nothing is queued."""
         waiting = [job for job in snapshot.candidates if job.is_new and not job.allocation]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
         self._let([(job.name, Allocate((), why)) for job, why in zip(waiting, whys, strict=True)])

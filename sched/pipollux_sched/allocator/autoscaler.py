@@ -1,9 +1,9 @@
 """Keeping the number of nodes right: advice, draining, and asking for nodes, round by round.
 
 `Autoscaler.round` follows every round of the allocator, in the allocator's thread. What it decides
-comes from `policy.autoscaling`; renting and giving back is the expander's, which may take its time
-and therefore has a thread of its own. What was seen so far is not kept: a scheduler that is started
-again observes for a whole window before it changes anything.
+comes from `policy.autoscaling`. The expander rents and releases nodes in a thread of its own, as
+this may take minutes. Observations are not persisted: a restarted scheduler observes for a whole
+window before it changes anything.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class NodeRequest:
     """What the expander is asked for."""
 
     desired_nodes: int
-    """How many nodes there should be, with those that still drain."""
+    """How many nodes there should be, including those that still drain."""
     release: tuple[str, ...] = ()
-    """Nodes to give back; nothing runs on them."""
+    """Nodes to release; nothing runs on them."""
 
 
 class Autoscaler:
@@ -50,8 +50,8 @@ class Autoscaler:
     Args:
         rules: what the operator wants.
         expander: asked for nodes; again in every round, until there are as many.
-        policy: tells what it would make of other numbers of nodes.
-        on_change: called with what is planned whenever that is something new.
+        policy: predicts the utility of other numbers of nodes.
+        on_change: called with the plan whenever it changes.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Autoscaler:
         self._errands = _Errands(expander)
 
     def start(self) -> VitalThread:
-        """Begin to carry requests out, in the thread that is returned."""
+        """Start the thread that carries out requests, and return it."""
         return self._errands.start()
 
     def stop(self) -> None:
-        """Carry nothing more out; what is under way is waited for, but not for long."""
+        """Carry out no further request; wait briefly for one that is under way."""
         self._errands.stop()
 
     def round(
@@ -90,7 +90,7 @@ class Autoscaler:
             jobs: all jobs that have not ended.
             nodes: all nodes, with those marked as draining that the round before named.
             allocations: what the jobs were given.
-            busy: nodes that something still runs on, be it on the move.
+            busy: nodes with running processes, including those of jobs on the move.
 
         Returns:
             The nodes to mark as draining.
@@ -110,14 +110,14 @@ class Autoscaler:
 
 
 def _without(busy: Collection[str], plan: NodePlan) -> NodePlan:
-    """Keep nodes that jobs are only just leaving."""
+    """Keep nodes that jobs are still leaving."""
     release = tuple(name for name in plan.release if name not in busy)
     kept = len(plan.release) - len(release)
     return replace(plan, release=release, num_nodes=plan.num_nodes + kept)
 
 
 class _Errands:
-    """Carries requests out in a thread of its own; of those that wait, the latest counts."""
+    """Carries out requests in a thread of its own; a newer request replaces a waiting one."""
 
     def __init__(self, expander: Expander) -> None:
         self._expander = expander
@@ -158,5 +158,5 @@ class _Errands:
             self._expander.request(request.desired_nodes, request.release)
         except ExpanderError as error:
             _LOG.warning("%s", error)
-        except Exception:  # other people's code: without nodes the jobs go on with those there are
+        except Exception:  # user code: when it fails, jobs go on with the nodes there are
             _LOG.exception("the expander failed")

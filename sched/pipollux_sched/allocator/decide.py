@@ -1,7 +1,7 @@
 """Turn a strategy's answers into decisions; pure functions.
 
-* A job that has just come starts at once where something is free (`place_new`).
-* All jobs are weighed against each other at every interval, and when one has come or ended
+* A new job starts at once where slots are free (`place_new`).
+* All jobs are weighed against each other at every interval, and when one was submitted or has ended
   (`reallocate`).
 * Whatever a strategy answers is checked against nodes, slots and bounds.
 """
@@ -37,11 +37,11 @@ class Decision:
 
 
 def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy) -> list[Decision]:
-    """Start jobs that hold nothing on what is free, those that came first before the others.
+    """Place jobs that hold nothing on free slots, in the order of submission.
 
-    Where one that came before waits, those after it do too: were they put where something is free
-    for a moment, there would never be room enough for one that needs more. Who goes first then is
-    for the strategy to weigh (`reallocate`). What was decided beforehand waits for nobody.
+    When a job has to wait, later ones wait too: if they took every slot that becomes free, a job
+    that needs many would never start. The strategy then weighs them all (`reallocate`). A fixed
+    allocation never waits for another job.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
@@ -77,7 +77,7 @@ def reallocate(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 def why_waiting(
     waiting: Sequence[Candidate], candidates: Sequence[Candidate], nodes: Nodes
 ) -> list[str]:
-    """Explain why jobs that hold nothing get nothing at the moment.
+    """Explain why jobs that hold no slots are queued.
 
     Args:
         waiting: those jobs.
@@ -91,13 +91,13 @@ def why_waiting(
 def _decisions(
     before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes, strategy: Strategy
 ) -> list[Decision]:
-    """Return what changes, with reasons, once it is known to be possible."""
+    """Check the new allocations, and return those that change, with reasons."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
     if not pairs:
         return []
     if isinstance(strategy, FixedStrategy):
-        # What was decided beforehand is not held to what has been measured since, and a job that
-        # may stay on a node that drains is started there.
+        # A fixed allocation is not held to what has been measured since, and a job that
+        # may stay on a draining node is started there.
         before, after = ([_uncapped(job) for job in jobs] for jobs in (before, after))
         _check(before, after, {name: replace(n, draining=False) for name, n in nodes.items()})
     else:
@@ -113,7 +113,7 @@ def _differ(old: Candidate, new: Candidate) -> bool:
 
 
 def _check(before: Sequence[Candidate], after: Sequence[Candidate], nodes: Nodes) -> None:
-    """Refuse what breaks a rule that was not broken already: a cap may have shrunk meanwhile."""
+    """Refuse what newly breaks a rule: a cap may have shrunk in the meantime."""
     jobs = jobs_of(after)  # with every shape that one of them is given
     base = {job.name: job.held for job in before}
     broken = violations(jobs, nodes, base, base)

@@ -1,7 +1,7 @@
-"""Renting nodes and giving them back: the hook between the advice on their number and a cloud.
+"""Renting and releasing nodes: the hook between the autoscaler's advice and a cloud.
 
-`autoscale` says how many nodes there should be and `plan_nodes` which can be done without; an
-`Expander` makes it so. What it takes differs from place to place, so the one that is here runs a
+`autoscale` computes how many nodes there should be, and `plan_nodes` which ones can be released; an
+`Expander` acts on it. How to do that differs between clouds, so the one implemented here runs a
 command of the operator's.
 """
 
@@ -19,7 +19,7 @@ from typing import Protocol
 from pipollux_sched.errors import PipolluxError
 
 FIELDS = ("desired", "current", "release")
-"""What an expander command may name, in braces."""
+"""Fields that an expander command may name in braces."""
 
 
 class ExpanderError(PipolluxError):
@@ -36,15 +36,15 @@ class Expander(Protocol):
         """Return how many nodes there are now."""
 
     def request(self, desired_nodes: int, release: Sequence[str] = ()) -> None:
-        """Ask for a number of nodes; asking again for the same must do no harm.
+        """Request a number of nodes; must be idempotent.
 
         Args:
             desired_nodes: how many there should be.
-            release: nodes to give back, by name; nothing runs on them any more, and no others may
-                be taken away.
+            release: names of the nodes to release; nothing runs on them any more, and no others may
+                be removed.
 
         Raises:
-            ExpanderError: it could not be asked for.
+            ExpanderError: the request could not be made.
         """
 
 
@@ -53,10 +53,10 @@ class CommandExpander:
 
     Args:
         command: program and arguments, quoted as in a shell; `{desired}` stands for the number of
-            nodes, `{current}` for the present one, `{release}` for the names of nodes to give back,
-            with commas between. The first must be there.
-        count: tells how many nodes there are, as the backend sees them.
-        timeout: seconds after which the command, and all that it started, is ended.
+            nodes, `{current}` for the present one, `{release}` for the names of nodes to release,
+            separated by commas. `{desired}` is required.
+        count: returns the number of nodes, as the backend sees them.
+        timeout: seconds after which the command and its child processes are killed.
 
     Raises:
         ValueError: the command is empty, cannot be split, or its fields are not the right ones.
@@ -102,7 +102,7 @@ class CommandExpander:
             )
 
     def _run(self, arguments: list[str]) -> tuple[int, str]:
-        """Return the exit status and the last line that was written."""
+        """Return the exit status and the last line of output."""
         try:
             process = subprocess.Popen(
                 arguments,
@@ -120,7 +120,7 @@ class CommandExpander:
         with process:
             try:
                 output, _ = process.communicate(timeout=self._timeout)
-            except BaseException as error:  # whatever ends the wait, nothing may be left running
+            except BaseException as error:  # whatever ends the wait, no process may be left running
                 # Its children, too: they may hold the pipe open, and would be waited for.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

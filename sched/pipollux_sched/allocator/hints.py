@@ -1,9 +1,9 @@
-"""What a job's hints are worth to a policy, once it is known that they can be planned with.
+"""The speedups that a job's hints predict, once they have been checked for plausibility.
 
-Each number of a hint may be sane and what follows from them absurd: steps that take no time at all,
-or two replicas that are worth 10^200. Policies weigh all jobs against each other, so one speedup
-that is infinite would cost all others their allocations. Hints whose speedups no machine could
-reach are as good as none.
+Each number of a hint may be valid and what follows from them absurd: steps that take no time at
+all, or a speedup of 10^200 with two replicas. Policies weigh all jobs against each other, so one
+infinite speedup would cost all others their allocations. Hints whose speedups no machine could
+reach are ignored.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
 __all__ = ["HintsWorth", "worth"]
 
 MOST_PER_REPLICA = 1e4
-"""Largest believed speedup over the number of replicas: more than stages and caches ever bring."""
+"""Largest plausible speedup per replica: more than stages and caches ever bring."""
 _TOLD_APART = 3
-"""Numbers of nodes beyond which the model knows a difference only where replicas contend."""
+"""Beyond this number of nodes the model differs only where replicas contend."""
 
 
 class HintsWorth(NamedTuple):
-    """What a job's hints say it is worth, by its number of stages."""
+    """The speedups that a job's hints predict, by number of stages."""
 
     speedups: Mapping[int, SpeedupFunction]
-    """Empty where nothing is known, or what is said is not believed."""
+    """Empty where nothing is known, or the hints are implausible."""
     doubt: str | None = None
-    """Why it is not believed: the end of a sentence that begins with the hints."""
+    """Why they are implausible: the end of a sentence that begins with the hints."""
 
 
 @lru_cache(maxsize=1024)
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
 ) -> HintsWorth:
-    """Return what hints are worth, and remember: it is asked again until the job says more.
+    """Return the speedups that hints predict; cached until the job reports again.
 
     Args:
-        hints: what the job tells.
+        hints: what the job reported.
         num_stages: its own K, one replica of which has speedup 1.
         choices: further K.
-        most_replicas: the most that it may get.
+        most_replicas: the largest number of replicas it may get.
     """
     try:
-        # That something takes for ever, and so is worth nothing, is no mistake.
+        # An infinite time, which makes a speedup of zero, is no mistake.
         with np.errstate(all="ignore"):
             speedups = stage_speedups(hints, num_stages, choices)
-            # Twice as many, as users are told what a few more would be worth.
+            # Twice as many, as explanations also predict a few replicas more.
             doubts = (_doubt(stages, fn, 2 * most_replicas) for stages, fn in speedups.items())
             doubt = next((reason for reason in doubts if reason), None)
     except (ArithmeticError, ValueError) as error:
@@ -66,7 +66,7 @@ def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str 
         return f"say that one replica trains {speedup_fn.base_goodput} samples a second"
     nodes, replicas = _allocations(most_replicas)
     found = np.asarray(speedup_fn(nodes, replicas))
-    # Not "above": what is not a number is not at most anything either.
+    # Not "above": NaN must fail this comparison too.
     wrong = np.flatnonzero(~(found <= MOST_PER_REPLICA * replicas) | (found < 0))
     if not wrong.size:
         return None
@@ -84,9 +84,9 @@ def _is_worth_something(speedup_fn: SpeedupFunction, most_replicas: int) -> bool
 
 
 def _allocations(most_replicas: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of nodes and of replicas of the allocations that are looked at.
+    """Return the numbers of nodes and replicas of the allocations that are checked.
 
-    Not all that there are: with batches of a million samples each takes a tenth of a second.
+    Not all of them: with batches of a million samples each takes a tenth of a second.
     """
     sizes = {1, 3, most_replicas} | {2**power for power in range(1, most_replicas.bit_length())}
     nodes = range(1, _TOLD_APART + 1)

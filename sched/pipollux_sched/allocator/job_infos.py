@@ -1,7 +1,7 @@
-"""What jobs ask for and what nodes have, in the form that allocation policies take.
+"""Jobs and nodes in the form that allocation policies take.
 
-Specs (what the user said) and hints (what the job measured) become `JobInfo` and `NodeInfo`; beside
-them what follows from resources alone: how many replicas fit, and what allocations leave free.
+Specs (declared by the user) and hints (measured by the job) become `JobInfo` and `NodeInfo`. Also
+here is what follows from resources alone: how many replicas fit, and what allocations leave free.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pipollux_sched.spec.job import JobSpec, NodeSpec
 from .hints import HintsWorth, worth
 
 UNSTATED = 2**50
-"""What a node has of CPUs or memory if its spec does not say: more than any job asks for."""
+"""CPUs or memory of a node whose spec gives none: more than any job requests."""
 
 
 def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
-    """Return the speedup of a job that nothing is known of: each replica adds a whole one."""
+    """Return the speedup of a job without hints: linear in its replicas."""
     return np.asarray(num_replicas, dtype=float)
 
 
 def node_info(spec: NodeSpec) -> NodeInfo:
-    """Bring a node into the policy's form."""
+    """Convert a node to the policy's form."""
     amounts = {"slots": spec.slots, "cpus": spec.cpus, "memory": spec.memory}
     return NodeInfo(
         {kind: UNSTATED if amount is None else amount for kind, amount in amounts.items()},
@@ -47,7 +47,7 @@ def node_info(spec: NodeSpec) -> NodeInfo:
 
 
 def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
-    """Return what one replica of a job holds of its node: its K slots, and what else it asks."""
+    """Return what one replica of a job takes of its node: K slots and its other requests."""
     stages = num_stages or spec.num_stages
     whole, each = spec.resources, spec.resources_per_stage
     asked = {
@@ -61,8 +61,9 @@ def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str,
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
     """Return how many replicas a job may get: at most twice what it was ever measured on.
 
-    AdaptDL's rule. What was not seen is predicted optimistically, and this bounds the risk; a job
-    that was never measured starts small. What its user requests outright is not held back.
+    AdaptDL's rule. Predictions for unmeasured allocations are optimistic, and this bounds the
+    risk; a job that was never measured starts small. What the user requests explicitly is not
+    capped.
     """
     profiled = hints.max_profiled_replicas if hints else 0
     vouched_for = max(spec.min_replicas, spec.requested_replicas or 1)
@@ -80,17 +81,17 @@ def job_info(
     attained_service: float = 0.0,
     num_stages: int | None = None,
 ) -> JobInfo:
-    """Bring a job into the policy's form.
+    """Convert a job to the policy's form.
 
     Args:
         spec: what the user asked for.
-        hints: the latest that is known of the job; None, incomplete or absurd hints (`hints_worth`)
-            mean linear speedup.
+        hints: the latest of the job; None, incomplete or implausible hints (`hints_worth`) mean
+        linear speedup.
         age: seconds since submission.
-        created: time of submission, seconds since any fixed moment.
-        num_restarts: how often its allocation was changed so far.
+        created: time of submission, in seconds since any fixed origin.
+        num_restarts: number of changes of its allocation so far.
         restart_seconds: what one restart costs it.
-        attained_service: slot-seconds that it has held.
+        attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
     """
     said = hints_worth(spec, hints)
@@ -118,11 +119,11 @@ def job_info(
 def hints_worth(
     spec: JobSpec, hints: SchedHints | None, choices: Sequence[int] | None = None
 ) -> HintsWorth:
-    """Return what hints say of each number of stages that a job may be cut into.
+    """Return what hints predict for each number of stages that a job may be partitioned into.
 
     Args:
         spec: what the user asked for.
-        hints: what the job tells; None: nothing.
+        hints: what the job reported; None: nothing.
         choices: numbers of stages besides the job's own; None: those that its user allows.
     """
     if hints is None:
@@ -137,10 +138,10 @@ def _further_shapes(
     speedups: Mapping[int, SpeedupFunction],
     running: int | None,
 ) -> Iterator[ReplicaShape]:
-    """Yield the ways to cut a job other than its own."""
+    """Yield the job's shapes other than its own."""
     known: dict[int, SpeedupCallable] = {**speedups}
     if running is not None and running not in known:
-        # What holds slots is counted, whether or not it could be chosen again.
+        # A shape that holds slots is counted, whether or not it could be chosen again.
         found = hints_worth(spec, hints, (running,)).speedups
         known[running] = found.get(running, linear_speedup)
     for num_stages in sorted(known.keys() - {spec.num_stages}):
@@ -149,7 +150,7 @@ def _further_shapes(
 
 
 def _remaining_work(hints: SchedHints | None, own: SpeedupCallable) -> float | None:
-    """Return the seconds that one replica of the job's own K would still train."""
+    """Return the remaining training time in seconds on one replica of the job's own K."""
     if hints is None or hints.remaining_samples is None or not isinstance(own, SpeedupFunction):
         return None
     if own.base_goodput <= 0:
@@ -181,7 +182,7 @@ def including(info: JobInfo, shape: ReplicaShape) -> JobInfo:
 
 
 def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
-    """Return the same job with its shape of K stages, if it has one, before all others."""
+    """Return the same job with its shape of K stages, if it has one, as the preferred one."""
     first = next((s for s in info.all_shapes if s.num_stages == num_stages), None)
     if first is None:
         return info
@@ -195,7 +196,7 @@ def preferring(info: JobInfo, num_stages: int | None) -> JobInfo:
 
 
 def count_fitting(resources: Mapping[str, int], free: Mapping[str, int]) -> int:
-    """Return how many replicas that hold `resources` each fit what is free on one node."""
+    """Return how many replicas that take `resources` each fit in what is free on one node."""
     counts = [max(free.get(kind, 0), 0) // need for kind, need in resources.items() if need > 0]
     return min(counts)
 
@@ -205,7 +206,7 @@ def free_resources(
     jobs: Mapping[str, JobInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Return what allocations leave of every node, by kind of resource."""
+    """Return what allocations leave free on every node, by kind of resource."""
     free = {name: dict(node.resources) for name, node in nodes.items()}
     for job, allocation in allocations.items():
         resources = shape_of(jobs[job], allocation, nodes).resources if allocation else {}
@@ -217,7 +218,7 @@ def free_resources(
 
 
 def node_template(nodes: Mapping[str, NodeInfo]) -> NodeInfo:
-    """Return a node as could be rented: as much of every resource as the largest node has."""
+    """Return a node as could be rented: with as much of each resource as the largest node."""
     kinds = {kind for node in nodes.values() for kind in node.resources}
     most = {kind: max(node.resources.get(kind, 0) for node in nodes.values()) for kind in kinds}
     return NodeInfo(most, preemptible=True)

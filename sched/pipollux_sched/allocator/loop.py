@@ -13,14 +13,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class AllocationLoop:
-    """Lets the allocator decide again and again, one decision at a time.
+    """Runs the allocator periodically, one decision at a time.
 
     Args:
         allocator: decides on all jobs.
         interval: seconds between two decisions.
-        reconsider: set when a job or node has changed, so that a decision is due at once.
+        reconsider: set when a job or node has changed, so that a decision is due immediately.
         ending: set when the scheduler ends.
-        autoscaler: looks after the number of nodes; None: nobody does.
+        autoscaler: controls the number of nodes; None: it stays fixed.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class AllocationLoop:
         self._autoscaler = autoscaler
 
     def run(self) -> None:
-        """Decide until the scheduler ends; what fails is logged, and tried again when it is due."""
+        """Decide until the scheduler ends; log failures, and retry in the next round."""
         while not self._ending.is_set():
             self._reconsider.clear()
             began = time.monotonic()
             try:
                 self._decide()
-            except Exception:  # a thread that dies would leave all jobs where they are for ever
+            except Exception:  # if this thread died, all allocations would be frozen
                 if self._ending.is_set():
                     return
                 _LOG.exception("the allocator failed; it goes on at the next occasion")
-            # What changes all the time is decided on together, at half of the time at most.
+            # Frequent changes are decided on together, so that this takes at most half of the time.
             self._ending.wait(min(time.monotonic() - began, self._interval))
             self._reconsider.wait(self._interval)
 

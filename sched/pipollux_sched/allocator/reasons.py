@@ -1,4 +1,4 @@
-"""Why an allocation is what it is, in sentences that people understand."""
+"""Reasons for allocations, as sentences for people."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def explain(
 
     Args:
         info: the job as the policy saw it.
-        previous: its allocation until now; an `Allocation` where K is not the job's own.
+        previous: its allocation until now; an `Allocation` if K is not the job's own.
         new: its allocation from now on, likewise.
         nodes: all nodes.
-        free: what is left of them with all jobs' new allocations (`free_resources`).
+        free: what all jobs' new allocations leave free (`free_resources`).
     """
     if not new:
         verb = "is suspended" if previous else "waits"
@@ -89,7 +89,7 @@ def explain(
 def why_nothing(
     info: JobInfo, nodes: Mapping[str, NodeInfo], free: Mapping[str, Mapping[str, int]]
 ) -> str:
-    """Explain what keeps a job from running, given what is left of the nodes."""
+    """Explain what keeps a job from running, given what is free on the nodes."""
     least = max(info.min_replicas, 1)
     open_nodes = usable_nodes(nodes)
     if not open_nodes:
@@ -133,7 +133,7 @@ def _closed(shape: ReplicaShape, nodes: Mapping[str, NodeInfo]) -> str:
 def _largest(
     resources: Mapping[str, int], nodes: Mapping[str, Mapping[str, int]]
 ) -> tuple[str, str]:
-    """Return the node that comes closest to holding one replica, and what it has of it."""
+    """Return the node that comes closest to holding one replica, and what is free on it."""
 
     def missing(name: str) -> float:
         return min(nodes[name].get(kind, 0) / need for kind, need in resources.items() if need > 0)
@@ -153,7 +153,7 @@ def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
 
 
 def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:
-    """Spell how many replicas lie where, and K where there is a choice."""
+    """Spell how many replicas run where, and K where there is a choice."""
     replicas = _spell_cut(shape, nodes) if info.shapes else count(len(nodes), "replica")
     return f"{replicas} on {spell_nodes(nodes)}"
 

@@ -1,9 +1,9 @@
 """One moment of a scheduler, read from its store in the form that decisions need.
 
 Reading changes nothing. A job whose generation has not taken its first step, or is being stopped,
-is pinned: it would be moved on the strength of nothing, and moved again soon. A job gets at most
-twice the replicas that its step time was measured on (`job_infos.replica_cap`), so that a model
-that is optimistic about what it has not seen is never trusted far.
+is pinned: it would be moved without new measurements, and moved again soon. A job gets at most
+twice the replicas that its step time was measured on (`job_infos.replica_cap`), because the model
+is optimistic about allocations that it has not seen.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Snapshot:
     """One moment of a scheduler."""
 
     candidates: tuple[Candidate, ...]
-    """Jobs that can be decided on, in the order they came: neither ended, nor suspended by their
-    users, nor being ended."""
+    """Jobs that can be decided on, in the order of submission: neither ended, nor suspended by
+    their users, nor ending."""
     nodes: Mapping[str, NodeInfo]
     """Nodes that are not dead; some may drain."""
     busy: frozenset[str] = frozenset()
-    """Nodes that something still runs on."""
+    """Nodes with running processes."""
 
     @classmethod
     def read(cls, store: Store) -> Snapshot:
-        """Read the moment as the scheduler that serves the store, or did last, would.
+        """Read a snapshot as the scheduler that serves the store, or served it last, would.
 
         Raises:
             SpecError: the store holds a node or a job that this version cannot read.
@@ -53,17 +53,17 @@ class Snapshot:
         return SnapshotReader(store, restart_seconds=known).read()
 
     def candidate(self, name: str) -> Candidate | None:
-        """Return a job; None if it cannot be decided on."""
+        """Return a candidate by name; None if the job cannot be decided on."""
         return next((job for job in self.candidates if job.name == name), None)
 
 
 class SnapshotReader:
-    """Reads snapshots; specs and hints that have not changed since the last are not parsed again.
+    """Reads snapshots; parses only specs and hints that have changed since the last one.
 
     Args:
         store: knows the jobs and nodes.
-        restart_seconds: what a restart is taken to cost before a job's own was measured.
-        clock: tells the time, in seconds since the epoch.
+        restart_seconds: assumed cost of a restart until a job's own has been measured.
+        clock: returns the time in seconds since the epoch.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class SnapshotReader:
         self._doubted: dict[str, str] = {}
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
-        """Read what is known now.
+        """Read the current state.
 
         Args:
-            leaving: nodes that are to be given back, so that they drain.
+            leaving: nodes that are to be released, and therefore drain.
 
         Raises:
             SpecError: the store holds a node or a job that this version cannot read.
@@ -106,7 +106,7 @@ class SnapshotReader:
             for name, node in present_nodes(store.nodes()).items()
         }
         return Snapshot(
-            # Pinned to nothing: it is being stopped, and can be weighed again when it has.
+            # Pinned without nodes: it is stopping, and is weighed again when it has stopped.
             tuple(job for job in candidates if job.allocation or not job.pinned),
             nodes,
             frozenset(node for job in jobs for node in job.state.running_on),
@@ -145,7 +145,7 @@ class SnapshotReader:
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
-        """Log that a job's hints are left aside, once for every reason."""
+        """Log that a job's hints are ignored, once for every reason."""
         if doubt is None:
             self._doubted.pop(job, None)
         elif self._doubted.get(job) != doubt:
@@ -160,7 +160,7 @@ class SnapshotReader:
     def _parse(
         self, job: str, spec: Mapping[str, Any], hints: Mapping[str, Any] | None
     ) -> tuple[JobSpec, SchedHints | None]:
-        """Return what a job's spec and hints say, given as JSON."""
+        """Parse a job's spec and hints from JSON."""
         known = self._parsed.get(job)
         if known is None or known[0] != spec or known[1] != hints:
             same = known is not None and known[0] == spec
@@ -170,7 +170,7 @@ class SnapshotReader:
 
 
 def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
-    """Return nodes as policies see them: the dead are not there, others may drain."""
+    """Return nodes as policies see them: without dead ones; others may drain."""
     found = {}
     for name, record in records.items():
         if record.condition is not NodeCondition.DEAD:
@@ -181,14 +181,14 @@ def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
 
 
 def is_pinned(state: JobState) -> bool:
-    """Return whether a job is left where it is: it starts, stops, or waits after a failure."""
+    """Return whether a job keeps its allocation: it starts, stops, or waits after a failure."""
     if state.phase is Phase.RESTARTING or state.intent is not None:
         return True
     return bool(state.running_on) and not state.training
 
 
 def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
-    """Read hints; those that an older version left and this one cannot read are as good as none."""
+    """Read hints; ignore those of an older version that this one cannot read."""
     try:
         return SchedHints.from_json_object(hints) if hints else None
     except HintsError as error:

@@ -1,4 +1,4 @@
-"""Allocation strategies: ask a policy, or keep to an allocation that is given."""
+"""Allocation strategies: ask a policy, or follow a fixed allocation."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Candidate:
     name: str
     info: JobInfo
     allocation: tuple[str, ...] = ()
-    """Node of each replica that it holds or was promised."""
+    """Node of each replica that it holds or was assigned."""
     pinned: bool = False
-    """Whether it is to be left where it is for now."""
+    """Whether it keeps its allocation for now."""
     suspended: bool = False
-    """Whether the policy took everything from it, and so alone may give it something again."""
+    """Whether the policy preempted it, so that only the policy may allocate it again."""
     num_stages: int | None = None
-    """K of these replicas, or of the last that it held; None: the job's own."""
+    """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
-    """Whether it has just come, and nobody has said yet why it waits."""
+    """Whether it is new, and has no reason yet for being queued."""
 
     @property
     def held(self) -> Allocation:
@@ -48,10 +48,10 @@ class Candidate:
         return Allocation(self.allocation, shape_with(self.info, self.num_stages))
 
     def given(self, answer: Sequence[str], nodes: Nodes) -> Candidate:
-        """Return the job with what a strategy gives it.
+        """Return the job with the allocation that a strategy gives it.
 
-        An answer that does not tell its number of stages leaves it as it is on the same nodes, and
-        else is of the job's own.
+        An answer without a number of stages keeps the present one on the same nodes, and otherwise
+        means the job's own.
         """
         told = getattr(answer, "num_stages", None)
         if told is None and sorted(answer) == sorted(self.allocation):
@@ -64,15 +64,15 @@ class Candidate:
 
 
 class Strategy(Protocol):
-    """An allocation strategy; answers are `Allocation` where K is not the job's own."""
+    """An allocation strategy; answers are `Allocation` if K is not the job's own."""
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Give a job that holds nothing a start on what is free, or nothing."""
+        """Return an allocation on free slots for a job that holds none, or an empty one."""
 
     def optimize(
         self, candidates: Sequence[Candidate], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
-        """Give every job its share of all nodes."""
+        """Return the allocations of all jobs on all nodes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PolicyStrategy:
     policy: Policy
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Ask the policy for a start, in as many stages as the job ran with last if it can be."""
+        """Ask the policy for an allocation, with the previous number of stages if possible."""
         info = preferring(candidate.info, candidate.num_stages)
         answer = self.policy.allocate_job(info, free)
         if not answer or isinstance(answer, Allocation):
@@ -92,20 +92,20 @@ class PolicyStrategy:
     def optimize(
         self, candidates: Sequence[Candidate], nodes: Nodes
     ) -> Mapping[str, Sequence[str]]:
-        """Ask the policy for all; what is to be left where it is, it is told not to preempt."""
+        """Ask the policy for all allocations; pinned jobs count as not preemptible."""
         base = {job.name: job.held for job in candidates if job.allocation}
         return self.policy.optimize(jobs_of(candidates), nodes, base, node_template(nodes))[0]
 
 
 @dataclass(frozen=True)
 class FixedStrategy:
-    """Gives each job exactly what was decided beforehand, as soon as it is free."""
+    """Gives each job exactly its fixed allocation, as soon as that is free."""
 
     allocations: Mapping[str, Sequence[str]]
-    """By job; `Allocation` where K is not the job's own."""
+    """By job; `Allocation` if K is not the job's own."""
 
     def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
-        """Give a job its allocation if all of it is free."""
+        """Return a job's fixed allocation if all of it is free."""
         fixed = self.allocations.get(candidate.name, ())
         return fixed if _fits(free, [candidate.given(fixed, free)]) else ()
 
@@ -119,7 +119,7 @@ class FixedStrategy:
 
 
 def jobs_of(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
-    """Return the jobs as policies are to see them: what is left alone is not preempted."""
+    """Return the jobs as policies see them: pinned ones are not preemptible."""
     return {
         job.name: replace(job.info, preemptible=False) if job.pinned else job.info
         for job in candidates
@@ -127,7 +127,7 @@ def jobs_of(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:
 
 
 def free_of(nodes: Nodes, candidates: Sequence[Candidate]) -> dict[str, dict[str, int]]:
-    """Return what the jobs leave of every node; negative where they hold more than there is."""
+    """Return what the jobs leave free on every node; negative where they hold more than it has."""
     infos = {job.name: job.info for job in candidates}
     return free_resources(nodes, infos, {job.name: job.held for job in candidates})
 

@@ -1,10 +1,10 @@
 """What an engine must be able to do so that Pollux can run jobs on it.
 
-A backend answers five questions: can this job run here at all (`check`), which nodes are there
-(`nodes`), make this job run there (`apply`), what runs (`running`, `poll`), stop (`stop`,
-`shutdown`). `apply` and `stop` only ask and
-do not wait for a process; `poll`, called again and again by one thread, carries on with what is
-under way and reports what has come of it, in the words of `pipollux_sched.lifecycle`.
+A backend has five tasks: check that a job can run here at all (`check`), list the nodes (`nodes`),
+run a job on some of them (`apply`), list what runs (`running`, `poll`), and stop (`stop`,
+`shutdown`). `apply` and `stop` return without waiting for a process. `poll`, called repeatedly by
+one thread, continues what is under way and reports the outcome as events of
+`pipollux_sched.lifecycle`.
 
 A generation lives and dies as a whole: when one replica fails, the backend ends the others and
 reports one `Exited`. It is reported once, after the last process has ended and its slots are free.
@@ -23,7 +23,7 @@ from pipollux_sched.lifecycle import Exited, Started
 from pipollux_sched.spec.job import JobSpec
 
 POLL_INTERVAL = 0.05
-"""Seconds between two looks at what runs."""
+"""Seconds between two calls of `poll`."""
 
 
 class BackendError(SchedulerError):
@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaProgram:
-    """What every pipeline replica of a job runs, whichever the allocation."""
+    """What every pipeline replica of a job runs, independent of the allocation."""
 
     job: str
     """Name of the job."""
@@ -58,21 +58,21 @@ class ReplicaProgram:
     directory: Path | None = None
     """Working directory; None: that of the scheduler."""
     checkpoints: Path | None = None
-    """Where it saves; None: in the state directory."""
+    """Where it saves checkpoints; None: in the state directory."""
     first_generation: int = 1
     """The generation that the present run began with: in the state directory, each run has a folder
     of its own to save in, so that what is run from the start finds nothing to go on from."""
 
 
 class Report(NamedTuple):
-    """Something that came of an earlier `apply` or `stop`, or happened by itself."""
+    """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
 
     job: str
     event: Started | Exited
 
 
 class Running(NamedTuple):
-    """A generation whose processes are there, or about to be."""
+    """A generation whose processes run, or are about to start."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -85,7 +85,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
-        """Refuse a job that this engine can never run, before anything is known of it.
+        """Refuse a job that this engine can never run, judging by its spec alone.
 
         Raises:
             SpecError: one sentence: the field, its value, what is allowed and the fix.
@@ -97,11 +97,11 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self) -> Mapping[str, int]:
-        """Return the number of slots by node that no process holds."""
+        """Return the number of free slots of each node."""
 
     @abstractmethod
     def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        """Make a job run as `generation`, with one replica for each entry of `nodes`.
+        """Run a job as `generation`, with one replica for each entry of `nodes`.
 
         An earlier generation of the job that still runs is stopped gracefully first, and the new
         one waits until its slots are free. Returns at once; `poll` does the work and reports
@@ -114,7 +114,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stop(self, job: str, grace: float) -> bool:
-        """Ask a job's processes to save and end; they are killed when `grace` seconds have passed.
+        """Ask a job's processes to save and end; kill them after `grace` seconds.
 
         Returns at once; `poll` does the work and reports `Exited`. Asked again, only a shorter
         grace counts.
@@ -125,7 +125,7 @@ class Backend(ABC):
 
     @abstractmethod
     def kill(self, job: str, why: str) -> bool:
-        """End a job's processes at once, as they cannot be asked any more.
+        """Kill a job's processes immediately, as they no longer respond.
 
         Returns at once; `poll` does the work and reports `Exited`, with `why` as its message.
 
@@ -135,44 +135,44 @@ class Backend(ABC):
 
     @abstractmethod
     def poll(self) -> list[Report]:
-        """Carry on with what is under way; return what has happened since the last call."""
+        """Continue what is under way; return what has happened since the last call."""
 
     @abstractmethod
     def running(self) -> Mapping[str, Running]:
-        """Return what runs, by job."""
+        """Return the running generations by job."""
 
     @abstractmethod
     def finished(self, job: str, generation: int) -> Collection[int]:
-        """Return the replicas that have ended well, or are about to, while others still run.
+        """Return the replicas that have ended successfully, or are about to, while others run.
 
-        Nothing more is heard of them, which must not be taken for silence. A backend that does not
-        see replicas end one by one returns none.
+        They send no more heartbeats, and must not count as lost. A backend that does not see
+        replicas end one by one returns none.
         """
 
     @abstractmethod
     def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Keep, for a scheduler that comes after, that a replica gives signs of life.
+        """Record, for the next scheduler, that a replica sends heartbeats.
 
-        Such a one must miss them, also where it never heard any itself. Where it cannot be kept,
-        the replica is taken for one that gives none.
+        That one must notice when they stop, even if it never received any itself. Where this cannot
+        be recorded, the replica counts as one that sends none.
         """
 
     @abstractmethod
     def heard(self, job: str, generation: int) -> Collection[int]:
-        """Return the replicas of which `note_heard` was told."""
+        """Return the replicas that `note_heard` has recorded."""
 
     @abstractmethod
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
-        """Return what a generation that has ended could not tell any scheduler of its training.
+        """Return the training report that a generation which has ended could not send.
 
         It is the body of ``POST /jobs/{name}/reports``, unchecked; None where nothing is left.
         """
 
     @abstractmethod
     def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
-        """Look after a generation that an earlier scheduler of the same state directory started.
+        """Adopt a generation that an earlier scheduler of the same state directory started.
 
-        Whether it still runs or has ended meanwhile, `poll` reports its `Exited` as of any other.
+        Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
 
         Args:
             job: its name.
@@ -180,17 +180,17 @@ class Backend(ABC):
             supervisor_url: URL that jobs report to.
 
         Returns:
-            None where it is looked after now; else why it cannot be, in one sentence.
+            None if it was adopted; else the reason why not, in one sentence.
         """
 
     @abstractmethod
     def recover(self, grace: float) -> list[str]:
-        """End what an earlier scheduler of the same state directory left, but for what is adopted.
+        """End what an earlier scheduler of this state directory left running, if not adopted.
 
         Returns:
-            One line for each process that was found.
+            One line for each process found.
         """
 
     @abstractmethod
     def shutdown(self, grace: float = 0.0) -> None:
-        """End everything; return when nothing runs any more, at the latest soon after `grace`."""
+        """End everything; return when nothing runs, or shortly after `grace` at the latest."""

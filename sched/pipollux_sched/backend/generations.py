@@ -1,8 +1,8 @@
-"""What is above single replicas, written once for all engines: generations that live as one.
+"""Generations, for all engines: replicas that start and end together.
 
-An engine starts all replicas of a generation or none (`Generations.start`), and hands them back as
-a `ReplicaGroup`. Here a generation waits for its slots, and for the one before it to end; it is
-asked to stop, with a grace, or killed; and how it ended is reported once.
+An engine starts all replicas of a generation or none (`Generations.start`), and returns them as a
+`ReplicaGroup`. This module waits for a generation's slots and for the end of the previous one,
+stops it within a grace period or kills it, and reports once how it ended.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class ReplicaGroup(Protocol):
 
     @property
     def started(self) -> Started:
-        """What is to be reported now that they are there."""
+        """The report of their start."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Node of each replica."""
 
     def stop(self, grace: float) -> None:
-        """Ask all replicas to save and end; `poll` kills what is left after `grace` seconds."""
+        """Ask all replicas to save and end; `poll` kills what still runs after `grace` seconds."""
 
     def kill(self, why: str = "") -> None:
-        """End all replicas at once; `why` is what is then reported."""
+        """Kill all replicas; the report gives `why` as the reason."""
 
     def poll(self) -> Exited | None:
-        """Carry on; return how the generation ended, None as long as something of it is left."""
+        """Continue; return how the generation ended, None while a process of it is left."""
 
     def finished(self) -> set[int]:
-        """Return the replicas that have ended well, or are about to, while others still run."""
+        """Return the replicas that have ended successfully, or are about to, while others run."""
 
 
 class _Pending(NamedTuple):
-    """A generation that waits for the one before it to end, or for its slots."""
+    """A generation that waits for the previous one to end, or for its slots."""
 
     program: ReplicaProgram
     generation: int
@@ -96,7 +96,7 @@ class Generations(Backend):
             program: what they run.
             generation: its number.
             nodes: node of each replica.
-            slots: the slots of its node that each replica holds now.
+            slots: the slots of its node that each replica holds.
 
         Raises:
             OSError: they cannot be started; none is left.
@@ -108,12 +108,12 @@ class Generations(Backend):
         return dict(self._nodes)
 
     def free(self) -> dict[str, int]:
-        """Return the number of slots by node that no process holds."""
+        """Return the number of free slots of each node."""
         with self._lock:
             return self._ledger.free()
 
     def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        """Make a job run as `generation`, one replica for each entry of `nodes`: see `Backend`."""
+        """Run a job as `generation`, one replica for each entry of `nodes`: see `Backend`."""
         self.check_program(program)
         if not nodes or not self._ledger.fits(nodes, program.num_stages):
             raise BackendError(
@@ -142,7 +142,7 @@ class Generations(Backend):
             return pending is not None
 
     def kill(self, job: str, why: str) -> bool:
-        """End a job's processes at once: see `Backend`."""
+        """Kill a job's processes: see `Backend`."""
         with self._lock:
             if job in self._groups:
                 self._groups[job].kill(why)
@@ -150,7 +150,7 @@ class Generations(Backend):
         return self.stop(job, 0.0)
 
     def poll(self) -> list[Report]:
-        """Carry on with what is under way; return what has happened since the last call."""
+        """Continue what is under way; return what has happened since the last call."""
         with self._lock:
             for job, group in list(self._groups.items()):
                 exited = group.poll()
@@ -166,7 +166,7 @@ class Generations(Backend):
             return reports
 
     def running(self) -> Mapping[str, Running]:
-        """Return what runs or is about to, by job."""
+        """Return the generations that run or are about to start, by job."""
         with self._lock:
             waiting = {
                 job: Running(entry.generation, entry.nodes) for job, entry in self._pending.items()
@@ -177,7 +177,7 @@ class Generations(Backend):
             return waiting | there
 
     def finished(self, job: str, generation: int) -> set[int]:
-        """Return the replicas that have ended well, or are about to: see `Backend`."""
+        """Return the replicas that have ended successfully, or are about to: see `Backend`."""
         with self._lock:
             group = self._groups.get(job)
             return group.finished() if group and group.generation == generation else set()
@@ -195,7 +195,7 @@ class Generations(Backend):
             time.sleep(POLL_INTERVAL)
 
     def _start_pending(self, job: str) -> None:
-        """Start what waits of a job, if its slots are free."""
+        """Start a job's pending generation, if its slots are free."""
         if job in self._groups:
             return
         pending = self._pending[job]

@@ -42,7 +42,7 @@ def make_backend(
         nodes: the nodes that replicas can be started on, by name.
         state_dir: where the jobs' logs and checkpoints go.
         grace: seconds that a generation has to save when a newer one takes its place.
-        pass_environment: variables of this process that jobs get besides the usual ones.
+        pass_environment: further variables of this process to pass to jobs.
 
     Raises:
         BackendError: there is no backend of this name, or it cannot have these nodes.

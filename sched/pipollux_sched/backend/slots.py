@@ -23,7 +23,7 @@ class SlotLedger:
         self._held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
-        """Return whether the replicas would fit if nobody held anything."""
+        """Return whether the replicas would fit if all slots were free."""
         return all(
             name in self._size and nodes.count(name) * num_stages <= self._size[name]
             for name in nodes
@@ -32,10 +32,10 @@ class SlotLedger:
     def take(
         self, holder: str, nodes: Sequence[str], num_stages: int
     ) -> list[tuple[int, ...]] | None:
-        """Give each replica `num_stages` slots of its node, the lowest free ones.
+        """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
 
         Returns:
-            The slots of each replica; None, and nothing taken, where they are not all free.
+            The slots of each replica; None, and nothing reserved, if they are not all free.
         """
         if holder in self._held:
             raise ValueError(f"{holder} holds slots already; they must be given back first")
@@ -50,7 +50,7 @@ class SlotLedger:
         return taken
 
     def restore(self, holder: str, nodes: Sequence[str], slots: Sequence[tuple[int, ...]]) -> bool:
-        """Give a holder the very slots that it had; False, and nothing given, if it cannot be."""
+        """Reserve the same slots for a holder again; False, and nothing reserved, if impossible."""
         held = list(zip(nodes, slots, strict=True))
         wanted = [(name, slot) for name, taken in held for slot in taken]
         free = all(slot in self._free.get(name, ()) for name, slot in wanted)
@@ -62,7 +62,7 @@ class SlotLedger:
         return True
 
     def release(self, holder: str) -> None:
-        """Take back all that `holder` has."""
+        """Free all slots of `holder`."""
         for name, slots in self._held.pop(holder, []):
             self._free[name].update(slots)
 

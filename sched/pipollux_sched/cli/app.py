@@ -1,4 +1,4 @@
-"""`pipollux` itself: the list of commands, and what becomes of errors.
+"""`pipollux` itself: the list of commands, and the handling of errors.
 
 To add a command, write a typer function of that name (``-`` becomes ``_``) in a module of this
 package and put a line into `COMMANDS`. A module is imported only when one of its commands is run,
@@ -137,7 +137,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(args: Sequence[str] | None) -> int:
     try:
         code = app(args=args, prog_name="pipollux", standalone_mode=False)
-        # Here, and not at the interpreter's end, a closed pipe can still be met.
+        # A closed pipe can be handled here, but not when the interpreter exits.
         sys.stdout.flush()
     except PipolluxError as error:
         complain(*error.problems)
@@ -146,16 +146,16 @@ def _run(args: Sequence[str] | None) -> int:
         complain("interrupted")
         return FAILED
     except BrokenPipeError:
-        # The reader, say `head`, has what it wanted; nobody is left to be told.
+        # The reader, for instance `head`, has what it wanted and has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:  # typer's own in a sentence; another one is a defect
+    except Exception as error:  # typer's own as a sentence; any other is a defect
         return _usage_error(error, sys.argv[1:] if args is None else args)
     return code if isinstance(code, int) else 0
 
 
 def _usage_error(error: Exception, args: Sequence[str]) -> int:
-    """Say what is wrong with the command line; anything else shows where it was raised."""
+    """Print a mistake in the command line, and return the status; raise any other error."""
     if not hasattr(error, "format_message"):  # typer's errors have it
         raise error
     command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"

@@ -1,4 +1,4 @@
-"""`pipollux apply`: a plan, carried out on this machine."""
+"""`pipollux apply`: carry out a plan on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .server_choice import refuse_server
 from .submit import located
 
 TICK = 0.2
-"""Seconds between two looks at whether somebody wants it to end."""
+"""Seconds between two checks for a stop request."""
 
 
 def apply(
@@ -100,7 +100,7 @@ def apply(
 
 
 def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat) -> None:
-    """Print the jobs as they stand, for programs; people have been told."""
+    """Print the jobs as they are, for programs; people have seen the events."""
     if output is not OutputFormat.table and directory.has_store():
         names = {spec.name for spec in specs}
         with Store(directory.store) as store:
@@ -110,7 +110,7 @@ def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat)
 def _apply_live(
     state_dir: Path | None, policy: str | None, yes: bool, output: OutputFormat
 ) -> None:
-    """Show what the running scheduler would change, ask, and let it."""
+    """Show what the running scheduler would change, ask for confirmation, and let it decide."""
     if policy is not None:
         raise CommandError(
             "--policy: the running scheduler decides by its own; leave it out, or try others "
@@ -144,7 +144,7 @@ def _carry_out(
     pass_on: Collection[str],
     to_stderr: bool,
 ) -> tuple[Mapping[str, JobRecord], bool]:
-    """Run jobs where a plan says, to their end; return them, and whether a signal ended that."""
+    """Run jobs to their end as planned; return them, and whether a signal interrupted them."""
     allocations = {job.job: job.allocation for job in plan.assignments if job.nodes}
     on_event = partial(_print_event, to_stderr=to_stderr)
     scheduler = Scheduler(
@@ -168,7 +168,7 @@ def _carry_out(
 
 
 def _submit(scheduler: Scheduler, spec: JobSpec) -> None:
-    """Submit a job, unless an interrupted run has left it to go on from where it was."""
+    """Submit a job, unless it continues from an interrupted run."""
     known = scheduler.jobs().get(spec.name)
     if known is None or known.phase is Phase.FAILED:
         scheduler.submit(spec)

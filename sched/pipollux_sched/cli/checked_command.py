@@ -1,6 +1,6 @@
-"""A command whose values are checked before it runs: what no option or argument of any may be.
+"""A command that checks its values before it runs, by the rules common to all commands.
 
-Each option says what is allowed for itself; what holds for all of them is checked here, once.
+Each option declares what it allows itself; the rules for all of them are checked here, once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .console import shortened
 from .server_choice import choose_server
 
 MOST_CHARACTERS = 4096
-"""Characters of a text; a path has no more on Linux."""
+"""Largest length of a text; no path is longer on Linux."""
 MOST = 2**63 - 1
 """Largest whole number, that of a database."""
 
 
 class CheckedCommand(TyperCommand):
-    """A command that refuses numbers that are none, and texts that are too long or hold NUL."""
+    """A command that refuses numbers out of range, and texts that are too long or contain NUL."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Check every value, and which scheduler is asked, then run."""
+        """Check every value and the choice of scheduler, then run."""
         parameters: dict[str | None, Any] = {entry.name: entry for entry in self.params}
         for name, value in ctx.params.items():
             for one in value if isinstance(value, list | tuple) else (value,):
@@ -37,7 +37,7 @@ class CheckedCommand(TyperCommand):
 
 
 def _problem(value: object) -> str | None:
-    """Say what is wrong with a value; None where nothing is."""
+    """Return what is wrong with a value; None if it is valid."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a finite number"
     if isinstance(value, int) and abs(value) > MOST:

@@ -1,6 +1,6 @@
-"""What a shell offers when TAB is pressed: the names of jobs, nodes and policies.
+"""Shell completion: the names of jobs, nodes and policies.
 
-A shell must never show a traceback, so whatever goes wrong here means that nothing is offered.
+A shell must never show a traceback, so any error here means that nothing is offered.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 TIMEOUT = 2.0
-"""Seconds that a shell waits for the names that a scheduler knows."""
+"""Timeout in seconds for the names from a scheduler."""
 
 
 def complete_jobs(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the jobs whose names begin so, with their phases; those named already are left out."""
+    """Return the jobs with this prefix and their phases, except those already named."""
     return _offered(
         context, incomplete, lambda reader: ((job.name, job.phase.value) for job in reader.jobs())
     )
 
 
 def complete_nodes(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the nodes whose names begin so, with their conditions."""
+    """Return the nodes with this prefix and their conditions."""
     return _offered(
         context,
         incomplete,
@@ -35,13 +35,13 @@ def complete_nodes(context: typer.Context, incomplete: str) -> list[tuple[str, s
 
 
 def complete_policies(incomplete: str) -> list[str]:
-    """Return the policies whose names begin so."""
+    """Return the policies with this prefix."""
     names = ("exact", "pollux", "sia", "optimus", "tiresias", "fifo")
     return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_event_types(incomplete: str) -> list[str]:
-    """Return the types of events whose names begin so."""
+    """Return the event types with this prefix."""
     from pipollux_sched.report.event_text import EVENT_TYPES
 
     return [name for name in EVENT_TYPES if name.startswith(incomplete)]
@@ -64,5 +64,5 @@ def _offered(
                 for name, about in names(reader)
                 if name.startswith(incomplete) and name not in given
             ]
-    except Exception:  # a shell that completes shows whatever is said here amidst the command line
+    except Exception:  # output during completion would appear in the middle of the command line
         return []

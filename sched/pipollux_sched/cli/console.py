@@ -1,7 +1,7 @@
-"""What commands have in common: exit codes, errors, and how results are printed.
+"""What commands share: exit codes, errors, and the printing of results.
 
-Results go to standard output and nothing else does, so that they can be piped; everything said to
-the person at the terminal goes to standard error.
+Only results go to standard output, so that they can be piped; messages for the person at the
+terminal go to standard error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FAILED = 1
 USAGE = 2
 
 MOST_SAID = 2000
-"""Characters of a complaint; what a user gave may stand in it."""
+"""Largest length of an error message, which may quote a user's input."""
 _PIPE_WIDTH = 160
-"""Columns of a table that is written to a file or a pipe, which have no width of their own."""
+"""Width of a table that is written to a file or a pipe."""
 
 
 class CommandError(PipolluxError):
@@ -37,7 +37,7 @@ class CommandError(PipolluxError):
 
     Args:
         message: the sentence.
-        exit_code: `FAILED`, or `USAGE` if the command line or a file is at fault.
+        exit_code: `FAILED`, or `USAGE` if the command line or a file is wrong.
     """
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
@@ -62,7 +62,7 @@ class TextFormat(StrEnum):
 
 
 class LineFormat(StrEnum):
-    """How a command prints what it tells line by line; as JSON, an object a line."""
+    """How a command prints its result line by line; as JSON, one object per line."""
 
     text = "text"
     json = "json"
@@ -76,10 +76,10 @@ def output_console() -> Console:
 
 
 def print_result(result: RenderableType, *, fold: bool = True) -> None:
-    """Print a result on standard output; into a pipe without the blanks that fill up its lines.
+    """Print a result on standard output; into a pipe without trailing blanks.
 
     Args:
-        result: whatever rich can show.
+        result: anything that rich can print.
         fold: break lines that are wider than the terminal; False leaves that to the terminal.
     """
     console = output_console()
@@ -93,13 +93,13 @@ def print_result(result: RenderableType, *, fold: bool = True) -> None:
 
 
 def complain(*sentences: str) -> None:
-    """Say what is wrong, one line each, on standard error; a very long one without its middle."""
+    """Print errors on standard error, one per line; shorten very long ones."""
     for sentence in sentences:
         typer.echo(f"Error: {shortened(sentence, MOST_SAID)}", err=True)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, without its middle where it is longer than `most` characters.
+    """Return a text, without its middle if it is longer than `most` characters.
 
     Example:
         >>> shortened("abcdefghijklmnopqrstuvwxyz", 11)
@@ -112,7 +112,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def print_json_line(data: Any) -> None:
-    """Print plain data as JSON on one line of standard output, at once."""
+    """Print plain data as JSON on one line of standard output, and flush it."""
     typer.echo(json.dumps(data, ensure_ascii=False))
 
 
@@ -123,16 +123,16 @@ def print_data(data: Any, output: OutputFormat | TextFormat | LineFormat) -> Non
     else:
         import yaml
 
-        simple = json.loads(json.dumps(data))  # YAML would not take enumerations for texts
+        simple = json.loads(json.dumps(data))  # YAML does not write enumerations as strings
         text = yaml.safe_dump(simple, sort_keys=False, allow_unicode=True, width=100)
         typer.echo(text, nl=False)
 
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Send to standard error what is written past Python (HiGHS does), also by processes started.
+    """Redirect to standard error what C libraries (HiGHS) and child processes write.
 
-    Python's own `print` goes there, too, so results are printed afterwards.
+    Python's own `print` goes there, too, so print results afterwards.
     """
     sys.stdout.flush()
     try:
@@ -145,7 +145,7 @@ def libraries_on_stderr() -> Iterator[None]:
             os.dup2(2, 1)
         yield
     finally:
-        # C keeps lines back until its buffer is full; they must not come out behind this.
+        # C buffers its output; it must be flushed before the streams are restored.
         ctypes.CDLL(None).fflush(None)
         os.dup2(kept, 1)
         os.close(kept)

@@ -1,8 +1,8 @@
 """The demonstration: two real training jobs under the scheduler, watched and reported.
 
-The first job has the machine for itself, the second one arrives once the first is training, takes
+The first job has the machine to itself. The second one arrives once the first is training, takes
 its share and finishes, and the first one grows. Nothing is staged: the scheduler decides as it
-would anywhere, only in shorter rounds.
+always does, only at shorter intervals.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ INTERVAL = 15.0
 HINTS_INTERVAL = 5.0
 CHECKPOINT_INTERVAL = 20.0
 RESTART_SECONDS = 8.0
-"""Rounds, hints, checkpoints and the guess of what a restart costs, all shorter than a cluster's:
-these jobs train for minutes, not for days."""
+"""Intervals of rounds, hints and checkpoints, and the assumed cost of a restart, all shorter than
+on a cluster: these jobs train for minutes, not for days."""
 STEPS_ALONE = 60
 """Optimizer steps of the first job before the second one arrives."""
 PATIENCE = 90.0
-"""Seconds after which the second one arrives in any case."""
+"""Seconds after which the second job arrives in any case."""
 GRACE = 20.0
 
 
 class DemoError(SchedulerError):
-    """The demonstration cannot begin; the message says why and what to do."""
+    """The demonstration cannot begin; the message gives the reason and the fix."""
 
 
 class Demo:
@@ -57,7 +57,7 @@ class Demo:
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
         steps_alone: Optimizer steps that the first job takes before the second one arrives.
-        policy: Name of the one that decides; None: the default.
+        policy: Name of the allocation policy; None: the default.
 
     Raises:
         DemoError: Another demonstration runs in this folder, or the examples are not there.
@@ -176,7 +176,7 @@ class Demo:
 
 
 def find_examples() -> Path:
-    """The folder of the examples: inside the installed package, or of the repository.
+    """Return the folder of the examples: in the installed package, or in the repository.
 
     Raises:
         DemoError: Neither is there.
@@ -192,7 +192,7 @@ def find_examples() -> Path:
 
 
 def with_gpus(cluster: ClusterSpec) -> ClusterSpec:
-    """The same nodes with a GPU for each slot, where this machine has enough of them."""
+    """Return the same nodes with a GPU per slot, if this machine has enough GPUs."""
     if count_gpus() < sum(node.slots for node in cluster.nodes):
         return cluster
     nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.nodes]

@@ -33,7 +33,7 @@ from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 
 SHOWN_GENERATIONS = 10
-"""How many of the last generations are told one by one."""
+"""How many of the last generations are listed one by one."""
 
 
 def describe(
@@ -53,11 +53,11 @@ def describe(
 
 
 def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
-    """Return all that is known of a job, for a terminal.
+    """Return all that is known about a job, for a terminal.
 
     Args:
         job: all that is known of the job.
-        now: what ages are counted from, seconds since the epoch; None: the present.
+        now: the time for ages, in seconds since the epoch; None: the present.
     """
     now = time.time() if now is None else now
     parts: list[RenderableType] = [_head(job, now)]
@@ -124,7 +124,7 @@ def _where(nodes: Sequence[str], num_stages: int) -> str:
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Tell what the user asked for; what was left out and is nothing is left out."""
+    """Return what the user asked for, without fields that were left out and are empty."""
     for name, value in spec.items():
         if value in (None, [], (), {}, "") or name in ("name", "hints", "assigned"):
             continue
@@ -203,7 +203,7 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:
-    """Spell how a generation ended; one that was to end did not fail, even unsaved."""
+    """Spell how a generation ended; one that was stopped did not fail, even if unsaved."""
     if intent is None:
         return outcome or "runs"
     return f"{'ended unsaved' if outcome == 'failed' else outcome or 'runs'} ({intent})"

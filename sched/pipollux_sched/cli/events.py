@@ -1,4 +1,4 @@
-"""`pipollux events`: what has happened, and what happens."""
+"""`pipollux events`: print past events, and follow new ones."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _events(
     follow: bool,
 ) -> Iterator[Mapping[str, Any]]:
     if since is None:
-        after = reader.last_event()  # asked first: what comes meanwhile is followed, not lost
+        # Read first: events that happen in the meantime are followed, not lost.
+        after = reader.last_event()
         begin = reader.latest_events(last, job=job, types=types) if last else []
         after = max([after, *(event["id"] for event in begin)])
         yield from begin
@@ -111,7 +112,7 @@ def _events(
 
 
 def _after(reader: Reader, since: str) -> int:
-    """Return the number of the last event that is too old."""
+    """Return the id of the last event that is too old."""
     if re.fullmatch(r"\d{1,18}", since):
         return int(since)
     try:

@@ -1,4 +1,4 @@
-"""`pipollux explain`: a job's allocation explained in words."""
+"""`pipollux explain`: explain a job's allocation in words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _has(found: ExplanationView) -> str:
 
 
 def _had(found: ExplanationView) -> str:
-    """Say what a job that has ended was given last."""
+    """Return the last allocation of a job that has ended."""
     decision = found.last_decision or {"nodes": ()}
     nodes = decision["nodes"]
     if not nodes:

@@ -1,4 +1,4 @@
-"""`pipollux fit`: the performance model of a job, from step times that were measured."""
+"""`pipollux fit`: fit the performance model of a job to measured step times."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fit(
     from pipollux_sched.modeling.arguments import picture_format
 
     gradients = grad_params(grad_sqr, grad_var)
-    # Before the work, for a name that nothing can be drawn to.
+    # Before the work, so that a bad file name fails at once.
     picture = picture_format(plot) if plot else ""
     summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
     content = _write(summary, save, init_batch_size, gradients)
@@ -100,7 +100,7 @@ def fit(
 
 
 def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> FitSummary:
-    """Read rows and fit; without `skip_bad_rows` there is no fit unless all of them are good."""
+    """Read rows and fit; without `skip_bad_rows`, any bad row is an error."""
     from pipollux_sched.modeling.errors import ModelingError
     from pipollux_sched.modeling.files import read_text
     from pipollux_sched.modeling.fitting import fit_rows

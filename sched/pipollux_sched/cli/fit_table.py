@@ -1,4 +1,4 @@
-"""A fit as tables: its parameters, its errors, what it assumes, and what it does not explain."""
+"""A fit as tables: its parameters, errors, assumptions and outliers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def print_fit(console: Console, fit: StageFit) -> None:
 
 
 def print_rows(console: Console, summary: FitSummary) -> None:
-    """Print how many rows there were, and what became of them."""
+    """Print how many rows were read, and how many were used."""
     fitted = sum(len(fit.rows) for fit in summary.fits)
     outliers = sum(len(fit.outliers) for fit in summary.fits)
     table = _table("Rows", "File", "Fitted", "Outliers among them", "Bad, left out")
@@ -79,7 +79,7 @@ def _parameters(fit: StageFit, title: str) -> Table:
 
 
 def _described(params: PerfParams) -> list[tuple[str, str, str]]:
-    """Return name, value and meaning of every parameter that is fitted for such a job."""
+    """Return name, value and meaning of every fitted parameter of this kind of job."""
     rows = [
         (name, seconds(getattr(params, name)) + meaning.unit, meaning.text)
         for name, meaning in _SECONDS.items()

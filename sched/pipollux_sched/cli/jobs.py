@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .reader import Reader
 
 WATCH_INTERVAL = 1.0
-"""Seconds between two looks at a list that is shown as it changes."""
+"""Seconds between two updates of a list with --watch."""
 
 PHASE_STYLES = {
     Phase.RUNNING: "green",
@@ -41,7 +41,7 @@ PHASE_STYLES = {
     Phase.SUSPENDED: "yellow",
     Phase.QUEUED: "cyan",
 }
-"""In which colour each phase is shown."""
+"""Colour of each phase."""
 _STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
     CANCELLED: PHASE_STYLES[Phase.FAILED]
 }
@@ -51,10 +51,10 @@ _COLUMNS = (
 )
 _NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
 _LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Nodes")
-"""What a terminal that is too narrow for all does without, the first one first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 _GAP = 2
 _LEAST_MESSAGE = 24
-"""Columns without which a message says nothing and is left out."""
+"""Smallest width of a message; below it the message is left out."""
 
 
 def jobs(
@@ -104,13 +104,13 @@ def jobs(
 
 
 class JobTable:
-    """Jobs as lines of text, a column for each thing there is to tell.
+    """A table of jobs as lines of text.
 
-    rich's own table takes a millisecond for every line, and there may be thousands.
+    rich's own table takes a millisecond per line, and there may be thousands.
 
     Args:
         rows: the cells of each job by header.
-        widths: of the columns to show, in their order.
+        widths: of the columns to show, in order.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, str]], widths: Mapping[str, int]) -> None:
@@ -137,11 +137,11 @@ class JobTable:
 
 
 def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
-    """Return jobs as a table; the message of each as far as there is room.
+    """Return jobs as a table; messages are cut to the width available.
 
     Args:
         jobs: the jobs.
-        console: where it is to be shown.
+        console: the console it is printed on.
     """
     rows = [_row(job) for job in jobs]
     widths = {
@@ -186,7 +186,7 @@ def _row(job: ListedJob) -> dict[str, str]:
 
 
 def _epoch(point: Point | None, phase: Phase) -> str:
-    """Spell how many epochs are done."""
+    """Spell the number of completed epochs."""
     if point is None:
         return DASH
     done = point.epoch + (phase is Phase.COMPLETE)  # points count from 0
@@ -200,7 +200,7 @@ def _throughput(point: Point | None) -> str:
 
 
 def _watch(reader: Reader, phases: Collection[ListedPhase], output: OutputFormat) -> None:
-    """Show the list anew every second, until Ctrl-C."""
+    """Refresh the list every second, until Ctrl-C."""
     from rich.live import Live
 
     console = output_console()

@@ -1,4 +1,4 @@
-"""`pipollux logs`: what a job has written, also while it writes."""
+"""`pipollux logs`: print the logs of a job, and follow them."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class LogLine(NamedTuple):
     replica: int
     line: str
     several: bool
-    """Whether there is more than one log, so that a reader has to be told which it is from."""
+    """Whether there is more than one log, so that each line needs a prefix."""
 
     @property
     def prefixed(self) -> str:
-        """The line, told apart from those of other logs where there are any."""
+        """The line, with a prefix if there are several logs."""
         return f"[{self.generation}.{self.replica}] {self.line}" if self.several else self.line
 
     def to_dict(self) -> dict[str, int | str]:
@@ -81,10 +81,10 @@ class LogReader:
     Where there is more than one log, each line begins with the generation and replica it is from.
 
     Args:
-        reader: where the logs are.
-        job: whose.
-        generation: which one; None: the last one there is, and those that come after.
-        replica: which pipeline replica; None: all.
+        reader: reads the logs.
+        job: name of the job.
+        generation: its number; None: the latest one and those that follow.
+        replica: number of the pipeline replica; None: all.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LogReader:
                 yield LogLine(*log, line, several)
 
     def rest(self) -> Iterator[LogLine]:
-        """Return what stands behind the last line break of each log."""
+        """Return what follows the last line break of each log."""
         for log, begun in sorted(self._begun.items()):
             if begun:
                 self._begun[log] = b""
@@ -138,7 +138,7 @@ class LogReader:
 
 def _lines(log: LogReader, reader: Reader, name: str, follow: bool) -> Iterator[LogLine]:
     while True:
-        ended = reader.job(name).phase.ended  # asked first, so that the last lines are not missed
+        ended = reader.job(name).phase.ended  # checked first, so that the last lines are not missed
         yield from log.read()
         if ended or not follow:
             yield from log.rest()

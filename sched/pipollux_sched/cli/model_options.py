@@ -1,4 +1,4 @@
-"""What `pipollux fit` and `pipollux predict` have in common."""
+"""Options that `pipollux fit` and `pipollux predict` share."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ GradVar: TypeAlias = Annotated[
 
 
 def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | None:
-    """Return the gradient statistics that the options give; None if they give none.
+    """Return the gradient statistics from the options; None if not given.
 
     Raises:
-        CommandError: only one of the two is there, or one is not finite.
+        CommandError: only one of the two is given, or one is not finite.
     """
     from pipollux_perfmodel import GradParams
 
@@ -66,7 +66,7 @@ def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | 
 
 
 def write_file(path: Path, option: str, content: bytes) -> None:
-    """Write a result to the file that an option names, at one go, and say so on standard error.
+    """Write a result atomically to the file that an option names, and report it on standard error.
 
     Raises:
         CommandError: it cannot be written.

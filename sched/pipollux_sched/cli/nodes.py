@@ -1,4 +1,4 @@
-"""`pipollux nodes` and `drain`: what there is to run on, and taking some of it out of use."""
+"""`pipollux nodes` and `drain`: list nodes, and take nodes out of use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipollux_sched.views.models import NodeDetails, NodeView
 
 CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
-"""In which colour a condition is shown that is not the usual one."""
+"""Colour of each condition other than the usual one."""
 
 
 def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None) -> None:
@@ -97,7 +97,7 @@ def _seconds(timeout: str | None, wait: bool) -> float | None:
 
 
 def _wait_until_empty(client: Client, node: str, seconds: float | None) -> NodeDetails:
-    """Wait until no job holds a slot of a node; say whom it waits for, whenever that changes."""
+    """Wait until no job holds a slot of a node; print which jobs remain, on each change."""
     from pipollux_sched.client.connection import UnreachableError
 
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -145,7 +145,7 @@ def _print_table(found: Sequence[NodeView]) -> None:
 
 
 def node_table(found: Sequence[NodeView]) -> Table:
-    """Return nodes as a table: slots, who holds them, condition."""
+    """Return nodes as a table: slots, the jobs that hold them, condition."""
     from rich.table import Table
     from rich.text import Text
 

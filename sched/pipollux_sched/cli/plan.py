@@ -1,4 +1,4 @@
-"""`pipollux plan`: what every job of a file would get, and why."""
+"""`pipollux plan`: show what every job of a file would get, and why."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def print_table(plan: Plan) -> None:
 def print_live_plan(
     reader: Reader, policy: str | None, seed: int, *, diff: bool, output: OutputFormat
 ) -> bool:
-    """Print what a scheduler would change now; say whether it would.
+    """Print what a scheduler would change now; return whether there is anything.
 
     Args:
-        reader: whose jobs and nodes.
+        reader: reads the scheduler's jobs and nodes.
         policy: allocation policy; None: the one that the scheduler was started with.
-        seed: of the policy, if it draws.
+        seed: random seed of the policy.
         diff: print only what would change.
-        output: how.
+        output: format of the output.
     """
     with libraries_on_stderr():
         found = reader.plan(policy, seed)

@@ -1,4 +1,4 @@
-"""`pipollux predict`: what a job would do on allocations that it has not run on."""
+"""`pipollux predict`: predict a job's performance on allocations."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def predict(
     from pipollux_sched.modeling.prediction import Question
     from pipollux_sched.modeling.prediction import predict as answer_question
 
-    # Before the work, for a name that nothing can be drawn to.
+    # Before the work, so that a bad file name fails at once.
     picture = picture_format(plot) if plot else ""
     gradients = grad_params(grad_sqr, grad_var)
     question = Question(

@@ -1,7 +1,7 @@
-"""Where commands read what a scheduler knows: the state directory of this machine, or over REST.
+"""Readers of a scheduler's state: from its state directory on this machine, or over REST.
 
-`--server` or `PIPOLLUX_SERVER` names a scheduler that may run on another machine. Without, the
-store in the state directory is read, so commands answer as well when its scheduler has ended.
+`--server` or `PIPOLLUX_SERVER` names a scheduler, possibly on another machine. Otherwise commands
+read the store in the state directory, so they also work when its scheduler does not run.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from pipollux_sched.views.models import (
 from .server_choice import chosen_server
 
 if TYPE_CHECKING:
-    # What it imports in turn takes longer than printing a list of jobs.
+    # Its own imports take longer than printing a list of jobs.
     from pipollux_sched.client.client import Client
 
 POLL_INTERVAL = 0.3
-"""Seconds between two looks at what is being waited for."""
+"""Polling interval in seconds."""
 
 PAGE = 1000
 """Events read at once."""
 
 
 class LocalReader:
-    """Reads the store that a scheduler of this machine keeps, or has kept.
+    """Reads the store of a scheduler of this machine, whether it runs or not.
 
-    It answers what `client.Client` answers, by the same functions as the scheduler.
+    It has the methods of `client.Client`, and uses the same functions as the scheduler.
 
     Args:
         store: the store.
-        directory: whose it is.
+        directory: the state directory it belongs to.
     """
 
     def __init__(self, store: Store, directory: StateDir) -> None:
@@ -64,15 +64,15 @@ class LocalReader:
 
     @property
     def served(self) -> bool:
-        """Whether a scheduler serves it now."""
+        """Whether a scheduler serves the store now."""
         return self._directory.is_served()
 
     def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
-        """Return the jobs in some phases (none: in any), in the order they came."""
+        """Return the jobs in these phases (none: in any), in the order of submission."""
         return list_jobs(self._store, phases)
 
     def job(self, name: str) -> JobDetails:
-        """Return all that is known of a job, but for its curves."""
+        """Return all that is known about a job, except its curves."""
         return job_details(self._store, self._store.job(name))
 
     def explanation(self, name: str) -> ExplanationView:
@@ -82,15 +82,15 @@ class LocalReader:
         return explanation(self._store, self._store.job(name))
 
     def nodes(self) -> list[NodeDetails]:
-        """Return the nodes, each with its condition and who holds its slots."""
+        """Return the nodes, each with its condition and the jobs that hold its slots."""
         return list_nodes(self._store)
 
     def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
-        """Return everything at a glance: nodes, counts, a page of jobs, the last events."""
+        """Return an overview: nodes, counts, a page of jobs, the last events."""
         return cluster_view(self._store, query, num_events)
 
     def usage(self, since: float, num_parts: int) -> UsageView:
-        """Return how full the nodes were since a moment, in equal parts of that time."""
+        """Return the slot usage of the nodes since a time, in equal intervals."""
         return node_usage(self._store, since, num_parts)
 
     def plan(self, policy: str | None = None, seed: int = 0) -> PlanView:
@@ -100,7 +100,7 @@ class LocalReader:
         return live_plan(self._store, policy, seed)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
-        """Return the report of some jobs (none: of all) as HTML."""
+        """Return the report of these jobs (none: of all) as HTML."""
         from pipollux_sched.report.run_events import kept_report
 
         return kept_report(self._store, jobs, seconds)
@@ -113,17 +113,17 @@ class LocalReader:
         types: Collection[str] = (),
         limit: int = PAGE,
     ) -> list[dict[str, Any]]:
-        """Return the events of ids above `after`, the oldest first."""
+        """Return the events with ids above `after`, oldest first."""
         return self._store.events(after, job=job, types=types or None, limit=limit)
 
     def latest_events(
         self, limit: int, *, job: str | None = None, types: Collection[str] = ()
     ) -> list[dict[str, Any]]:
-        """Return the newest events, at most `limit`, the oldest first."""
+        """Return the newest events, at most `limit`, oldest first."""
         return self._store.latest_events(limit, job=job, types=types or None)
 
     def last_event(self) -> int:
-        """Return the id of the newest event, 0 where there is none."""
+        """Return the id of the newest event, 0 if there is none."""
         return self._store.last_event()
 
     def last_event_before(self, seconds: float) -> int:
@@ -133,7 +133,7 @@ class LocalReader:
     def follow(
         self, after: int, *, job: str | None = None, types: Collection[str] = ()
     ) -> Generator[dict[str, Any]]:
-        """Yield the events of ids above `after`, and those that happen."""
+        """Yield the events with ids above `after`, then new ones as they happen."""
         while True:
             page = self.events(after, job=job, types=types)
             yield from page
@@ -143,11 +143,11 @@ class LocalReader:
                 time.sleep(POLL_INTERVAL)
 
     def logs(self, name: str) -> list[LogTail]:
-        """Return which logs of a job there are."""
+        """Return the list of a job's logs."""
         return list_logs(self._directory, name)
 
     def read_log(self, name: str, generation: int, replica: int, offset: int) -> LogPart:
-        """Read what a replica has written on from an offset."""
+        """Read a replica's log from an offset."""
         return read_log(self._directory, name, generation, replica, offset)
 
 
@@ -157,7 +157,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(state_dir: Path | None) -> Iterator[Reader]:
-    """Open what a command reads: a scheduler by its URL, else the store in a state directory."""
+    """Open a scheduler by its URL, else the store in a state directory, for reading."""
     server = chosen_server()
     if server is not None:
         with server.client() as client:
@@ -170,7 +170,7 @@ def reading(state_dir: Path | None) -> Iterator[Reader]:
 
 @contextmanager
 def asking(state_dir: Path | None) -> Iterator[Client]:
-    """Open what a command asks: a scheduler by its URL, else that of a state directory."""
+    """Open a client of the scheduler with this URL, else of a state directory's scheduler."""
     from pipollux_sched.client.client import Client
 
     server = chosen_server()
@@ -179,7 +179,7 @@ def asking(state_dir: Path | None) -> Iterator[Client]:
 
 
 def tell_unserved(reader: Reader) -> None:
-    """Say on standard error that what was printed is of the past, where no scheduler runs."""
+    """Print a note on standard error that the output is not live, if no scheduler runs."""
     if not reader.served:
         typer.echo(
             f"No scheduler serves {reader.where}: this is how the last one left it.", err=True

@@ -1,4 +1,4 @@
-"""`pipollux report`: the HTML report of a run, from a scheduler's records or from an event log."""
+"""`pipollux report`: draw the HTML report of a scheduler's records or of an event log."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _seconds(since: str | None) -> float | None:
 
 
 def _logged(path: Path, jobs: Sequence[str], seconds: float | None) -> str:
-    """Return the report of a log, or of what is wanted of it: since so long before its end."""
+    """Return the report of a log, or of a part: some jobs, or the last seconds before its end."""
     found: Sequence[Any] = read_events(path).events
     unknown = set(jobs) - {event.get("job") for event in found}
     if unknown:

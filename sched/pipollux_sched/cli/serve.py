@@ -1,4 +1,4 @@
-"""`pipollux serve`: the scheduler, in the foreground."""
+"""`pipollux serve`: run the scheduler in the foreground."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def serve(
             f"{scheduler.url}, "
             f"state in {directory.path}. Ctrl-C ends it."
         )
-        if sys.stdout.isatty():  # a log must not hold the token
+        if sys.stdout.isatty():  # a log must not contain the token
             typer.echo(f"Watch it at {scheduler.url}/#token={scheduler.admin_token}")
         serve_until(scheduler, interruption)
         typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
@@ -161,7 +161,7 @@ def _host_names(names: Sequence[str]) -> Sequence[str]:
 def _autoscaling(
     bounds: str | None, command: str | None, num_nodes: int
 ) -> tuple[AutoscalingRules | None, CommandExpander | None]:
-    """Read the two options that belong together."""
+    """Parse the two options of autoscaling, which need each other."""
     if bounds is None and command is None:
         return None, None
     if bounds is None or command is None:

@@ -1,4 +1,4 @@
-"""Which scheduler a command asks: what `--server` and the environment say."""
+"""Which scheduler a command talks to, by `--server` and the environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerChoice(NamedTuple):
     url: str
     token_file: Path | None
     by_flag: bool
-    """Whether on the command line, not in the environment."""
+    """Whether it was given on the command line, not in the environment."""
     timeout: float | None
     """Seconds to wait for an answer; None: the usual."""
 
@@ -29,13 +29,13 @@ class ServerChoice(NamedTuple):
         """Return a client of it.
 
         Raises:
-            CommandError: the URL or the token is none, or its file cannot be read.
+            CommandError: the URL or the token is invalid, or the token file cannot be read.
         """
         from pipollux_sched.client.client import Client
         from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url
 
         try:
-            url = checked_url(self.url)  # before it is told in a message
+            url = checked_url(self.url)  # before a message shows it
             return Client.at(url, self._token(url), timeout=self.timeout or TIMEOUT)
         except ClientError as error:
             raise CommandError(str(error), USAGE) from error
@@ -66,19 +66,18 @@ _CHOSEN: ContextVar[ServerChoice | None] = ContextVar("server", default=None)
 
 
 def chosen_server() -> ServerChoice | None:
-    """Return the scheduler that the running command asks; None: that of its state directory."""
+    """Return the scheduler of the running command; None: that of its state directory."""
     return _CHOSEN.get()
 
 
 def choose_server(context: Any, timeout: float | None = None) -> None:
-    """Find out from its command line, and the environment, which scheduler a command asks.
+    """Determine a command's scheduler from its command line and the environment.
 
-    What stands on the command line goes before what stands in the environment, and a URL before a
-    state directory.
+    The command line overrides the environment, and a URL overrides a state directory.
 
     Args:
         context: typer's, of the command.
-        timeout: seconds to wait for its answers; None: as long as usual.
+        timeout: seconds to wait for its answers; None: the default.
 
     Raises:
         CommandError: `--server` and `--state-dir` were both given, or the command works on this
@@ -109,10 +108,10 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
 
 
 def refuse_server(what: str) -> None:
-    """Refuse `--server` for what is done on this machine alone; one in the environment is not used.
+    """Refuse `--server` for local commands; a server in the environment is ignored.
 
     Args:
-        what: what the command does then, as in "apply with files".
+        what: the action, as in "apply with files".
     """
     server = _CHOSEN.get()
     if server is not None and server.by_flag:

@@ -1,4 +1,4 @@
-"""Serving until somebody wants it to end, it cannot go on, or another scheduler has taken over."""
+"""Serve until a signal arrives, the scheduler fails, or another one takes over the store."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pipollux_sched.store import StoreTakenError, StoreUnavailableError
 from pipollux_sched.utils.signals import Interruption
 
 LOOK_INTERVAL = 0.5
-"""Seconds between two looks at whether the store is still this scheduler's."""
+"""Seconds between two checks that the store is still this scheduler's."""
 
 
 class SchedulerFailedError(SchedulerError):
-    """The scheduler cannot go on; the text is one sentence that says why."""
+    """The scheduler cannot continue; the text gives the reason in one sentence."""
 
 
 def run(scheduler: Scheduler) -> None:
-    """Serve until SIGINT or SIGTERM; at a second one jobs are no longer given time to save.
+    """Serve until SIGINT or SIGTERM; a second signal ends jobs without time to save.
 
     Raises:
         StoreTakenError: see `serve_until`.
@@ -29,19 +29,19 @@ def run(scheduler: Scheduler) -> None:
 
 
 def serve_until(scheduler: Scheduler, interruption: Interruption) -> None:
-    """Wait for a signal; the scheduler still serves when this returns.
+    """Wait for a signal; the scheduler still runs when this returns.
 
     Raises:
-        StoreTakenError: another scheduler has taken the store over. This one has ended then; what
-            ran of jobs is left to the other.
-        SchedulerFailedError: one of its threads has died. The others have ended then; what ran of
-            jobs runs on, and the next scheduler takes it over.
+        StoreTakenError: another scheduler has taken over the store. This one has ended, and leaves
+            its running jobs to the other.
+        SchedulerFailedError: one of its threads has died. The others have ended; jobs continue to
+            run, and the next scheduler adopts them.
     """
     while not interruption.wait(LOOK_INTERVAL):
         try:
             scheduler.store.check_leader_lock()
         except StoreUnavailableError:
-            pass  # whose it is cannot be asked; it goes on when the database is back
+            pass  # the owner cannot be read; retry when the database is back
         except StoreTakenError:
             scheduler.abandon()
             raise

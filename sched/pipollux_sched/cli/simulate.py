@@ -1,4 +1,4 @@
-"""`pipollux simulate`: policies tried on a simulated cluster, and compared."""
+"""`pipollux simulate`: compare policies on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CLUSTER, _JOBS, _RESULT = "The cluster", "The jobs", "The result"
 
 
 class MixName(StrEnum):
-    """What a workload that is drawn consists of."""
+    """The mix of jobs in a generated workload."""
 
     pollux = "pollux"
     pipelines = "pipelines"
@@ -259,7 +259,7 @@ def _fit(name: FitName) -> Fit:
 
 
 def _one_source(workloads: Sequence[Path] | None, mix: MixName | None) -> None:
-    """Make sure that jobs come from files or from a mix, not from both.
+    """Check that jobs come either from files or from a mix.
 
     Raises:
         CommandError: they come from both, or from neither.

@@ -1,4 +1,4 @@
-"""What the command line of `pipollux simulate` says, as the simulator takes it."""
+"""Convert the command line of `pipollux simulate` to the simulator's inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NODE_TYPE = re.compile(r"(?P<type>[^=]+)=(?P<count>[1-9][0-9]*)x(?P<gpus>[1-9][
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """End the command with one sentence if a file or an option cannot be used."""
+    """Exit with one sentence if a file or an option is invalid."""
     try:
         yield
     except ValueError as error:
@@ -33,10 +33,10 @@ def input_errors() -> Iterator[None]:
 
 
 def policy_names(text: str | None) -> list[str]:
-    """Return the policies of a list with commas, each once; None: the default, "all": all.
+    """Return the policies of a comma-separated list, each once; None: the default, "all": all.
 
     Raises:
-        ValueError: one is not known.
+        ValueError: one is unknown.
     """
     from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, make_policy
 
@@ -50,10 +50,10 @@ def policy_names(text: str | None) -> list[str]:
 def cluster_nodes(
     number: int, gpus: int, node_types: Sequence[str], *, preemptible: bool
 ) -> dict[str, NodeInfo]:
-    """Return nodes of one kind, or those that `TYPE=COUNTxGPUS` tell.
+    """Return nodes of one kind, or those given as `TYPE=COUNTxGPUS`.
 
     Raises:
-        ValueError: one of the texts is no such thing, or a type comes twice.
+        ValueError: one of the texts has another form, or a type is given twice.
     """
     from pipollux_sched.simulator import make_nodes
 
@@ -69,10 +69,10 @@ def cluster_nodes(
 
 
 def read_workloads(paths: Sequence[Path], load: float, first: int | None) -> list[Workload]:
-    """Read workloads, named by their files; those of the same name by their paths.
+    """Read workloads; each is named by its file, or by its path if file names repeat.
 
     Raises:
-        ValueError: a file is wrong, or holds no job.
+        ValueError: a file is invalid, or has no jobs.
         OSError: a file cannot be read.
     """
     from pipollux_sched.simulator import Workload, read_workload
@@ -97,10 +97,10 @@ def _scaled(jobs: Sequence[JobArrival], load: float, first: int | None) -> tuple
 def draw_workload(
     mix: Mix, experiment: Experiment, num_jobs: int, hours: float, load: float
 ) -> Workload:
-    """Draw a workload with the experiment's seed, of what fits on its nodes.
+    """Generate a workload that fits the nodes, with the experiment's seed.
 
     Raises:
-        ValueError: an argument is out of range, or traces are missing or wrong.
+        ValueError: an argument is out of range, or traces are missing or invalid.
     """
     from pipollux_sched.simulator import Workload, generate, requests_for
 

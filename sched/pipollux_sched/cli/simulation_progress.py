@@ -1,4 +1,4 @@
-"""How far simulations are, as bars on standard error."""
+"""Progress of simulations, as bars on standard error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pipollux_sched.utils.text import clock
 
 @contextmanager
 def progress_bars(pairs: Sequence[Pair]) -> Iterator[WatchPair]:
-    """Show a bar of jobs done for every simulation that runs, and one for all; give the watch.
+    """Show a progress bar for every running simulation and one for all; yield the callback.
 
-    Nothing is written where standard error is no terminal.
+    Nothing is written if standard error is not a terminal.
     """
     console = Console(file=sys.stderr)
     columns = (

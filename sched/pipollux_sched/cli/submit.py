@@ -21,7 +21,7 @@ from .reader import POLL_INTERVAL, asking
 from .server_choice import chosen_server
 
 if TYPE_CHECKING:
-    # What they import in turn takes longer than a shell that completes should wait.
+    # Their own imports would make shell completion slow.
     from pipollux_sched.client.client import Client
     from pipollux_sched.spec.job import JobSpec
     from pipollux_sched.views.models import DeletedJobView, JobView
@@ -119,7 +119,7 @@ def rerun(
 
     A job that failed or was cancelled goes on from its last checkpoint. One that
     is complete can only be trained again --from-scratch. What was saved before is
-    kept until the job is deleted; a job with a checkpoint_dir begins anew
+    kept until the job is deleted; a job with a checkpoint_dir begins from scratch
     only once you have moved away what is there.
 
         pipollux rerun char-lm
@@ -174,9 +174,9 @@ def _print_deleted(jobs: Sequence[DeletedJobView], output: OutputFormat) -> None
 
 
 def located(spec: JobSpec, file: Path) -> JobSpec:
-    """Return a job that can be started from any folder: its script found, its folder this one.
+    """Return a job that can be started from any folder, with absolute paths.
 
-    One with an image stays as it is: what it names lies inside that.
+    One with an image stays as it is: its paths are inside the image.
 
     Raises:
         SpecError: there is no such script.
@@ -191,7 +191,7 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
 
 
 def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
-    """Return a job for the machine of a scheduler that may be another; what is there, it checks.
+    """Return a job for a scheduler's machine, which checks the paths itself.
 
     Raises:
         SpecError: a path is relative.
@@ -212,7 +212,7 @@ def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
 
 
 def _print_answers(jobs: Sequence[JobView], output: OutputFormat) -> None:
-    """Print what the scheduler answered about jobs: a line for each, or all that it said."""
+    """Print the scheduler's answers about jobs: one line for each, or the full data."""
     if output is not OutputFormat.table:
         print_data([job.to_dict() for job in jobs], output)
         return
@@ -227,7 +227,7 @@ def _ask_each(
     output: OutputFormat,
     tell: Callable[[Sequence[T], OutputFormat], None],
 ) -> None:
-    """Ask the same for each job; one that is refused does not keep the others from it."""
+    """Send the same request for each job; a refusal does not stop the others."""
     from pipollux_sched.client.connection import UnreachableError
 
     answers: list[T] = []
@@ -246,7 +246,7 @@ def _ask_each(
 
 
 def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
-    """Tell what happens to jobs until all have ended; return them then."""
+    """Print the events of jobs until all have ended, and return the jobs."""
     from pipollux_sched.client.connection import UnreachableError
 
     try:

@@ -1,11 +1,11 @@
-"""torchrun's agent of one replica, whose store listens where it must and nowhere else.
+"""torchrun's agent of one replica, with a store that listens only at the address given.
 
     python -P agent.py OPTIONS -- SCRIPT ARGS...
 
-Run as a file, in a process of the job: it is ``torchrun``, with one more rendezvous backend
+Run as a file, in a process of the job: it is ``torchrun`` with one more rendezvous backend
 (``--rdzv-backend``). torch's own store listens on every interface of the machine, whatever address
-it is given, and asks nobody for a password. Where the replicas meet at an address of the loopback
-interface, the one here listens at that address alone; elsewhere it is torch's.
+it is given, without authentication. Where the rendezvous address is one of the loopback interface,
+the store here listens at that address alone; elsewhere it is torch's.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MEETING_TIMEOUT = 600
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous; on loopback its store is one that only this machine reaches."""
+    """torch's static rendezvous; on loopback only this machine can reach its store."""
 
     def get_backend(self) -> str:
-        """Return the name that it is registered under."""
+        """Return the name under which it is registered."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents; the one of rank 0 keeps the store."""
+        """Meet the other agents; the one of rank 0 hosts the store."""
         if not is_loopback(self.master_addr):
             return super().next_rendezvous()
         serves = self.rank == 0
@@ -57,10 +57,10 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create_handler(parameters: RendezvousParameters) -> Rendezvous:
-    """Return how the agents of a job meet at the endpoint that the command line names.
+    """Return the rendezvous handler for the endpoint that the command line names.
 
     Args:
-        parameters: what it says; its ``--rdzv-conf`` must name the agent's rank.
+        parameters: from the command line; its ``--rdzv-conf`` must give the agent's rank.
     """
     address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return Rendezvous(
@@ -74,7 +74,7 @@ def create_handler(parameters: RendezvousParameters) -> Rendezvous:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address is one that only processes of the same machine reach."""
+    """Return whether only processes of the same machine can reach an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name: what it stands for may change
@@ -82,7 +82,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _listen(address: str, port: int) -> int:
-    """Return the descriptor of a socket that listens; the store closes it."""
+    """Return the descriptor of a listening socket; the store closes it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family).detach()
 

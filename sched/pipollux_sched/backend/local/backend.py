@@ -32,13 +32,13 @@ from .replica_process import ReplicaProcess
 from .starting import free_port, start_replicas
 
 _REPORT_LIMIT = 8 * 2**20
-"""Characters that are read of a report; a thousand points and a time line have far fewer."""
+"""Limit on the characters of a report; a thousand points and a time line have far fewer."""
 STOP_GRACE = 30.0
-"""Seconds that a job has to save when it is asked to stop."""
+"""Seconds that a job has to save a checkpoint when it is asked to stop."""
 
 
 def check_local(spec: JobSpec) -> None:
-    """Refuse a job that processes of this machine cannot be: one in a container.
+    """Refuse a job that cannot run as processes of this machine: one in a container.
 
     Raises:
         SpecError: it has an image.
@@ -58,7 +58,7 @@ class LocalBackend(Generations):
         nodes: the virtual nodes.
         state_dir: where the jobs' logs and checkpoints go.
         grace: seconds that a generation has to save when a newer one takes its place.
-        pass_environment: variables of this process that jobs get besides those of `.inherited`.
+        pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
     """
 
     name = "local"
@@ -89,17 +89,17 @@ class LocalBackend(Generations):
             )
 
     def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Keep it in the folder of the generation: see `Backend`."""
+        """Record it in the folder of the generation: see `Backend`."""
         with suppress(OSError):  # a full disk, or a generation that is over
             (self._state_dir.generation(job, generation) / f"heard-{replica}").touch(PRIVATE)
 
     def heard(self, job: str, generation: int) -> list[int]:
-        """Read what `note_heard` has kept."""
+        """Read what `note_heard` has recorded."""
         files = self._state_dir.generation(job, generation).glob("heard-*")
         return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
-        """Read what the replica of rank 0 has left beside its checkpoints: see `Backend`."""
+        """Read the report that rank 0 has left beside its checkpoints: see `Backend`."""
         record = GenerationFile.read(self._state_dir.generation(job, generation))
         if record is None:
             return None
@@ -111,7 +111,7 @@ class LocalBackend(Generations):
         return report if isinstance(report, dict) else None
 
     def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
-        """Look after a generation that an earlier scheduler started: see `Backend`."""
+        """Adopt a generation that an earlier scheduler started: see `Backend`."""
         folder = self._state_dir.generation(job, generation)
         record = GenerationFile.read(folder)
         if record is None or (record.job, record.generation) != (job, generation):
@@ -135,7 +135,7 @@ class LocalBackend(Generations):
         return None
 
     def recover(self, grace: float) -> list[str]:
-        """End what an earlier scheduler left running, but for what was adopted."""
+        """End what an earlier scheduler left running and was not adopted."""
         place = str(self._state_dir.path)
         with self._lock:
             adopted = {(job, str(group.generation)) for job, group in self._groups.items()}
@@ -160,7 +160,7 @@ class LocalBackend(Generations):
         nodes: tuple[str, ...],
         slots: Sequence[tuple[int, ...]],
     ) -> LocalGroup:
-        """Start a generation: what it is to be is on the disk before its first process is there."""
+        """Start a generation; its record is written to disk before its first process starts."""
         first = program.first_generation
         record = GenerationFile(
             job=program.job,
@@ -218,7 +218,7 @@ class LocalBackend(Generations):
         return [self._state_dir.log(record.job, record.generation, r) for r in replicas]
 
     def _has_same_slots(self, record: GenerationFile) -> bool:
-        """Take a generation's slots again, if the cluster has them still, on the same devices."""
+        """Reserve a generation's slots again, if the cluster still has them on the same devices."""
         if not all(name in self._nodes for name in record.nodes):
             return False
         devices = tuple(map(self._devices.of, record.nodes, record.slots))

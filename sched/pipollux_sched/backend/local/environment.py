@@ -1,4 +1,4 @@
-"""What the processes of a replica find in their environment."""
+"""The environment variables of a replica's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .inherited import inherited
 
 
 class Devices:
-    """Which devices a replica may use, told by environment variables.
+    """The devices that a replica may use, as environment variables.
 
     Args:
         nodes: all nodes of the cluster; its GPU nodes share out the machine's GPUs in this order.
@@ -27,7 +27,7 @@ class Devices:
         self._first_gpu = _first_gpus(nodes)
 
     def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
-        """Name the devices of a replica, and hide all others from it."""
+        """Return the variables that show a replica its devices, and hide all others."""
         if self._nodes[node].kind == "cpu":
             return {
                 "PIPOLLUX_DEVICES": ",".join(["cpu"] * len(slots)),
@@ -46,7 +46,7 @@ class Devices:
 
 
 def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
-    """Return what tells the processes of one generation from all others."""
+    """Return the variables that identify the processes of one generation."""
     return {
         "PIPOLLUX_STATE_DIR": state_dir,
         "PIPOLLUX_JOB_ID": job,
@@ -63,15 +63,15 @@ def replica_environment(
     error_file: Path,
     pass_on: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the whole environment of one replica.
+    """Return the complete environment of one replica.
 
     Args:
         program: what it runs.
         record: of its generation.
         replica: which of its replicas.
         state_dir: where the scheduler keeps everything.
-        error_file: where what ended the script is written.
-        pass_on: variables of the scheduler that pass besides those of `inherited`.
+        error_file: file for the exception that ends the script.
+        pass_on: variables of the scheduler passed in addition to those of `inherited`.
     """
     return {
         **inherited(os.environ, pass_on),
@@ -79,7 +79,7 @@ def replica_environment(
         **_meet_on(loopback_interface()),
         **record.devices[replica],
         **program.environment,
-        # How long a replica may take to save is decided by the scheduler, not by torchrun.
+        # The scheduler limits the time that a replica may take to save, not torchrun.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         **marks(state_dir, record.job, record.generation),
@@ -90,7 +90,7 @@ def replica_environment(
 
 
 def _meet_on(interface: str | None) -> dict[str, str]:
-    """Let the replicas' collectives use one network interface; None: whichever they find."""
+    """Restrict the replicas' collectives to one network interface; None: any."""
     if interface is None:
         return {}
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
@@ -98,7 +98,7 @@ def _meet_on(interface: str | None) -> dict[str, str]:
 
 @functools.cache
 def loopback_interface() -> str | None:
-    """Return the name of the interface that only processes of this machine reach."""
+    """Return the name of the loopback interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == "127.0.0.1" for entry in addresses):
             return name
@@ -106,7 +106,7 @@ def loopback_interface() -> str | None:
 
 
 def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Share out the machine's GPUs: the index of each GPU node's first one."""
+    """Divide the machine's GPUs among GPU nodes: return the index of each one's first GPU."""
     first, shared = 0, {}
     for name, node in nodes.items():
         if node.kind == "gpu":

@@ -1,7 +1,7 @@
-"""What a generation of a job was meant to be, written down before its first process is started.
+"""The record of a job's generation, written before its first process is started.
 
-`jobs/NAME/generations/gen-G/generation.json` says what the next scheduler has to know to look after
-the generation; `replica-R.json` beside it is what the runner of replica R says of itself.
+`jobs/NAME/generations/gen-G/generation.json` holds what the next scheduler needs to adopt the
+generation; `replica-R.json` beside it is the status that the runner of replica R writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFile:
-    """What is to be known of a generation to look after it."""
+    """What a scheduler needs to know about a generation to adopt it."""
 
     job: str
     generation: int
@@ -28,16 +28,16 @@ class GenerationFile:
     slots: tuple[tuple[int, ...], ...]
     """Slots that each replica holds of its node."""
     devices: tuple[Mapping[str, str], ...]
-    """What each replica was told of its devices."""
+    """The device variables of each replica."""
     port: int
-    """Where the replicas meet."""
+    """The rendezvous port of the replicas."""
     supervisor_url: str
-    """Where they were told to report."""
+    """The URL that they report to."""
     checkpoints: Path
-    """Where they save."""
+    """Where they save checkpoints."""
 
     def write(self, folder: Path) -> None:
-        """Keep it in the generation's folder, on the disk when this returns.
+        """Write it to the generation's folder; it is on disk when this returns.
 
         Raises:
             OSError: it cannot be written.
@@ -47,7 +47,7 @@ class GenerationFile:
 
     @classmethod
     def read(cls, folder: Path) -> GenerationFile | None:
-        """Read it; None where it was never written, or not by this version."""
+        """Read it; None if it was never written, or not by this version."""
         try:
             data: dict[str, Any] = json.loads(
                 (folder / "generation.json").read_text(encoding="utf-8")
@@ -67,17 +67,17 @@ class GenerationFile:
 
 
 def status_files(folder: Path, num_replicas: int) -> list[Path]:
-    """Return where the runner of each replica says how it is."""
+    """Return the status file of each replica's runner."""
     return [folder / f"replica-{replica}.json" for replica in range(num_replicas)]
 
 
 def error_files(folder: Path, num_replicas: int) -> list[Path]:
-    """Return where torchrun's agent of each replica says what ended the script."""
+    """Return the file in which each replica's agent records what ended the script."""
     return [folder / f"replica-{replica}.error.json" for replica in range(num_replicas)]
 
 
 def drop_earlier(folder: Path, others: Sequence[Path]) -> None:
-    """Remove the folders of generations that are over and done with."""
+    """Remove the folders of earlier generations."""
     for other in others:
         if other != folder:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What devices this machine has, found out without importing torch."""
+"""Detect the devices of this machine without importing torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 __all__ = ["check_gpus", "count_cpus", "count_gpus", "node_name", "this_machine"]
 
 TIMEOUT = 10.0
-"""Seconds that NVIDIA's tools have to answer."""
+"""Timeout in seconds of NVIDIA's tools."""
 TORCH_TIMEOUT = 120.0
-"""Seconds that torch has: from a cold disk its import alone takes many."""
+"""Timeout in seconds of torch: its import alone is slow from a cold disk."""
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds what it may use of its machine."""
+"""Where a container finds its resource limits."""
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""At least one of these is there where there is a GPU, of NVIDIA or of AMD."""
+"""At least one of these exists where there is a GPU, of NVIDIA or AMD."""
 
 
 def this_machine() -> ClusterSpec:
@@ -47,13 +47,13 @@ def this_machine() -> ClusterSpec:
 
 
 def node_name(host: str) -> str:
-    """Make the name of a node of the name of a host: ``gpu-box`` of ``GPU_Box.example.com``."""
+    """Return a node name made from a host name: ``gpu-box`` of ``GPU_Box.example.com``."""
     name = re.sub(r"[^a-z0-9]+", "-", host.partition(".")[0].lower())[:50].strip("-")
     return name if name[:1].isalpha() else f"node-{name}".strip("-")
 
 
 def count_cpus() -> int:
-    """Number of CPUs that processes started from here may use: by affinity and by cgroup."""
+    """Return the number of CPUs that child processes may use, by affinity and by cgroup."""
     allowed = len(os.sched_getaffinity(0))
     quota, _, period = _limit("cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal():
@@ -62,7 +62,7 @@ def count_cpus() -> int:
 
 
 def _memory() -> int:
-    """Bytes of main memory that processes started from here may use."""
+    """Return the bytes of main memory that child processes may use."""
     there, most = psutil.virtual_memory().total, _limit("memory.max")
     return min(there, int(most)) if most.isdecimal() else there
 
@@ -75,10 +75,10 @@ def _limit(name: str) -> str:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that processes started from here may use.
+    """Return the number of GPUs that child processes may use.
 
-    ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools are asked; where they are not installed
-    although there is a GPU, torch is, in a process of its own. Without an answer there are none.
+    ``CUDA_VISIBLE_DEVICES`` is respected. NVIDIA's tools count them; where these are not installed
+    although there is a GPU, torch does, in a process of its own. Without an answer the count is 0.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -91,14 +91,14 @@ def count_gpus() -> int:
 
 
 def _ask_torch() -> int:
-    # Here it would take hundreds of megabytes, and hold a context on each GPU, for months.
+    # In this process it would keep hundreds of megabytes and a context on each GPU, for months.
     code = "import torch; print(torch.cuda.device_count())"
     counted = _run([sys.executable, "-c", code], TORCH_TIMEOUT).strip()
     return int(counted) if counted.isdecimal() else 0
 
 
 def _run(command: Sequence[str], timeout: float) -> str:
-    """Return what a command prints; nothing where it fails."""
+    """Return the output of a command, empty if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -110,7 +110,7 @@ def check_gpus(nodes: Mapping[str, Node]) -> None:
     """Refuse GPU nodes that this machine has too few GPUs for: every job on them would fail.
 
     Raises:
-        BackendError: says how many are wanted, and how many there are.
+        BackendError: with the number of GPUs needed and the number there are.
     """
     wanted = sum(node.slots for node in nodes.values() if node.kind == "gpu")
     there = count_gpus() if wanted else 0

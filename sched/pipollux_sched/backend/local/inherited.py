@@ -1,7 +1,7 @@
-"""What jobs inherit of the scheduler's environment: what programs need to run, and nothing secret.
+"""Which of the scheduler's environment variables jobs inherit: what programs need, no secrets.
 
 A scheduler may hold the password of its database or tokens of the services around it in its
-environment. So nothing passes to jobs but what is listed here and what its operator names besides
+environment. So jobs get only the variables listed here and those that its operator names
 (``pipollux serve --pass-environment NAME``).
 """
 
@@ -21,26 +21,26 @@ NAMES = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     )
 )
-"""Variables that pass."""
+"""Variables that are passed on."""
 FAMILIES = (
     *("LC_", "XDG_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCR_", "RCCL_"),
     *("MIOPEN_", "GLOO_", "UCX_", "UCC_", "FI_"),
 )
-"""Beginnings of the names of variables that pass, but for names that sound like a secret."""
+"""Prefixes of variables that are passed on, except names that look like a secret."""
 PROXIES = frozenset(("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"))
-"""Variables, in small or capital letters, that pass where their value holds no password."""
+"""Variables, in lower or upper case, that are passed on if their value holds no password."""
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
 
 
 def inherited(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
-    """Return what jobs get of an environment.
+    """Return the part of an environment that jobs inherit.
 
     Args:
         environment: the scheduler's.
-        more: names that pass besides.
+        more: names of further variables to pass on.
 
     Example:
         >>> inherited({"PATH": "/bin", "PGPASSWORD": "x", "WANDB_MODE": "offline"}, ["WANDB_MODE"])

@@ -1,8 +1,8 @@
-"""Finding every process that belongs to a job, and ending it.
+"""Find every process that belongs to a job, and end it.
 
 torchrun starts its workers in sessions of their own, so killing an agent's process group leaves
 them behind; and once an agent is dead its workers are no longer its children. So processes are
-found both ways: down the tree from the agents, and by marks in the environment that children
+found in two ways: as descendants of the agents, and by variables in the environment that children
 inherit.
 """
 
@@ -20,7 +20,7 @@ from pipollux_sched.backend.base import POLL_INTERVAL
 
 
 def descendants(pids: Iterable[int]) -> set[psutil.Process]:
-    """Return the living processes with these ids, and all that descend from them."""
+    """Return the live processes with these ids, and all their descendants."""
     found: set[psutil.Process] = set()
     for pid in pids:
         with suppress(psutil.Error):
@@ -30,7 +30,7 @@ def descendants(pids: Iterable[int]) -> set[psutil.Process]:
 
 
 def marked(wanted: Callable[[Mapping[str, str]], bool]) -> set[psutil.Process]:
-    """Return the living processes whose environment is `wanted`, this one and its parents not."""
+    """Return the live processes whose environment is `wanted`, except this one and its parents."""
     spared = {os.getpid()}
     with suppress(psutil.Error):
         spared.update(parent.pid for parent in psutil.Process().parents())
@@ -45,7 +45,7 @@ def marked(wanted: Callable[[Mapping[str, str]], bool]) -> set[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Say whether a process can still do something; a zombie cannot."""
+    """Return whether a process is alive and not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -53,25 +53,25 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes; psutil sees to it that none is hit that merely has the same id."""
+    """Kill processes; psutil spares those that merely reuse an id."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
 
 
 def end(find: Callable[[], set[psutil.Process]], grace: float, limit: float = 10.0) -> bool:
-    """Ask processes to end, and kill those that have not after `grace` seconds.
+    """Ask processes to end, and kill those that still run after `grace` seconds.
 
-    Only those that no other one of them has started are asked: an agent passes the signal on, and a
-    worker that gets a second one exits at once.
+    Only the roots among them get the signal: an agent passes it on, and a worker that gets a second
+    one exits at once.
 
     Args:
-        find: tells which processes are to end; asked again and again.
+        find: returns the processes to end; called repeatedly.
         grace: seconds that they have to save.
-        limit: seconds after which killing them is given up as well.
+        limit: seconds after which to give up killing them.
 
     Returns:
-        Whether none is left.
+        Whether all have ended.
     """
     first = find()
     ids = {process.pid for process in first}

@@ -1,9 +1,9 @@
 """The processes of one generation: one torchrun agent per pipeline replica, ended as one.
 
 torchrun's elastic mode is not used: a change of membership restarts every worker anyway, so each
-generation gets agents of its own, a port of its own, and no restarts. As the agents end with
-status 1 whenever they were asked to stop, a clean stop is told by the marker that rank 0 writes
-beside its checkpoint: ``stopped.json``, with the number of the generation.
+generation gets agents of its own, a port of its own, and no restarts. Agents always exit with
+status 1 when asked to stop, so a clean stop is recognised by the marker that rank 0 writes beside
+its checkpoint: ``stopped.json``, with the number of the generation.
 
 A group is the same whether this scheduler started its processes (`start`) or found them running.
 """
@@ -27,22 +27,22 @@ from .replica_process import ReplicaProcess
 from .script_error import read_error
 
 FAILURE_GRACE = 5.0
-"""Seconds that the other replicas have to end when one has failed; they cannot save any more."""
+"""Seconds that the other replicas have to end when one has failed; they can no longer save."""
 LINGER = 1.0
-"""Seconds that what an agent left behind has to end before it is killed."""
+"""Seconds that processes left behind by an agent have to end before they are killed."""
 _RUNNER_AND_AGENT = 2
-"""Processes of a replica of which the script does not run."""
+"""Processes of a replica that do not run the script."""
 
 
 class LocalGroup:
     """The running processes of one generation.
 
     Args:
-        record: what it was started as.
+        record: the record of its start.
         replicas: its processes, in the order of replicas.
-        logs: file that takes what each replica prints.
-        errors: file that says what ended each replica's script, if an exception did.
-        find_marked: finds the living processes of this generation by their environment.
+        logs: log file of each replica.
+        errors: file with the exception that ended each replica's script, if any.
+        find_marked: finds the live processes of this generation by their environment.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class LocalGroup:
 
     @property
     def started(self) -> Started:
-        """Which generation, and the process ids of its agents' parents."""
+        """The generation, and the process ids of its agents' parents."""
         pids = tuple(replica.pid for replica in self._replicas)
         return Started(self.generation, pids, self.port)
 
     def stop(self, grace: float) -> None:
-        """Ask all replicas to save and end; `poll` kills what is left after `grace` seconds."""
+        """Ask all replicas to save and end; `poll` kills what still runs after `grace` seconds."""
         if not self._asked:
             self._asked = True
             self._grace = grace
@@ -83,7 +83,7 @@ class LocalGroup:
         self._end_within(grace)
 
     def poll(self) -> Exited | None:
-        """Carry on; return how the generation ended, None as long as something of it is left."""
+        """Continue; return how the generation ended, None while a process of it is left."""
         codes = [replica.poll() for replica in self._replicas]
         self._notice_failure(codes)
         over = all(code is not None for code in codes)
@@ -100,7 +100,7 @@ class LocalGroup:
         return self._exited([code for code in codes if code is not None])
 
     def kill(self, why: str = "") -> None:
-        """Kill whatever of this generation is alive; `why` is what is then reported."""
+        """Kill all processes of this generation; the report gives `why` as the reason."""
         self._asked, self._killed = True, why
         self._end_within(0.0)
         kill(self._processes())
@@ -109,13 +109,13 @@ class LocalGroup:
     def finished(self) -> set[int]:
         """Return the replicas whose script has ended, while others still run.
 
-        The runner may be there for minutes yet: torchrun's agents wait for each other. Where a
-        script has failed its agent ends at once, which `poll` then sees.
+        The runner may run for minutes more, because torchrun's agents wait for each other. Where a
+        script has failed its agent ends at once, and `poll` notices.
         """
         return {replica for replica, process in enumerate(self._replicas) if _has_finished(process)}
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of processes that were killed, `timeout` seconds for each."""
+        """Wait for killed processes to end, `timeout` seconds for each."""
         for replica in self._replicas:
             replica.wait(timeout)
 
@@ -150,16 +150,16 @@ class LocalGroup:
         return Exited(self.generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
 
     def _broke(self) -> bool:
-        """Say whether a replica failed by itself, so that what the others then saved means nothing.
+        """Return whether a replica failed by itself, so that the others' checkpoints are invalid.
 
-        The first to end may also have been asked to stop by somebody else, and so have the others.
+        The first to end may also have been stopped from outside, as may the others.
         """
         if self._failed is None:
             return False
         return not last_words(self._logs[self._failed]).asked_to_stop
 
     def _why(self) -> tuple[str, bool]:
-        """Say why the generation failed, and whether its script cannot start."""
+        """Return why the generation failed, and whether its script cannot start."""
         if self._killed:
             return self._killed, False
         if self._asked:
@@ -175,7 +175,7 @@ class LocalGroup:
         return "\n".join([head, *end]), error is not None and error.cannot_start
 
     def _marked_step(self) -> int | None:
-        """Step at which the replicas of this generation agreed to stop, None if they did not."""
+        """Return the step at which the replicas agreed to stop, None if they did not."""
         try:
             content = (self._checkpoints / "stopped.json").read_text(encoding="utf-8")
             marker = json.loads(content)

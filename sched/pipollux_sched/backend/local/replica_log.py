@@ -1,7 +1,7 @@
-"""What replicas print: finding the lines that say why one failed.
+"""Logs of replicas: find the lines that show why one failed.
 
-torchrun writes its own report behind what the script printed, and ends with status 1 whatever
-happened; the script's last words and its exit status have to be read out of the log.
+torchrun appends its own report to the script's output, and exits with status 1 whatever happened.
+The script's last lines and its exit status therefore have to be read from the log.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LastWords(NamedTuple):
     lines: list[str]
     """The last lines that it printed."""
     asked_to_stop: bool = False
-    """Whether it, or its agent, ended because of a SIGTERM."""
+    """Whether a SIGTERM ended it or its agent."""
 
     def describe(self) -> str:
-        """Say how it ended, in words that continue "replica 0 …"."""
+        """Describe how it ended, in words that continue "replica 0 …"."""
         if self.status is None:
             return "ended without a report by torchrun"
         if self.status >= 0:
@@ -48,7 +48,7 @@ class LastWords(NamedTuple):
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a file, fewer when it is short, none when it cannot be read."""
     tail = _tail(path, _READ_LIMIT)
-    if len(tail) < _READ_LIMIT:  # a log that was just moved aside ends in the one before
+    if len(tail) < _READ_LIMIT:  # a log that was just rotated continues the one before
         tail = _tail(path.with_name(path.name + ".1"), _READ_LIMIT - len(tail)) + tail
     return tail.decode("utf-8", "replace").splitlines()[-count:] if count > 0 else []
 
@@ -65,9 +65,9 @@ def _tail(path: Path, size: int) -> bytes:
 
 
 def last_words(path: Path, count: int = 20) -> LastWords:
-    """Read how a script ended, and the last lines it printed before torchrun reported on it.
+    """Read how a script ended, and the last lines it printed before torchrun's report.
 
-    Where the script printed nothing and torchrun cannot say how it ended, they are torchrun's own.
+    Where the script printed nothing and torchrun does not know how it ended, they are torchrun's.
     """
     lines = last_lines(path, 100_000)
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]

@@ -1,4 +1,4 @@
-"""One replica of a generation as a process: started by this scheduler, or by the one before."""
+"""One replica of a generation as a process, started by this scheduler or an earlier one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import psutil
 from . import runner
 
 LOG_LIMIT = 64 * 2**20
-"""Bytes at which a replica's log is moved aside; the one before is dropped."""
+"""Bytes at which a replica's log is rotated; one earlier file is kept."""
 
 
 class ReplicaProcess:
     """A replica's runner (`runner`), and through it the torchrun agent.
 
     Args:
-        status: file in which the runner says who it is and how its agent ended.
-        started: the runner, where this scheduler started it.
+        status: file in which the runner records its identity and how its agent ended.
+        started: the runner's process, if this scheduler started it.
     """
 
     def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
@@ -62,7 +62,7 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the runner; 0 where it is not known."""
+        """Process id of the runner, 0 if unknown."""
         return int(self._known.get("pid", 0)) if self._started is None else self._started.pid
 
     def poll(self) -> int | None:
@@ -72,11 +72,11 @@ class ReplicaProcess:
             return None if code is None else read_status(self._status).get("code", code)
         if self._is_there():
             return None
-        # An agent that left no status was killed.
+        # A runner that left no status was killed.
         return int(read_status(self._status).get("code", -signal.SIGKILL))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the replica has ended; no other process with its id is hit."""
+        """Send a signal, unless the replica has ended; a process that reuses its id gets none."""
         if self._started is not None:
             with suppress(ProcessLookupError):
                 self._started.send_signal(number)
@@ -85,7 +85,7 @@ class ReplicaProcess:
                 psutil.Process(self.pid).send_signal(number)
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of a runner that was started here, so that no zombie is left."""
+        """Wait for a runner started here to end, so that no zombie is left."""
         if self._started is not None:
             self._started.wait(timeout)
 
@@ -95,7 +95,7 @@ class ReplicaProcess:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read what a runner has said; empty where it has said nothing."""
+    """Read a runner's status; empty if it has written none."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         return {

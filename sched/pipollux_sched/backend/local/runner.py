@@ -3,7 +3,7 @@
     python -I -S runner.py STATUS LOG LIMIT COMMAND...
 
 Only the parent of a process learns how it ended. So that this is not lost with a scheduler that is
-killed, each agent has this small parent of its own: it says in STATUS who it is, runs COMMAND,
+killed, each agent has this small parent of its own: it writes its identity to STATUS, runs COMMAND,
 passes SIGTERM on, writes what COMMAND prints into LOG (renamed to LOG.1 when it has grown to LIMIT
 bytes), and in the end writes the exit status of COMMAND into STATUS. It is run as a file, without
 the package around it, so it costs a few milliseconds and megabytes; it must import nothing but the
@@ -24,31 +24,31 @@ from pathlib import Path
 from typing import Any
 
 LAST_WORDS = 1.0
-"""Seconds for which what COMMAND has printed is still written down once it has ended."""
+"""Seconds for which output of COMMAND is still written after it has ended."""
 WRITE_PATIENCE = 60.0
-"""Seconds for which writing the exit status is tried again, say while the disk is full."""
+"""Seconds for which writing the exit status is retried, for instance while the disk is full."""
 NO_STATUS = 74
-"""Exit status where STATUS cannot be written, so that COMMAND was not started."""
+"""Exit status if STATUS cannot be written, so that COMMAND was not started."""
 
 
 def birth(pid: int) -> str | None:
-    """Tell a process from every other that has, had or will have its id; None if it is not there.
+    """Return what identifies a process among all that ever have its id; None if it does not exist.
 
     The boot and the clock ticks from the boot to its start: unlike its start by the wall clock,
-    they stay the same when somebody sets the clock.
+    they stay the same when the clock is set.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None
-    # Behind the name, which may contain anything; a zombie has ended.
+    # After the name, which may contain anything; a zombie has ended.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else f"{boot}:{fields[19]}"
 
 
 def write_status(path: Path, status: dict[str, Any]) -> None:
-    """Write a status aside, and rename it."""
+    """Write a status to a temporary file, and rename it."""
     aside = path.with_name(f".{path.name}.part")
     with aside.open("w", encoding="utf-8") as file:
         json.dump(status, file)
@@ -58,11 +58,11 @@ def write_status(path: Path, status: dict[str, Any]) -> None:
 
 
 class RotatingLog:
-    """A log that is renamed to `LOG.1` when it has grown to so many bytes, and begun again.
+    """A log that is renamed to `LOG.1` when it reaches a size limit, and started again.
 
     Args:
-        path: of the log; what is there stays.
-        limit: bytes.
+        path: of the log; existing content is kept.
+        limit: size in bytes.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -71,7 +71,7 @@ class RotatingLog:
         self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append what was printed; what a full disk cannot take is lost, and ends nobody."""
+        """Append output; what a full disk cannot take is dropped without an error."""
         with suppress(OSError):
             if self._file.tell() >= self._limit:
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
@@ -84,13 +84,13 @@ class RotatingLog:
         self._file.close()
 
     def copy_from(self, source: int) -> None:
-        """Append all that comes out of a pipe, until nobody can write into it any more."""
+        """Append all that comes out of a pipe, until its last writer has closed it."""
         while data := os.read(source, 2**16):
             self.write(data)
 
 
 def run(status: Path, log: Path, limit: int, command: list[str]) -> int:
-    """Run a command to its end; see the module's text."""
+    """Run a command to its end; see the module's docstring."""
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 

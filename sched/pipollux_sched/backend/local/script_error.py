@@ -1,7 +1,7 @@
-"""What a replica's script died of, as the replica has left it on the disk.
+"""The exception that ended a replica's script, as the replica left it on disk.
 
-`script_main` writes it, torchrun's agent copies it to where TORCHELASTIC_ERROR_FILE told it to, and
-it is read here; also by a scheduler that was not there when it happened.
+`script_main` writes it, and torchrun's agent copies it to the path in its own
+TORCHELASTIC_ERROR_FILE. It is read here, also by a scheduler that was not running at the time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NO_REMEDY = frozenset(("SyntaxError", "ImportError"))
-"""Exceptions that another try of the same script would meet again, subclasses among them."""
+"""Exceptions that a restart of the same script would raise again, including subclasses."""
 
 
 class ScriptError(NamedTuple):
@@ -20,12 +20,12 @@ class ScriptError(NamedTuple):
     text: str
     """Type and message, one line."""
     cannot_start: bool
-    """Whether it says that the script, or what it imports, is not as it must be: no other try would
-    end otherwise, unless the script has come further before."""
+    """Whether the script, or what it imports, is broken: a restart would end the same way, unless
+    the script has come further before."""
 
 
 def read_error(path: Path) -> ScriptError | None:
-    """Read an error file; None where there is none, or where its agent has written it."""
+    """Read an error file; None if there is none, or if its agent has written it."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         lines = str(kept["message"]["message"]).splitlines()

@@ -1,4 +1,4 @@
-"""The process of a replica: runs the job's script, and keeps on the disk what it died of.
+"""The process of a replica: runs the job's script, and writes the exception that ends it to disk.
 
     python -u script_main.py SCRIPT ARGS...
 
@@ -45,7 +45,7 @@ def run(script: str) -> None:
     sys.modules["__main__"] = module
     try:
         exec(code, module.__dict__)  # noqa: S102  # the job's script is what is to be run
-    except Exception as error:  # whatever the script died of is what is kept
+    except Exception as error:  # whatever ended the script is recorded
         # Without the frame of this function.
         keep(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next), loaded=True)
         fail(error)
@@ -58,13 +58,13 @@ def load(script: str) -> CodeType:
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Print an exception as if nobody had caught it, and end with Python's status for that."""
+    """Print an exception as if it were uncaught, and end with Python's status for that."""
     sys.excepthook(type(error), error, error.__traceback__)
     sys.exit(1)
 
 
 def keep(error: BaseException, *, loaded: bool) -> None:
-    """Write down what ended the script, in the format of torch's error files.
+    """Record the exception that ended the script, in the format of torch's error files.
 
     Args:
         error: the exception.

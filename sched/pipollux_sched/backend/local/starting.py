@@ -35,8 +35,8 @@ def start_replicas(
     Args:
         program: what they run.
         record: what the generation is to be.
-        folder: where their runners say how they are.
-        logs: file that takes what each replica prints.
+        folder: for the status files of their runners.
+        logs: log file of each replica.
         environments: complete environment of each replica.
 
     Raises:
@@ -70,7 +70,7 @@ def _command(program: ReplicaProgram, record: GenerationFile, replica: int) -> l
         f"--rdzv-endpoint={_LOOPBACK}:{record.port}",
         f"--rdzv-conf=rank={replica}",
         "--max-restarts=0",
-        # From here on nothing is the agent's, however much it looks like an option of its.
+        # What follows is the script's, even where it looks like an option of the agent.
         "--",
         script_main.__file__,
         str(program.script),
@@ -79,10 +79,10 @@ def _command(program: ReplicaProgram, record: GenerationFile, replica: int) -> l
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody uses at the moment.
+    """Return a port of the loopback interface that is free at the moment.
 
-    It lies below the range that outgoing connections get theirs from, so that none of them can take
-    it in the second until torchrun listens.
+    It lies below the range of ephemeral ports, so that no outgoing connection can take it before
+    torchrun listens.
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 ALL = "all"
 REREAD = 5.0
-"""Seconds after which all is read again although nothing has happened: times go on."""
+"""Seconds after which all is read again even without events, to update ages."""
 
 
 class TopApp(App[None]):
-    """Watches a scheduler until told to end.
+    """Watches a scheduler until the user quits.
 
     Args:
-        reader: what is shown.
-        interval: seconds between two looks.
+        reader: reads what is shown.
+        interval: seconds between two updates.
     """
 
     TITLE = "pipollux top"
@@ -80,7 +80,7 @@ class TopApp(App[None]):
         self._read_at = 0.0
         self._is_looking = self._look_again = False
         self.view: Look | None = None
-        """What is shown; None before the first look."""
+        """What is shown; None before the first update."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
@@ -100,8 +100,8 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look, and end when asked to by a signal."""
-        self._main = self.screen  # others lie above it for a while
+        """Start updating, and handle signals."""
+        self._main = self.screen  # other screens may cover it
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             with suppress(RuntimeError, ValueError):  # signals are the main thread's
@@ -112,7 +112,7 @@ class TopApp(App[None]):
         self.watch(self._main.query_one("#jobs"), "scroll_y", self.read_on, init=False)
 
     def look(self) -> None:
-        """Read what there is, if it is other than what is shown, and show it."""
+        """Read the state, and show it if it has changed."""
         self._look_again = True
         if not self._is_looking:
             self._is_looking = True
@@ -120,7 +120,7 @@ class TopApp(App[None]):
 
     @work
     async def _keep_looking(self) -> None:
-        """Look, one look after the other however long each takes, until nobody asks for more."""
+        """Update, one read at a time, until no further update is requested."""
         try:
             while self._look_again:
                 self._look_again = False
@@ -184,14 +184,14 @@ class TopApp(App[None]):
 
     @on(DataTable.RowHighlighted, "#jobs")
     def read_on(self) -> None:
-        """Ask for more jobs, where the last of those that were asked for come into sight."""
+        """Read more jobs when the last ones already read come into view."""
         shown = len(self.view.cluster.jobs) if self.view else 0
         limit = self._wanted.limit or FIRST_JOBS
         near = self._main.query_one("#jobs", LiveTable).near_end
         if self.view is not None and near and limit <= shown < self.view.cluster.num_found:
             self._want(replace(self._wanted, limit=2 * limit))
 
-    # What is chosen
+    # What is selected
 
     def _want(self, query: JobQuery) -> None:
         self._wanted = query
@@ -211,27 +211,27 @@ class TopApp(App[None]):
             self._choose(phases=phases)
 
     def action_phase(self, step: int) -> None:
-        """Go to the next phase that has jobs, or to the one before."""
+        """Select the next phase that has jobs, or the previous one."""
         tabs = self._main.query_one("#phases", Tabs)
         shown = [tab.id for tab in tabs.query(Tab) if tab.display]
         at = shown.index(tabs.active) if tabs.active in shown else 0
         tabs.active = shown[(at + step) % len(shown)] or ALL
 
     def action_search(self) -> None:
-        """Ask for a name."""
+        """Open the search field."""
         search = self._main.query_one("#search", Input)
         search.add_class("open")
         search.focus()
 
     @on(Input.Changed, "#search")
     def search_changed(self, event: Input.Changed) -> None:
-        """Show the jobs with what was typed in their names."""
+        """Show the jobs whose names contain the search text."""
         if event.value.strip() != self._wanted.name:
             self._choose(name=event.value.strip())
 
     @on(Input.Submitted, "#search")
     def search_done(self) -> None:
-        """Keep the search, and go back to the jobs."""
+        """Keep the search, and return to the jobs."""
         self._main.query_one("#jobs").focus()
 
     def action_clear(self) -> None:
@@ -244,7 +244,7 @@ class TopApp(App[None]):
 
     @on(DataTable.HeaderSelected, "#jobs")
     def sort_by_head(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by the column whose head was clicked; once more: the other way."""
+        """Sort by the column whose head was clicked; a second click reverses the order."""
         column = JOB_COLUMNS[event.column_index]
         if column.order is self._wanted.order:
             self.action_reverse()
@@ -252,7 +252,7 @@ class TopApp(App[None]):
             self._sort(column.order, descending=column.descending)
 
     def action_sort(self) -> None:
-        """Sort by the next column; after the last one in the usual order."""
+        """Sort by the next column; after the last one, use the default order."""
         columns = [column for column in JOB_COLUMNS if column.order]
         orders = [JobOrder.USUAL, *(column.order for column in columns if column.order)]
         after = orders[(orders.index(self._wanted.order) + 1) % len(orders)]
@@ -260,27 +260,27 @@ class TopApp(App[None]):
         self._sort(after, descending=down)
 
     def action_reverse(self) -> None:
-        """Sort the other way."""
+        """Reverse the order."""
         self._sort(self._wanted.order, descending=not self._wanted.descending)
 
     def _sort(self, order: JobOrder, *, descending: bool) -> None:
         self._choose(order=order, descending=descending)
 
     def action_nodes(self) -> None:
-        """Go from the jobs to the nodes, or back."""
+        """Move the focus between jobs and nodes."""
         to_jobs = self.focused is not None and self.focused.id == "nodes"
         self._main.query_one("#jobs" if to_jobs else "#nodes").focus()
 
     @on(DataTable.RowSelected, "#jobs")
     def open_job(self, event: DataTable.RowSelected) -> None:
-        """Show all that is known of a job."""
+        """Show the details of a job."""
         name = self._main.query_one("#jobs", LiveTable).name_at(event.cursor_row)
         if name is not None:
             self.push_screen(JobScreen(self._reader, name, self._interval))
 
     @on(DataTable.RowSelected, "#nodes")
     def open_node(self, event: DataTable.RowSelected) -> None:
-        """Show who holds the slots of a node."""
+        """Show which jobs hold the slots of a node."""
         name = self._main.query_one("#nodes", LiveTable).name_at(event.cursor_row)
         node = self.view.cluster.nodes.get(name or "") if self.view else None
         if node is not None:

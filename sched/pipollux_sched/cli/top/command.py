@@ -45,7 +45,7 @@ def top(
 
             print_once(reader)
         else:
-            from .app import TopApp  # what draws it takes longer to import than all the rest
+            from .app import TopApp  # slower to import than all the rest
 
             TopApp(reader, interval).run()
 

@@ -1,4 +1,4 @@
-"""What `pipollux top` shows of one job or one node."""
+"""The details that `pipollux top` shows of one job or one node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 HISTORY = 60
-"""Characters of a job's history."""
+"""Width of a job's history, in characters."""
 
 
 class _Details(Screen[None]):
-    """A text that scrolls, above a line of help."""
+    """A scrolling text above a line of help."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "app.pop_screen", "back"),
@@ -45,17 +45,17 @@ class _Details(Screen[None]):
         yield Footer()
 
     def tell(self, content: RenderableType) -> None:
-        for shown in self.query("#details").results(Static):  # none once the screen was left
+        for shown in self.query("#details").results(Static):  # gone once the screen was closed
             shown.update(content)
 
 
 class JobScreen(_Details):
-    """All that is known of a job, kept up to date: what `pipollux describe` prints.
+    """The details of a job, kept up to date: what `pipollux describe` prints.
 
     Args:
-        reader: knows it.
+        reader: reads the job.
         name: of the job.
-        interval: seconds between two looks.
+        interval: seconds between two updates.
     """
 
     def __init__(self, reader: Reader, name: str, interval: float) -> None:
@@ -63,13 +63,13 @@ class JobScreen(_Details):
         self._reader, self._job, self._interval = reader, name, interval
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start updating."""
         self.look()
         self.set_interval(self._interval, self.look)
 
     @work(exclusive=True, exit_on_error=True)
     async def look(self) -> None:
-        """Read what is known, and show it."""
+        """Read the job, and show it."""
         try:
             found = await asyncio.to_thread(self._read)
         except SchedulerError as error:
@@ -92,10 +92,10 @@ class JobScreen(_Details):
 
 
 class NodeScreen(_Details):
-    """Who holds the slots of a node.
+    """The jobs that hold the slots of a node.
 
     Args:
-        node: as it was when it was opened.
+        node: its state when the screen was opened.
     """
 
     def __init__(self, node: NodeView) -> None:
@@ -103,7 +103,7 @@ class NodeScreen(_Details):
         self._shown = node
 
     def on_mount(self) -> None:
-        """Tell of it."""
+        """Show the node."""
         node = self._shown
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("Job")

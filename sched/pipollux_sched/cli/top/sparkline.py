@@ -1,4 +1,4 @@
-"""What a job held over time, as one line of characters."""
+"""The slots of a job over time, as one line of characters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 BARS = "▁▂▃▄▅▆▇█"
 WAITS = "·"
-"""Drawn where a job was there and held nothing."""
+"""Drawn where a job existed and held no slots."""
 
 WINDOWS = (60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
-"""Lengths of time that are drawn, in seconds."""
+"""Lengths of the window, in seconds."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """So many slots, held from one time to another."""
+    """A number of slots held from one time to another."""
 
     begin: float
     end: float
@@ -24,12 +24,12 @@ class Span:
 
 
 def window_for(seconds: float) -> float:
-    """Return the shortest length of time to draw that shows all of so many seconds."""
+    """Return the shortest window that covers a number of seconds."""
     return next((window for window in WINDOWS if window >= seconds), WINDOWS[-1])
 
 
 def bars(values: Sequence[float], top: float) -> str:
-    """Draw numbers from 0 to `top`, a character each; one that is not 0 can be seen.
+    """Draw numbers from 0 to `top`, one character each; a nonzero one is always visible.
 
     Example:
         >>> bars([0, 0.1, 4, 8, 9], 8)
@@ -47,11 +47,11 @@ def sparkline(
     width: int,
     top: int,
 ) -> str:
-    """Draw the slots held between two times, the mean of each of `width` equal parts.
+    """Draw the slots held between two times, as the mean of each of `width` equal intervals.
 
     Args:
-        spans: when how many were held.
-        alive: when the job came and when it ended; before and after it nothing is drawn.
+        spans: the slots held over time.
+        alive: when the job was submitted and when it ended; nothing is drawn outside of it.
         begin: time of the left end.
         end: time of the right end.
         width: number of characters.

@@ -1,4 +1,4 @@
-"""The tables of `pipollux top`: their columns, their rows, and how they follow what happens."""
+"""The tables of `pipollux top`: their columns and rows, and how they are updated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLOURS = (
     *("#2e6ca4", "#b3541e", "#237a64", "#96487c"),
     *("#8a6510", "#5b57b5", "#a63a3a", "#5f6b2a"),
 )
-"""Colours of jobs: each stands out on black and on white."""
+"""Colours of jobs, each readable on black and on white."""
 PHASE_STYLES = {
     ListedPhase.RUNNING: "green",
     ListedPhase.STOPPING: "yellow",
@@ -42,7 +42,7 @@ PHASE_STYLES = {
 CONDITION_STYLES = {"draining": "yellow", "dead": "bold red"}
 
 SOON = 30
-"""Lines below the last one that is seen from which on more rows are wanted."""
+"""More rows are read when fewer than this many lines remain below the visible ones."""
 
 Cell: TypeAlias = Text | str
 
@@ -53,9 +53,9 @@ class TableColumn(NamedTuple):
     title: str
     right: bool = False
     order: JobOrder | None = None
-    """What a click on its head sorts by."""
+    """The sort key of a click on its head."""
     descending: bool = False
-    """Whether the first click brings the greatest to the top."""
+    """Whether the first click sorts in descending order."""
 
 
 JOB_COLUMNS = (
@@ -84,14 +84,14 @@ NODE_COLUMNS = (
 
 
 class TableRow(NamedTuple):
-    """One row: its cells, and the name by which it is known from one look to the next."""
+    """One row: its cells, and the name that identifies it between updates."""
 
     key: str
     cells: tuple[Cell, ...]
 
 
 class LiveTable(DataTable[Cell]):
-    """A table that follows what happens; the cursor stays with its job or node.
+    """A table that updates in place; the cursor stays with its job or node.
 
     Args:
         columns: its columns.
@@ -112,15 +112,15 @@ class LiveTable(DataTable[Cell]):
         self._told: list[TableRow] = []
 
     def on_mount(self) -> None:
-        """Make the columns."""
+        """Create the columns."""
         for column in self._titles:
             self.add_column(_head(column, ""), key=column.title)
 
     def show(self, rows: Iterable[TableRow]) -> None:
-        """Show these rows, in this order, and draw only what is other than before.
+        """Show these rows, in this order, and redraw only what has changed.
 
-        Lines stay where they are and change what they tell: to add one takes the library much
-        longer, as it is measured.
+        Lines are reused with new content: adding one takes the library much longer, because it
+        measures each.
         """
         wanted = list(rows)
         at = self._told[self.cursor_row].key if 0 < self.cursor_row < len(self._told) else None
@@ -140,17 +140,17 @@ class LiveTable(DataTable[Cell]):
             self.move_cursor(row=line, scroll=False)
 
     def name_at(self, line: int) -> str | None:
-        """Return by which name the row of a line is known; None: there is no such line."""
+        """Return the name of the row on a line; None if there is no such line."""
         return self._told[line].key if 0 <= line < len(self._told) else None
 
     @property
     def near_end(self) -> bool:
-        """Whether the last row can be seen soon."""
+        """Whether the last row is almost in view."""
         seen = max(self.scroll_offset.y + self.size.height, self.cursor_row)
         return seen + SOON >= len(self._told)
 
     def mark(self, order: JobOrder, *, descending: bool) -> None:
-        """Say in the heads by which column the rows are sorted."""
+        """Mark in the heads the column that the rows are sorted by."""
         for column, shown in zip(self._titles, self.ordered_columns, strict=True):
             sign = (" ↓" if descending else " ↑") if column.order is order else ""
             label = _head(column, sign)
@@ -195,7 +195,7 @@ def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
 
 
 def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
-    """Return the cells of a node; `usage`: how many slots of it were held in parts of an hour."""
+    """Return the cells of a node; `usage`: its slots held in the intervals of the last hour."""
     condition = node.condition.value
     cells = (
         bars(usage, node.slots).ljust(USAGE_PARTS),

@@ -1,4 +1,4 @@
-"""What `pipollux top` prints where it is not watched on a terminal."""
+"""The text that `pipollux top` prints when standard output is not a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 MOST_JOBS = 200
-"""Jobs that are printed once; `pipollux jobs` has all."""
+"""Number of jobs printed; `pipollux jobs` has all."""
 NUM_EVENTS = 10
 
 
@@ -49,8 +49,8 @@ def headline(view: Look, now: float | None = None) -> str:
     """Return the policy, the total goodput, and whether a scheduler runs.
 
     Args:
-        view: what was looked at.
-        now: the time to tell; None: that of the look.
+        view: the state to print.
+        now: the time to print; None: that of the state.
     """
     cluster = view.cluster
     parts = ["Pipollux"]
@@ -70,7 +70,7 @@ def spell_phases(cluster: ClusterView) -> str:
 
 
 def spell_slots(cluster: ClusterView) -> str:
-    """Spell how many slots are held, and how many nodes are away."""
+    """Spell how many slots are held, and how many nodes are unavailable."""
     nodes = cluster.nodes.values()
     used, slots = sum(node.used for node in nodes), sum(node.slots for node in nodes)
     away = sum(node.condition != "ready" for node in nodes)

@@ -1,4 +1,4 @@
-"""One moment of a scheduler, as `pipollux top` shows it."""
+"""A snapshot of a scheduler, as `pipollux top` shows it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
 
 FIRST_JOBS = 100
-"""Jobs that are looked at to begin with: more than most terminals have lines for."""
+"""Number of jobs read at first: more than most terminals have lines for."""
 MOST_EVENTS = 60
 USAGE_PARTS = 24
-"""Parts of the time for which is told how full a node was."""
+"""Number of intervals for the usage of a node."""
 USAGE_SECONDS = 3600.0
 
 
 class Look(NamedTuple):
-    """One moment of a scheduler."""
+    """A snapshot of a scheduler."""
 
     cluster: ClusterView
-    """Everything at a glance, with the jobs that were asked for."""
+    """The overview, with the jobs of the query."""
     query: JobQuery
-    """As it was asked."""
+    """The query it answers."""
     served: bool
     """Whether a scheduler runs."""
     usage: Mapping[str, Sequence[float]]
-    """Mean number of slots held of a node in each part of the last hour, where any was."""
+    """Mean slots held of each node in each interval of the last hour, where known."""
 
 
 def look(reader: Reader, query: JobQuery | None = None) -> Look:
-    """Look at what a scheduler knows.
+    """Read a snapshot of a scheduler.
 
     Args:
-        reader: where from.
-        query: which jobs are wanted; None: the first, in the usual order.
+        reader: reads the scheduler's state.
+        query: selects the jobs; None: the first ones, in the default order.
     """
     query = query or JobQuery(limit=FIRST_JOBS)
     cluster = reader.cluster(query, MOST_EVENTS)
