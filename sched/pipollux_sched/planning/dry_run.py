@@ -1,4 +1,4 @@
-"""What the scheduler would change now, job by job, and why: a plan of its live state."""
+"""Plan from a scheduler's live state: what it would change now, job by job, and why."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pipollux_sched.views.models import PlannedChange, PlanView
 
 
 class PolicyFailedError(SchedulerError):
-    """A policy could not decide; the text says why."""
+    """A policy could not decide; the text gives the reason."""
 
 
 def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanView:
-    """Say what the scheduler of a store would decide now; touch nothing.
+    """Return what the scheduler of a store would decide now; change nothing.
 
     Args:
-        store: whose jobs and nodes.
-        policy: who decides, one of `POLICIES`; None: the policy that serves, or served last.
-        seed: of the policy, if it draws.
+        store: holds the jobs and nodes.
+        policy: allocation policy, one of `POLICIES`; None: that of the present or last scheduler.
+        seed: random seed of the policy.
 
     Raises:
-        PolicyFailedError: the policy failed.
+        PolicyFailedError: the policy raised an error.
         SpecError: the store holds a node or a job that this version cannot read.
         ValueError: there is no such policy.
     """
@@ -40,7 +40,7 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     strategy, state = PolicyStrategy(make_policy(name, seed=seed)), Snapshot.read(store)
     try:
         return PlanView(policy=name, jobs=plan_live(state, strategy))
-    except Exception as error:  # policies are other people's code
+    except Exception as error:  # policies are user code
         logging.getLogger(__name__).debug("the policy failed", exc_info=True)
         raise PolicyFailedError(f"the policy {name} failed: {error}") from error
 
@@ -73,7 +73,7 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
 
 
 def _started(job: Candidate, decision: Decision | None) -> Candidate:
-    """Return a job as it is when it has just been started: left alone until its first step."""
+    """Return a job as it is just after its start: pinned until its first step."""
     if decision is None:
         return job
     return replace(job, allocation=decision.nodes, num_stages=decision.num_stages, pinned=True)

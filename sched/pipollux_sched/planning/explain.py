@@ -1,8 +1,8 @@
 """Explain allocations: the speedup of one replica more or fewer, and what limits a job.
 
-`explanation` reads a store; `standing`, which it rests on, is pure. That works on the job as the
-allocator sees it, so what it foretells is what the policy is told, and on the room that all jobs
-leave.
+`explanation` reads a store and calls `standing`, which is pure. It uses the job as the allocator
+sees it, so its predictions are those that the policy gets, and the resources that all jobs leave
+free.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.views.models import Alternative, ExplanationView, JobView, Limit, LimitKind
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
-"""What is free of every node, by kind of resource."""
+"""What is free on every node, by kind of resource."""
 
 
 @dataclass(frozen=True)
 class ReplicaBounds:
-    """What a job's user asked for, and what of it was seen."""
+    """The replicas that a job's user allows, and those it was measured on."""
 
     max_replicas: int
-    """As the user gave it; the job as the policy sees it may have a lower one."""
+    """As given by the user; the policy may see a lower one."""
     max_profiled_replicas: int
-    """The most replicas that its step time was measured on; 0: never measured."""
+    """Largest number of replicas that its step time was measured on; 0: never measured."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Standing:
     """The explanation of a job's allocation."""
 
     speedup: float | None
-    """Predicted, of what it has; None: nothing is known."""
+    """Predicted speedup of its allocation; None: unknown."""
     batch_size: int | None
     more: Alternative | None
     """With one replica more; None where it has none."""
@@ -52,7 +52,7 @@ class Standing:
     """With one replica fewer; None where it would have none."""
     limits: tuple[Limit, ...]
     waits_for: str | None
-    """What a job that holds nothing waits for; None for one that holds something."""
+    """What a job without slots waits for; None for one that holds some."""
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
@@ -115,9 +115,9 @@ def standing(
     Args:
         job: as the allocator sees it.
         nodes: nodes that are not dead.
-        free: what all jobs together leave of them.
-        bounds: what its user asked for, and what of it was seen.
-        pin: why the allocator leaves it where it is, if it does: `STARTING`, `STOPPING`, ….
+        free: what all jobs together leave free.
+        bounds: the replicas that its user allows, and those it was measured on.
+        pin: why it is pinned, if it is: `STARTING`, `STOPPING`, ….
     """
     held = job.held
     if not job.allocation or held.shape is None:
@@ -133,7 +133,7 @@ def standing(
 
 
 def pinned_because(state: JobState) -> Limit | None:
-    """Say why the allocator leaves a job where it is: see `snapshot.is_pinned`; None if not."""
+    """Return why the allocator pins a job: see `snapshot.is_pinned`; None if it does not."""
     if state.suspended:
         return Limit(
             LimitKind.SUSPENDED, "Its user suspended it; it gets nothing until it is resumed."
@@ -190,7 +190,7 @@ def _upward(
     now: float | None,
     pin: Limit | None,
 ) -> Iterator[Limit]:
-    """Tell what keeps a job from one replica more: the first thing that does."""
+    """Return the first limit that keeps a job from one replica more."""
     if has >= bounds.max_replicas:
         yield Limit(LimitKind.MAX_REPLICAS, f"It has max_replicas ({bounds.max_replicas}).")
     elif has >= info.max_replicas:
@@ -223,12 +223,12 @@ def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:
 def _more(
     nodes_now: Sequence[str], shape: ReplicaShape, nodes: Mapping[str, NodeInfo], free: Room
 ) -> Alternative:
-    """Return the job with one replica more, where there is room, best beside its others."""
+    """Return the job with one replica more, where there is room, preferably on its own nodes."""
     suited = {
         name: node for name, node in nodes.items() if shape.runs_on(node) and not node.draining
     }
     roomy = [name for name in suited if count_fitting(shape.resources, free.get(name, {})) > 0]
-    # Where all is taken, as on the nodes that would hold it were they empty.
+    # Without free slots: as on the nodes that would hold it if they were empty.
     able = [
         name
         for name, node in suited.items()
@@ -242,7 +242,7 @@ def _more(
 
 
 def _fewer(nodes_now: Sequence[str], shape: ReplicaShape) -> Alternative | None:
-    """Return the job without one replica: one from the node that holds the fewest of it."""
+    """Return the job with one replica fewer, taken from the node with the fewest of them."""
     if len(nodes_now) <= 1:
         return None
     counts = Counter(nodes_now)
@@ -262,7 +262,7 @@ def _worth_of(job: Candidate) -> float | None:
 
 
 def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int | None]:
-    """Return the speedup and the batch size that the job's model foretells, None if it has none."""
+    """Return the speedup and batch size that the job's model predicts, None without a model."""
     if shape.speedup_fn is linear_speedup:
         return None, None
     value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
@@ -273,7 +273,7 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
 
 
 def _measured(hints: Mapping[str, Any] | None, spec: JobSpec) -> int:
-    """Return the most replicas that a job's step time was measured on."""
+    """Return the largest number of replicas that a job's step time was measured on."""
     if hints:
         return int(hints.get("maxProfiledReplicas", 0))
     return spec.hints.max_profiled_replicas if spec.hints else 0

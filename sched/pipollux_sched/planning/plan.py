@@ -1,7 +1,7 @@
-"""From specs to a plan: what every job gets, and why, touching nothing.
+"""Plans from specs: what every job gets, and why, without acting.
 
-`plan` answers at once for files (`pipollux plan`). The running scheduler uses the same parts:
-`job_infos` brings specs and hints into the policy's form, `reasons` says why.
+`plan` computes a plan for files (`pipollux plan`). The running scheduler uses the same parts:
+`job_infos` converts specs and hints to the policy's form, and `reasons` gives the reasons.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 PLAN_AGE = 3600.0
-"""Seconds that a job of a plan is taken to have run, as files do not tell: a restart costs 1 %."""
+"""Assumed age of a job in seconds, which files do not give: a restart then costs 1 %."""
 
 
 class PlanError(PipolluxError):
@@ -64,21 +64,21 @@ class PlannedJob:
 
     job: str
     num_stages: int
-    """K; of a job that gets nothing, its own."""
+    """K; the job's own if it gets nothing."""
     num_replicas: int
     num_microbatches: int
     nodes: tuple[str, ...]
     """One node name per replica."""
     previous: tuple[str, ...]
-    """The same, before."""
+    """The same, before the plan."""
     atomic_bsz: int | None
-    """Samples per replica in one forward and backward; None: the job chooses, nothing is known."""
+    """Samples per replica in one forward and backward; None: unknown, the job chooses."""
     accum_steps: int | None
     batch_size: int | None
     speedup: float | None
-    """Predicted goodput over that of one replica; None: nothing is known."""
+    """Predicted goodput over that of one replica; None: unknown."""
     goodput: float | None
-    """Predicted, in samples per second; None: nothing is known."""
+    """Predicted, in samples per second; None: unknown."""
     why: str
     allocation: Allocation = field(default_factory=Allocation, repr=False)
     """`nodes`, with the shape of a replica."""
@@ -102,7 +102,7 @@ class Plan:
     nodes: tuple[NodeUse, ...]
     """In the order of the cluster."""
     desired_nodes: int
-    """How many nodes the utility band advises (`policy.autoscale`), up to twice those there are."""
+    """Number of nodes that the utility band advises (`policy.autoscale`), at most twice today's."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -126,13 +126,13 @@ def plan(
     policy: Policy | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Decide what every job gets, from what the specs say alone.
+    """Decide what every job gets, from the specs alone.
 
     Args:
         cluster: the nodes.
         jobs: the jobs, with their hints and current allocations as far as known.
-        policy: decides; None: a new one of the default, with this seed.
-        seed: of that policy.
+        policy: allocation policy; None: a new one of the default kind, with this seed.
+        seed: random seed of that policy.
 
     Raises:
         SpecError: a current allocation names an unknown node or more than the node has.
@@ -175,7 +175,7 @@ def _advised_nodes(
     nodes: Mapping[str, NodeInfo],
     allocations: Mapping[str, Sequence[str]],
 ) -> int:
-    """Return how many nodes these jobs would use, up to twice those there are."""
+    """Return how many nodes these jobs would use, at most twice the present number."""
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()

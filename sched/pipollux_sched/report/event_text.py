@@ -12,11 +12,11 @@ Event: TypeAlias = Mapping[str, Any]
 
 
 def event_line(event: Event, *, every: bool = False) -> str | None:
-    """Describe an event in one line; None for those that come too often to be shown.
+    """Describe an event in one line; None for those too frequent to be shown.
 
     Args:
         event: one flat object, as `Store.events` returns it.
-        every: describe those as well.
+        every: describe the frequent ones as well.
 
     Example:
         >>> event_line({"time": 0.0, "type": "complete", "job": "toy", "generation": 2,
@@ -28,7 +28,7 @@ def event_line(event: Event, *, every: bool = False) -> str | None:
 
 
 def told_line(time: float, job: str | None, text: str) -> str:
-    """Return what happened to a job, or to none, as one line that begins with the time of day."""
+    """Return an event, of a job or of none, as one line that begins with the time of day."""
     clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")
     return f"{clock} {job}: {text}" if job else f"{clock} {text}"
 
@@ -118,6 +118,6 @@ _FREQUENT: _Telling = {
 }
 
 TELLING_TYPES = tuple(_TELLING)
-"""Types of events that are shown to people unless they ask for others."""
+"""Types of events shown by default."""
 EVENT_TYPES = (*_TELLING, *_FREQUENT)
 """All types of events."""

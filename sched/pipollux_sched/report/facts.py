@@ -1,4 +1,4 @@
-"""The numbers and sentences of the report: what a run's records amount to."""
+"""The numbers and sentences of the report, computed from a run's records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipollux_sched.utils.text import (
 
 
 class Headline(NamedTuple):
-    """One large number of the header, with what it is."""
+    """One large number of the header, with its label."""
 
     value: str
     caption: str
@@ -64,7 +64,7 @@ class AllocationRow(NamedTuple):
 
 
 def title(run: Run) -> str:
-    """Name the run by its jobs, as long as they are few."""
+    """Return a title that names the run's jobs, if they are few."""
     names = [clean(name, 32) for name in run.jobs]
     if not names:
         return "A run without jobs"
@@ -90,7 +90,7 @@ def cluster(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """Tell the run in a few sentences."""
+    """Summarise the run in a few sentences."""
     jobs = list(run.jobs.values())
     if not jobs:
         return "The log tells of no job."
@@ -199,7 +199,7 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
 
 
 def epochs(job: JobRun) -> int | None:
-    """Return how many epochs a job has done; of one under way, the epoch it is in, from 0."""
+    """Return the epochs a job has completed, or its current epoch, from 0, if it still runs."""
     if job.final_epoch is not None:
         return job.final_epoch
     return job.last_point.epoch if job.last_point else None
@@ -238,7 +238,7 @@ def _grouped(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
 
 
 def _path(values: list[str]) -> str:
-    """Write a series as `1 → 2`, its ends when it is long."""
+    """Write a series as `1 → 2`; only its ends if it is long."""
     if not values:
         return DASH
     short = [v for i, v in enumerate(values) if i == 0 or v != values[i - 1]]
@@ -248,7 +248,7 @@ def _path(values: list[str]) -> str:
 
 
 def continuations(job: JobRun) -> str:
-    """Say at which steps a job stopped and went on."""
+    """Describe at which steps a job stopped and resumed."""
     parts = []
     for before, after in pairwise(job.started):
         if after.first_step_number is None:
@@ -267,7 +267,7 @@ def continuations(job: JobRun) -> str:
 
 
 MAX_ALLOCATIONS = 1000
-"""Decisions that are listed, the newest."""
+"""Number of decisions listed, the newest ones."""
 
 
 def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:

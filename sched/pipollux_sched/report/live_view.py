@@ -1,11 +1,11 @@
-"""What a cluster does, in a terminal, while it does it.
+"""Live view of a cluster in a terminal.
 
-`LiveView` is fed with the events of the event log. On a terminal it keeps a display at the bottom:
-jobs, nodes with who holds their slots, the latest events; into anything else it prints plain lines.
-Whenever the allocation changes, a table of it is printed for good, and a summary at the end.
+`LiveView` receives the events of the event log. On a terminal it keeps a display at the bottom:
+jobs, nodes with the jobs in their slots, the latest events; elsewhere it prints plain lines. It
+prints a table whenever the allocation changes, and a summary at the end; these stay.
 
-Events may come from any thread. Nothing is printed while the view's own lock is held, for rich's
-display draws from a thread of its own, which asks for that lock while it holds rich's.
+Events may come from any thread. Nothing is printed while the view's own lock is held, because
+rich's display draws from a thread of its own, which takes that lock while it holds rich's.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ SLOT_WIDTH = 12
 """Characters of one slot in the display of the nodes."""
 
 NARROW = 108
-"""Columns below which the tables leave out what the rest of the display tells."""
+"""Width below which the tables leave out what the rest of the display shows."""
 
 KEPT_POINTS = 5000
-"""Reports kept of each job."""
+"""Number of reports kept of each job."""
 
 
 class LiveView:
     """Shows events as they come; a context manager.
 
     Args:
-        console: where to print; when it is no terminal, plain lines are printed.
+        console: where to print; plain lines if it is not a terminal.
         progress_interval: seconds between two plain progress lines of one job.
-        num_messages: latest events shown on a terminal.
+        num_messages: number of latest events shown on a terminal.
 
     Example:
         >>> with LiveView(Console(width=80)) as view:
@@ -111,16 +111,16 @@ class LiveView:
 
     @property
     def run(self) -> Run:
-        """What the events told so far."""
+        """The run as recorded so far."""
         return self._recorder.run
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start the display."""
         if self._live is not None:
             self._live.start()
 
     def stop(self) -> None:
-        """Take the display away; what was printed for good stays. Calling it again does nothing."""
+        """Remove the display; printed lines stay. Idempotent."""
         with self._state:
             waiting = self._take_allocations()
         with self._printing:
@@ -137,7 +137,7 @@ class LiveView:
         self.stop()
 
     def on_event(self, event: Event) -> None:
-        """Take in one event and show what it changes; any thread may call."""
+        """Record one event and show its effect; thread-safe."""
         with self._printing:
             with self._state:
                 lines = self._take(event)
@@ -148,14 +148,14 @@ class LiveView:
                     self.console.print(renderable)
 
     def print_summary(self) -> None:
-        """Print what became of each job."""
+        """Print the outcome of each job."""
         with self._state:
             table = self._summary()
         with self._printing:
             self.console.print(table)
 
     def _take(self, event: Event) -> list[RenderableType]:
-        """Record an event; return what is to be printed for good."""
+        """Record an event; return the lines to print permanently."""
         self._recorder.add(event)
         self._last_event = time.monotonic()
         kind, name = text(event, "type"), text(event, "job")
@@ -191,7 +191,7 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation when it changed since it was last shown.
+        """Return the table of the allocation if it has changed since it was last shown.
 
         The decisions of one round come as one event per job; the table waits for the event after.
         """
@@ -297,7 +297,7 @@ class LiveView:
 
 
 class _Cells(NamedTuple):
-    """A job's latest report, written."""
+    """A job's latest report, formatted."""
 
     epoch: str
     step: str
@@ -357,13 +357,13 @@ def _colour(index: int) -> str:
 
 
 def _console() -> Console:
-    """Return the console for standard output; a file has no width, and 80 columns fold too much."""
+    """Return the console for standard output; for a file, wider than the default 80 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=max(120, console.width))
 
 
 def _tolerate(console: Console) -> None:
-    """Let a stream that cannot write a character write a question mark in its place."""
+    """Make a stream write a question mark in place of characters it cannot encode."""
     reconfigure = getattr(console.file, "reconfigure", None)
     if reconfigure is not None and not console.encoding.lower().startswith("utf"):
         reconfigure(errors="replace")

@@ -1,7 +1,7 @@
-"""The report as one HTML file: sections in order, each a picture with what it says in words.
+"""The report as one HTML file: sections in order, each with a chart and its description.
 
-The file needs nothing but itself: no font, no address; the scripts that draw are in it. It is
-written aside, synced and renamed, so whoever opens it meets the whole of it or the one before.
+The file is self-contained: no external fonts or addresses, and the scripts are inside. It is
+replaced atomically (written to a temporary file, synced, renamed), so readers never see half of it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pipollux_sched.utils.text import clean, count, duration, percent
 from . import facts
 
 MAX_DETAILED = 12
-"""Jobs with pictures of their own; further ones are in the tables only."""
+"""Number of jobs with charts of their own; further ones are in the tables only."""
 
 
 class Figure(NamedTuple):
-    """Pictures of one job: its name and colour, the charts by name, and what they say."""
+    """Charts of one job: its name and colour, the charts by name, and their description."""
 
     job: str
     colour: int
@@ -86,7 +86,7 @@ def write_report(source: str | Path | Sequence[Event], output: str | Path) -> Pa
 
     Args:
         source: path of an `events.jsonl`, or the events themselves.
-        output: the HTML file; its folder is made when missing, and it is replaced at one go.
+        output: the HTML file, replaced atomically; its folder is created if missing.
 
     Raises:
         EventLogError: the log cannot be read or holds no event.

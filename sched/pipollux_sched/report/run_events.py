@@ -1,7 +1,7 @@
-"""The events of a run as a report wants them: of some jobs, since a moment, and not too many.
+"""Select the events for a report: of some jobs, since a time, and not too many.
 
-What happened in a job's life is taken whole. What jobs tell again and again is thinned by the
-database, so that a store of a million events makes a report in seconds: it draws no more.
+Events of a job's life are all kept. Periodic reports of jobs are thinned by the database, so that a
+report of a store with a million events takes seconds.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ __all__ = [
 Event: TypeAlias = Mapping[str, Any]
 
 MOST_POINTS = 1000
-"""Points of one job's curves."""
+"""Maximum points of one job's curves."""
 POINTS = 60_000
-"""Points of all jobs together, but for a few of each."""
+"""Maximum points of all jobs together, besides a few of each."""
 _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
-"""What jobs tell again and again."""
+"""Types of periodic events."""
 _ENDS = ("complete", "failed", "cancelled")
 
 
 class NothingToReportError(SchedulerError):
-    """No job is told of in the events that a report is wanted of."""
+    """The events selected for a report name no job."""
 
 
 def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None = None) -> str:
-    """Return the report of what a store keeps, as HTML.
+    """Return the report of a store's records, as HTML.
 
     Args:
         store: the store.
         jobs: only of these; empty: of all.
-        seconds: only the last so many; None: everything.
+        seconds: only the last seconds; None: everything.
 
     Raises:
-        NothingToReportError: nothing of it tells of a job.
+        NothingToReportError: no selected event names a job.
         UnknownJobError: there is no job of one of the names.
     """
     since = None if seconds is None else time.time() - seconds
@@ -59,7 +59,7 @@ def kept_report(store: Store, jobs: Collection[str] = (), seconds: float | None 
 
 
 def report_of(events: Sequence[Event]) -> str:
-    """Return the report of events as HTML; raise `NothingToReportError` where they tell nothing."""
+    """Return the report of events as HTML; raise `NothingToReportError` if they name no job."""
     if not any(event.get("job") for event in events):
         raise NothingToReportError("there is nothing to report: no job is told of in this time")
     return render_report(events)
@@ -73,7 +73,7 @@ def store_events(
     Args:
         store: the store.
         jobs: only of these; empty: of all.
-        since: only what happened from this moment on, seconds since the epoch; see `clipped`.
+        since: only events from this time on, in seconds since the epoch; see `clipped`.
 
     Raises:
         UnknownJobError: there is no job of one of the names.
@@ -95,10 +95,10 @@ def of_jobs(events: Iterable[Event], jobs: Collection[str]) -> list[Event]:
 
 
 def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
-    """Return what happened from a moment on.
+    """Return the events from a time on.
 
-    Jobs that had ended by then are left out. What a job held then it is told to have got at that
-    moment, so that the report shows it from its beginning.
+    Jobs that had ended by then are left out. An allocation that a job already held is dated at that
+    time, so that the report shows it from its left edge.
     """
     if since is None:
         return list(events)
@@ -128,6 +128,6 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
 
 
 def _later(event: Event, generation: int | None) -> bool:
-    """Whether an event is of a generation after one that has ended."""
+    """Return whether an event is of a generation after one that has ended."""
     number = event.get("generation")
     return number is not None and generation is not None and number > generation

@@ -30,7 +30,7 @@ def allocation_table(rows: Iterable[AllocationLine], *, title: str | None = None
 
     Args:
         rows: one per job, in the order they are to be shown.
-        title: what stands above the table.
+        title: text above the table.
 
     Example:
         >>> row = AllocationLine("char-lm", 2, ["a", "b"], 128, 1.7, "a node is free", 1)
@@ -72,7 +72,7 @@ def open_table(title: str | None) -> Table:
 
 
 def plain_spaces(words: str) -> str:
-    """Return words without narrow spaces, which terminals' fonts seldom know.
+    """Return text with narrow spaces replaced, which terminal fonts seldom have.
 
     >>> plain_spaces("1\u202f391 in 4.2\u202fs")
     '1391 in 4.2 s'
@@ -81,5 +81,5 @@ def plain_spaces(words: str) -> str:
 
 
 def cell(words: str) -> Text:
-    """Return words that no markup and no control character can change."""
+    """Return text in which markup and control characters have no effect."""
     return Text(plain_spaces(clean(words)))

@@ -1,1 +1,1 @@
-"""The pictures of a report: what they show, and the scripts that draw it in a browser."""
+"""The charts of a report: their data, and the scripts that draw them in a browser."""

@@ -1,7 +1,7 @@
 """The pipeline's bubble: one measured step above GPipe's ideal time line with the same stage times.
 
-Ideal means `gpipe_schedule` of Huang et al.: a stage works as soon as its input is there. Its stage
-times are the means of the measured step, so both do the same work, and what differs is idleness.
+Ideal means `gpipe_schedule` of Huang et al.: a stage works as soon as it has its input. Its stage
+times are the means of the measured step, so both do the same work, and only idle times differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bubble(NamedTuple):
     measured_bubble: float
     ideal_bubble: float
     overlap: float
-    """Share of the measured work that was done while another stage worked, too."""
+    """Share of the measured work that overlapped with another stage's work."""
 
     @property
     def ideal_makespan(self) -> float:
@@ -62,13 +62,13 @@ def _complete(timeline: StepTimeline) -> bool:
 
 
 def _mean_time(timeline: StepTimeline, stage: int, phase: str) -> float:
-    """Return the mean time of a micro-batch; recomputation is an event of its own, and counts."""
+    """Return the mean time of a micro-batch, including recomputation, which is a separate event."""
     chosen = [e for e in timeline.events if (e.stage, e.phase) == (stage, phase)]
     return sum(e.end - e.start for e in chosen) / len({e.microbatch for e in chosen})
 
 
 def _overlap(events: Sequence[StageEvent]) -> float:
-    """Return the share of all work that was done while some other work was done as well."""
+    """Return the share of all work that overlapped with other work."""
     work = sum(e.end - e.start for e in events)
     edges = sorted([(e.start, 1) for e in events] + [(e.end, -1) for e in events])
     shared, running, since = 0.0, 0, 0.0
@@ -80,7 +80,7 @@ def _overlap(events: Sequence[StageEvent]) -> float:
 
 
 def verdict(job: JobRun, found: Bubble, run: Run) -> str:
-    """Say in words what the two time lines show, and why they differ."""
+    """Describe what the two time lines show, and why they differ."""
     timeline = found.timeline
     head = (
         f"The measured step took {duration(timeline.makespan, 3)} and left its stages idle for "
@@ -102,7 +102,7 @@ def verdict(job: JobRun, found: Bubble, run: Run) -> str:
 
 
 def bubble_chart(found: Bubble, colour: int) -> TimelineChart:
-    """Return both time lines, stages × time, each block with the number of its micro-batch."""
+    """Return both time lines, stages × time; each block has the number of its micro-batch."""
     timeline = found.timeline
     begin = min(e.start for e in timeline.events)
     measured = [e._replace(start=e.start - begin, end=e.end - begin) for e in timeline.events]
@@ -154,7 +154,7 @@ def _block(event: StageEvent, group: int, colour: int, tip: int, scale: float) -
 
 
 def missing(job: JobRun) -> str:
-    """Say why there is no picture of a job's pipeline."""
+    """Return why there is no chart of a job's pipeline."""
     if job.timelines:
         return "The recorded time lines lack the forward or the backward of a stage."
     return "No time line of a step was recorded."

@@ -1,4 +1,4 @@
-"""What a job reported over its restarts: its loss, its goodput, batch size and replicas."""
+"""Curves of a job over its restarts: loss, goodput, batch size and replicas."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipollux_sched.utils.text import amount, clean
 from .specs import Axis, CurveChart, Line, Panel, Point, Restart, moments
 
 MAX_POINTS = 1500
-"""Reports drawn per curve; of more, every n-th is taken, so that the page stays small."""
+"""Reports drawn per curve; more are thinned to every n-th, so that the page stays small."""
 
 
 def thinned(points: Sequence[RunPoint], most: int = MAX_POINTS) -> list[RunPoint]:
-    """Return at most about `most` of the points, evenly taken, the last one always."""
+    """Return at most about `most` of the points, evenly spaced, always with the last one."""
     stride = math.ceil(len(points) / most) if points else 1
     kept = list(points[::stride])
     if points and kept[-1] is not points[-1]:
@@ -30,14 +30,14 @@ def _pieces(
     at: Callable[[RunPoint], float],
     value: Callable[[RunPoint], float | None],
 ) -> list[list[Point]]:
-    """Return a curve of a job's reports, cut where its generation changes."""
+    """Return a curve of a job's reports, split where its generation changes."""
     known = [point for point in points if value(point) is not None]
     parts = groupby(known, key=lambda point: point.generation)
     return [moments((at(p), value(p)) for p in part) for _, part in parts]
 
 
 def _restarts(job: JobRun) -> list[tuple[Generation, float, int]]:
-    """Return the generations after the first that trained: from what time and step on."""
+    """Return the time and step at which each later generation that trained began."""
     trained = [
         (g, g.first_step, g.first_step_number)
         for g in job.started
@@ -55,7 +55,7 @@ def _mark(generation: Generation, at: float, more: str = "") -> Restart:
 
 
 def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
-    """Return the times in which the job held its slots or waited for them, but did not train."""
+    """Return the intervals in which the job held slots or waited for them, but did not train."""
     trained = [g for g in job.started if g.first_step is not None]
     found = []
     for before, after in pairwise(trained):
@@ -147,13 +147,13 @@ def goodput_chart(job: JobRun, colour: int, start: float) -> CurveChart | None:
 
 
 def _changes(piece: Sequence[Point]) -> list[Point]:
-    """Leave out the points of a step curve at which nothing changes, but for the last."""
+    """Drop the points of a step curve at which nothing changes, except the last."""
     kept = [b for a, b in pairwise(piece) if a[1] != b[1]]
     return [*piece[:1], *kept, *(piece[-1:] if len(piece) > 1 and kept[-1:] != [piece[-1]] else [])]
 
 
 def _replicas(job: JobRun, start: float, x: Axis) -> list[list[Point]]:
-    """Return the number of replicas in training over time, a piece for every generation."""
+    """Return the number of replicas in training over time, one piece per generation."""
     found = []
     for generation in job.started:
         if generation.first_step is None:

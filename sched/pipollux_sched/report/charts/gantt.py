@@ -1,8 +1,8 @@
-"""Who held what when: nodes × slots over time.
+"""Gantt chart of slots: nodes × slots over time.
 
-The events say on which nodes the replicas of a job lay, not in which slots, because a slot is like
-the other. `pack` gives each replica the lowest free run of neighbouring slots, and the run that
-its job had on that node before when that one is free, so that the picture stays quiet.
+Events name the nodes of a job's replicas, not their slots, as slots are interchangeable. `pack`
+gives each replica the slots that its job had on that node before, if they are free, and otherwise
+the lowest free run of neighbouring slots, so that jobs keep their rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .specs import Axis, Block, Flag, Group, TimelineChart
 
 NODE_GAP = 16.0
 FEW_SLOTS = 24
-"""Slots up to which each has a high row with its number."""
+"""Number of slots up to which each has a high row with its number."""
 MAX_HOLDS = 5000
-"""Blocks that are drawn, the longest: more could not be told apart."""
+"""Number of blocks drawn, the longest ones: more could not be distinguished."""
 TOLERANCE = 0.5
-"""Seconds by which two holds of a slot may overlap, for events are written one after another."""
+"""Seconds by which two holds of a slot may overlap, as events are written one after another."""
 
 
 class Hold(NamedTuple):
@@ -54,7 +54,7 @@ def holds(run: Run) -> list[Hold]:
 
 
 def pack(wanted: Sequence[Hold], slots: Mapping[str, int]) -> list[Hold]:
-    """Give each hold, in order of their beginnings, the first of its run of slots on its node."""
+    """Assign each hold, in order of start, the first slot of its run on its node."""
     placed: list[Hold] = []
     present: dict[str, list[Hold]] = {}
     had: dict[tuple[str, str], list[int]] = {}
@@ -79,19 +79,19 @@ def pack(wanted: Sequence[Hold], slots: Mapping[str, int]) -> list[Hold]:
 
 
 def _least_taken(choices: Sequence[int], width: int, taken: Collection[int]) -> int:
-    """Return the first of the slots from which on the fewest of `width` are taken."""
+    """Return the first slot of the run of `width` slots with the fewest taken."""
     return min(choices, key=lambda first: sum(first + i in taken for i in range(width)))
 
 
 class Use(NamedTuple):
-    """Shares of the slot-seconds of a run: held by a job in training, held otherwise."""
+    """Shares of a run's slot-seconds: held by a job in training, and held otherwise."""
 
     training: float
     changing: float
 
 
 def slot_use(run: Run) -> Use | None:
-    """Return how much of the cluster's slot-seconds were used; None when none are known."""
+    """Return how much of the cluster's slot-seconds were used; None if unknown."""
     total = sum(node.slots for node in run.nodes.values()) * run.seconds
     if total <= 0 or run.end is None:
         return None
@@ -105,7 +105,7 @@ def slot_use(run: Run) -> Use | None:
 
 
 def _training(hold: Hold) -> tuple[float, float]:
-    """Return from when to when a hold's job trained; an empty time when it never did."""
+    """Return the interval in which a hold's job trained, empty if it never did."""
     generation = hold.generation
     if generation.first_step is None:
         return hold.end, hold.end
@@ -126,7 +126,7 @@ def _flags(run: Run, colours: Mapping[str, int], begin: float) -> list[Flag]:
 
 
 def gantt(run: Run, colours: Mapping[str, int]) -> TimelineChart | None:
-    """Return the picture; None when no slot was held or nothing is known of the nodes."""
+    """Return the chart; None if no slot was held or the nodes are unknown."""
     placed = holds(run)
     if not placed or run.start is None or run.end is None:
         return None
@@ -154,7 +154,7 @@ def gantt(run: Run, colours: Mapping[str, int]) -> TimelineChart | None:
 
 
 def _longest(placed: Sequence[Hold]) -> list[Hold]:
-    """Return the longest holds, in the order they have."""
+    """Return the longest holds, in their original order."""
     if len(placed) <= MAX_HOLDS:
         return list(placed)
     least = sorted((hold.end - hold.start for hold in placed), reverse=True)[MAX_HOLDS - 1]

@@ -1,8 +1,8 @@
 """Predicted against measured step time, one mark per job and configuration it ran with.
 
 The predictions come from the job's own model of its step time, which it fits to what it measures,
-so most of them were made after the configuration had been seen. The first prediction a job made in
-a configuration is therefore kept apart: it says what the model knew when the configuration was new.
+so most of them were made after the configuration had been measured. The first prediction in a
+configuration is therefore kept separately: it shows what the model knew when it was new.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .specs import Dot, ScatterChart, Tip
 
 
 class Accuracy(NamedTuple):
-    """A configuration a job ran with, and how well its step time was foretold. Times in seconds."""
+    """A configuration a job ran with, and the accuracy of its predictions. Times in seconds."""
 
     job: JobRun
     num_replicas: int
@@ -31,7 +31,7 @@ class Accuracy(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative error of the median prediction; negative when it was too fast."""
+        """Relative error of the median prediction; negative if it was too fast."""
         return self.predicted / self.measured - 1
 
     @property
@@ -61,11 +61,11 @@ def _of_job(job: JobRun) -> list[Accuracy]:
 
 
 MAX_DRAWN = 200
-"""Configurations that are drawn and listed; the mean error is over all of them."""
+"""Number of configurations drawn and listed; the mean error is over all of them."""
 
 
 def mean_absolute_error(entries: Sequence[Accuracy]) -> float | None:
-    """Return the mean over configurations of the size of the relative error."""
+    """Return the mean absolute relative error over configurations."""
     return fmean(abs(e.error) for e in entries) if entries else None
 
 
@@ -105,6 +105,6 @@ def _tip(entry: Accuracy) -> Tip:
 
 
 def label(entry: Accuracy) -> str:
-    """Return a configuration as `R × atomic batch size`, with accumulation when there is any."""
+    """Return a configuration as `R × atomic batch size`, with accumulation if there is any."""
     tail = f" × {entry.accum_steps + 1}" if entry.accum_steps else ""
     return f"{entry.num_replicas} × {entry.atomic_bsz}{tail}"

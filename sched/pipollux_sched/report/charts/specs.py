@@ -1,6 +1,6 @@
-"""What a picture shows: plain data, which `curves.js`, `timeline.js` and `scatter.js` draw.
+"""Specs of charts: plain data, which `curves.js`, `timeline.js` and `scatter.js` draw.
 
-Moments are seconds since the run began. A field that is None is not sent.
+Times are seconds since the run began. A field that is None is not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 Point: TypeAlias = tuple[float, float]
 Tip: TypeAlias = Sequence[str | tuple[str, str]]
-"""Lines of the box beside the pointer: a text, or what it is and its value."""
+"""Lines of a tooltip: a text, or a label and its value."""
 
 NUM_COLOURS = 8
 """Job colours in the style sheet; more jobs start over."""
@@ -24,14 +24,14 @@ SCRIPTS = (
     *("dom.js", "format.js", "hover.js", "axes.js", "figure.js"),
     *("curves.js", "timeline.js", "scatter.js", "page.js"),
 )
-"""The modules of a page with pictures; each imports only from those before it."""
+"""The modules of a page with charts; each imports only from those before it."""
 LIBRARY = "plot.min.js"
 """The charting library, in `vendor/`."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis: how its values are written, its ends, what it measures."""
+    """The horizontal axis: the format of its values, its ends, its label."""
 
     kind: Literal["elapsed", "whole", "number", "length"]
     low: float
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, cut between its pieces; `colour` None: that of the picture."""
+    """A curve with gaps between its pieces; `colour` None: that of the chart."""
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves on one vertical axis, which begins at nought with `zero` and reaches `high`."""
+    """Curves on one vertical axis, which begins at 0 with `zero` and ends at `high`."""
 
     name: str
     head: str
@@ -67,7 +67,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Restart:
-    """Where a generation began: what a reader who points there is told, and the flag above."""
+    """The start of a generation: its tooltip, and the flag above."""
 
     at: float
     label: str
@@ -128,7 +128,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class TimelineChart:
-    """Groups of rows over time; `row` and `gap` are heights, `right` the room beside the axis."""
+    """Groups of rows over time; `row` and `gap` are heights, `right` the margin beside the axis."""
 
     title: str
     x: Axis
@@ -170,7 +170,7 @@ Chart: TypeAlias = CurveChart | TimelineChart | ScatterChart
 
 
 def moments(values: Iterable[tuple[float, float | None]], start: float = 0.0) -> list[Point]:
-    """Return points with as many digits as a picture shows, without those that are unknown."""
+    """Return points rounded to the digits that a chart shows, without unknown ones."""
     return [
         (round(at - start, 2), _short(value))
         for at, value in values
@@ -183,7 +183,7 @@ def _short(value: float) -> float:
 
 
 def chart_data(charts: Mapping[str, Chart]) -> Markup:
-    """Return charts by name as JSON for a page: no text in them can end the element they are in.
+    """Return charts by name as JSON for a page; no text in them can close the element around it.
 
     Example:
         >>> picture = ScatterChart("</script>", ("x", "y"), [])
@@ -201,7 +201,7 @@ def _fields(chart: object) -> dict[str, Any]:
 
 
 def chart_scripts() -> list[Markup]:
-    """Return the scripts of a page with pictures: the library, and what draws with it."""
+    """Return the scripts of a page with charts: the library and the modules that use it."""
     folder = resources.files(__package__)
     library = folder.joinpath("vendor", LIBRARY).read_text(encoding="utf-8")
     modules = [folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
@@ -209,6 +209,6 @@ def chart_scripts() -> list[Markup]:
 
 
 def _inlined(module: str) -> str:
-    """Return a module as a part of one script, where all names are in reach of each other."""
+    """Return a module as a part of one script, in which all names share a scope."""
     lines = [line for line in module.splitlines() if not line.startswith(("import ", "//"))]
     return "".join(line.removeprefix("export ") + "\n" for line in lines)

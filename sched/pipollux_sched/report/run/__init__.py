@@ -1,1 +1,1 @@
-"""A run as a report reads it: its events, and the state that they lead to."""
+"""A run as a report reads it: its events, and the records built from them."""

@@ -1,7 +1,7 @@
-"""The event log as it lies on disk: one JSON object per line, in the order things happened.
+"""The event log on disk: one JSON object per line, in chronological order.
 
-A log may end in the middle of a line, because whoever wrote it was interrupted. Lines that cannot
-be read are left out and counted; a file with no readable event at all is an error.
+A log may end in the middle of a line, if its writer was interrupted. Unreadable lines are skipped
+and counted; a file with no readable event at all is an error.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pipollux_sched.errors import InputError
 Event = Mapping[str, Any]
 
 LARGEST = 1e18
-"""No number of an event is larger; what is, or is not finite, is taken as unknown."""
+"""Largest number of an event; larger or non-finite ones count as unknown."""
 
 
 class EventLogError(InputError):
-    """An event log that cannot be read; its text says which file, what is wrong and what to do."""
+    """An event log that cannot be read; the text gives the file, the cause and the fix."""
 
 
 class EventLog(NamedTuple):
-    """Events in order, and how many entries were no events and were left out."""
+    """Events in order, and how many entries were skipped because they are not events."""
 
     events: list[Event]
     num_skipped: int = 0
@@ -80,7 +80,7 @@ def _is_event(entry: Any) -> bool:
 
 
 def real(event: Mapping[str, Any], field: str) -> float | None:
-    """Return a number of an event, or None where it has none."""
+    """Return a number of an event, None if missing."""
     value = event.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -92,19 +92,19 @@ def real(event: Mapping[str, Any], field: str) -> float | None:
 
 
 def whole(event: Mapping[str, Any], field: str) -> int | None:
-    """Return a whole number of an event, or None where it has none."""
+    """Return an integer of an event, None if missing."""
     value = real(event, field)
     return None if value is None else round(value)
 
 
 def text(event: Mapping[str, Any], field: str) -> str:
-    """Return a text of an event, empty where it has none."""
+    """Return a text of an event, empty if missing."""
     value = event.get(field)
     return value if isinstance(value, str) else ""
 
 
 def names(event: Mapping[str, Any], field: str) -> list[str]:
-    """Return a list of names of an event, empty where it has none."""
+    """Return a list of names of an event, empty if missing."""
     value = event.get(field)
     if not isinstance(value, list | tuple):
         return []

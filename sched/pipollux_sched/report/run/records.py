@@ -1,7 +1,6 @@
-"""What a run consists of, as its events tell it: nodes, jobs, generations, what was measured.
+"""The records of a run, built from its events: nodes, jobs, generations, measurements.
 
-A generation moves through these moments (generation = one start of a job); each is None until, or
-unless, it is seen:
+A generation (one start of a job) passes through these moments; each is None until it is seen:
 
     allocated --> started --> first_step --> stopping --> ended
                   |  starting  |  training   | stopping |
@@ -19,7 +18,7 @@ FINISHED = ("Complete", "Failed", "Cancelled")
 
 
 class NodeRun(NamedTuple):
-    """A node of the cluster: its name, how many slots it has and of which kind (cpu, gpu)."""
+    """A node of the cluster: its name, its number of slots and their kind (cpu, gpu)."""
 
     name: str
     slots: int
@@ -27,7 +26,7 @@ class NodeRun(NamedTuple):
 
 
 class RunPoint(NamedTuple):
-    """What a job said of itself at one optimizer step. Times in seconds, goodput in samples/s."""
+    """A job's report at one optimizer step. Times in seconds, goodput in samples/s."""
 
     time: float
     generation: int
@@ -76,7 +75,7 @@ class AllocationRecord(NamedTuple):
 
 @dataclass
 class Generation:
-    """One start of a job. All moments are unix times; None is a moment that was not seen."""
+    """One start of a job. All times are unix times; None if not seen."""
 
     number: int
     nodes: tuple[str, ...]
@@ -104,7 +103,7 @@ class Generation:
 
 @dataclass
 class JobRun:
-    """A job as the events tell it, from submission to its end."""
+    """A job from submission to its end, according to the events."""
 
     name: str
     num_stages: int = 1
@@ -145,7 +144,7 @@ class JobRun:
 
 @dataclass
 class Run:
-    """Everything the events told. `start` and `end` are the first and last event's unix times."""
+    """All records of a run. `start` and `end` are the unix times of the first and last event."""
 
     nodes: dict[str, NodeRun] = field(default_factory=dict)
     policy: str = ""
@@ -161,5 +160,5 @@ class Run:
 
     @property
     def allocations(self) -> list[AllocationRecord]:
-        """Every decision about every job, in order of time."""
+        """Every decision about every job, in chronological order."""
         return sorted((a for j in self.jobs.values() for a in j.allocations), key=lambda a: a.time)

@@ -1,8 +1,8 @@
-"""How the events of a log become the records of a run.
+"""Replay: build the records of a run from the events of a log.
 
-`Recorder` reads events one at a time, so that the same reading serves the report, which sees a
-whole log, and the live view, which sees a log while it is written. It believes the order of the
-events and asks for no event to be there: whatever is missing stays None.
+`Recorder` reads events one at a time, so that it serves both the report, which reads a whole log,
+and the live view, which reads a log while it is written. It relies on the order of the events, and
+no event is required: whatever is missing stays None.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .records import (
 )
 
 MAX_SLOTS, MAX_STAGES, MAX_MICROBATCHES = 4096, 1024, 65536
-"""What a log may claim of a node or a job; more is not believed, lest drawing it never end."""
+"""Limits on what a log may claim; larger values are ignored, as drawing them would not end."""
 
 
 class Recorder:
     """Builds a `Run` from events, one at a time.
 
     Args:
-        max_points: keep of each job's reports the first and so many latest; None keeps all.
+        max_points: number of latest reports of each job to keep besides the first; None keeps all.
 
     Example:
         >>> recorder = Recorder()
@@ -62,7 +62,7 @@ class Recorder:
         }
 
     def add(self, event: Event) -> None:
-        """Take in one event; an event of an unknown type only moves the clock."""
+        """Record one event; an event of an unknown type only advances the clock."""
         time = real(event, "time")
         if time is None:
             return
@@ -75,7 +75,7 @@ class Recorder:
         if kind == "cluster":
             self._cluster(event)
         elif kind == "deleted":
-            run.jobs.pop(name, None)  # one of the same name that comes later is another job
+            run.jobs.pop(name, None)  # a later one of the same name is another job
         elif name and (handler := self._on_job.get(kind)) is not None:
             handler(run.jobs.setdefault(name, JobRun(name)), event, time)
 
@@ -117,7 +117,7 @@ class Recorder:
             job.phase = "Suspended"
 
     def _make_room(self, nodes: tuple[str, ...], num_stages: int) -> None:
-        """Without a `cluster` event, a node is as large as what was put on it at once."""
+        """Enlarge a node to what is placed on it at once, if there is no `cluster` event."""
         if self.run.nodes_declared:
             return
         for node in nodes:
@@ -158,7 +158,7 @@ def _next_number(job: JobRun) -> int:
 
 
 def _generation(job: JobRun, number: int) -> Generation:
-    """Return the job's generation of that number; a new one stands where the last one stood."""
+    """Return the job's generation of that number; a new one gets the last one's nodes."""
     for generation in job.generations:
         if generation.number == number:
             return generation
@@ -169,7 +169,7 @@ def _generation(job: JobRun, number: int) -> Generation:
 
 
 def _of_event(job: JobRun, event: Event) -> Generation | None:
-    """Return the generation an event speaks of: by its number, else the one that runs."""
+    """Return the generation of an event: by its number, else the running one."""
     number = whole(event, "generation")
     for generation in job.generations:
         if generation.number == number:
@@ -216,7 +216,7 @@ def _stopping(job: JobRun, event: Event, time: float) -> None:
 
 
 def _running(job: JobRun, event: Event) -> Generation | None:
-    """Return the generation that is to stop: the one named if it runs, else the one that does."""
+    """Return the generation that is to stop: the one named if it runs, else the running one."""
     named = _of_event(job, event)
     return named if named is not None and named.active else job.current
 
