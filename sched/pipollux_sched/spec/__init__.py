@@ -1,1 +1,1 @@
-"""Specifications that users write: jobs, clusters, and the limits of both."""
+"""Specifications of jobs and clusters, and their limits."""

@@ -1,8 +1,8 @@
-"""Whether a job may save where it wants to: nowhere that is not its own to write to.
+"""Checks of a job's `checkpoint_dir`: it must be the job's own to write to.
 
-A job's checkpoints are written, renamed and removed by themselves, so a folder that holds anything
-else, or belongs to somebody else, is refused when the job is submitted. A shared folder such as
-``/data/checkpoints/job1`` is what a user gives.
+Checkpoints are written, renamed and removed automatically. So a folder that holds anything else, or
+belongs to another user, is refused at submission. A typical folder is ``/data/checkpoints/job1`` on
+a shared file system.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _IGNORED = {"lost+found", ".snapshot"}
 def check_checkpoint_folder(
     spec: JobSpec, state_dir: Path, others: Iterable[tuple[str, str]]
 ) -> None:
-    """Refuse a job that would save where it must not.
+    """Refuse a job whose `checkpoint_dir` is not allowed.
 
     Args:
         spec: the job, its `checkpoint_dir` absolute.
-        state_dir: where the scheduler keeps everything.
-        others: name and `checkpoint_dir` of all jobs that were submitted.
+        state_dir: state directory of the scheduler.
+        others: name and `checkpoint_dir` of all submitted jobs.
 
     Raises:
-        SpecError: it would.
+        SpecError: the folder is not allowed.
     """
     if spec.checkpoint_dir is None:
         return
@@ -46,7 +46,7 @@ def check_checkpoint_folder(
     folder = given.resolve()
     known = list(others)
     reason = _climbs(given) or _is_anothers(spec.name, folder, known)
-    if reason is None and spec.image is None:  # the folders of an image are not those of here
+    if reason is None and spec.image is None:  # folders inside an image are not on this machine
         reason = _is_reserved(spec.name, folder, state_dir)
         if (spec.name, spec.checkpoint_dir) not in known:
             reason = reason or _is_unusable(folder)
@@ -56,13 +56,13 @@ def check_checkpoint_folder(
 
 
 def check_empty(spec: JobSpec) -> None:
-    """Refuse a job that starts from the beginning in its user's folder that holds something.
+    """Refuse a job that starts from scratch in a `checkpoint_dir` that is not empty.
 
     Raises:
-        SpecError: it is.
+        SpecError: the folder is not empty.
     """
     if spec.checkpoint_dir is None or spec.image is not None:
-        return  # in the state directory each run has a folder of its own
+        return  # in the state directory each run has its own folder
     folder = Path(spec.checkpoint_dir)
     if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
         raise SpecError(
@@ -103,7 +103,7 @@ def _is_reserved(name: str, folder: Path, state_dir: Path) -> str | None:
 
 
 def _is_unusable(folder: Path) -> str | None:
-    """Say why a folder that no job has used yet cannot be one's own."""
+    """Return why a folder that no job has used yet is not allowed."""
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():

@@ -1,7 +1,7 @@
-"""Hints whose numbers are absurd: refused before anything is computed from them.
+"""Validation of hints: absurd numbers are refused before anything is computed from them.
 
-`SchedHints` says what is well-formed. A job that claims a million stages, or steps of a billion
-years, would be well-formed, and cost the scheduler its memory, or all jobs their allocations.
+`SchedHints` checks the form alone. A million stages, or steps of a billion years, would be
+well-formed, but cost the scheduler its memory or all jobs their allocations.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST = {
 """Largest magnitude of each of these keys; a network's time grows with some power of the replicas,
 and a large power of them is more seconds than a float can say."""
 MOST_GRADIENT = 1e60
-"""Largest squared norm and variance of a gradient: it may explode, and still be told."""
+"""Largest squared norm and variance of a gradient, which may explode and still be reported."""
 MOST_NUMBER = 1e18
 """Largest magnitude of any other number: seconds, bytes, samples."""
 
 
 def read_hints(body: Mapping[str, Any]) -> SchedHints:
-    """Read hints.
+    """Return the hints in decoded JSON.
 
     Raises:
         HintsError: naming the first key that is wrong, its value and what is allowed.
@@ -47,7 +47,7 @@ def read_hints(body: Mapping[str, Any]) -> SchedHints:
 
 
 def _read(value: Any) -> SchedHints:
-    """Let the hints complain in their own words, which know their fields best."""
+    """Return the hints; errors keep the wording of `SchedHints`."""
     if isinstance(value, SchedHints):
         return value
     if not isinstance(value, Mapping):
@@ -63,7 +63,7 @@ HintsField = Annotated[SchedHints, BeforeValidator(_read)]
 
 
 def _check(key: str, value: Any, most: float) -> None:
-    """Refuse numbers larger than `most`, or what its key allows; its depth is bounded."""
+    """Refuse numbers larger than `most` or the limit of their key; depth is bounded."""
     most = MOST.get(key, most)
     if isinstance(value, dict):
         for name, child in value.items():

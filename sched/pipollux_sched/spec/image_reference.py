@@ -1,8 +1,8 @@
-"""References to container images: whether a text has the form of one.
+"""Form of references to container images.
 
-The grammar is that of the registries (and so of Docker, Podman and Kubernetes): a name, perhaps
-below a registry, then perhaps a tag, then perhaps a digest. Whether there is such an image is known
-to the registry alone.
+The grammar is that of the registries (and so of Docker, Podman and Kubernetes): an optional
+registry, a name, an optional tag and an optional digest. Whether the image exists is not checked:
+only the registry knows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REFERENCE = re.compile(
 
 
 def check_image(text: str) -> str:
-    """Return a reference that has the form of one.
+    """Return a reference after checking its form.
 
     Example:
         >>> check_image("registry.example:5000/team/train:2.1")
         'registry.example:5000/team/train:2.1'
 
     Raises:
-        ValueError: it has not; the text says what the form is.
+        ValueError: the form is wrong; the text describes the right one.
     """
     found = _REFERENCE.fullmatch(text) if len(text) <= _MOST else None
     if found is None or len(found["name"]) > _MOST_OF_NAME:

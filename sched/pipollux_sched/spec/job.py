@@ -1,7 +1,7 @@
-"""What a user says of a cluster and of jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
+"""Specifications of clusters and jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
 
-Everything is checked before anything is done with it, and whatever is wrong is said in one
-sentence each, with file, line, place, value and what is allowed (`SpecError`).
+Everything is validated before use. Each problem is one sentence with file, line, place, value and
+what is allowed (`SpecError`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ List = Annotated[tuple[T, ...], Field(strict=False)]
 
 
 class _Spec(BaseModel):
-    """Nothing unknown, nothing converted silently, nothing changed afterwards."""
+    """Base: refuses unknown fields, converts nothing silently, is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -107,13 +107,13 @@ class NodeSpec(_Spec):
     preemptible: bool = Field(default=False, description="true or false")
     """True for a node that may be taken away at any time; such nodes are filled last."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """Type of its GPUs, for jobs that ask for one; None: not told."""
+    """Type of its GPUs, for jobs that ask for one; None: unknown."""
     draining: bool = Field(default=False, description="true or false")
-    """True: nothing new is put here, and jobs leave, but for those that are not preemptible."""
+    """True: nothing new is placed here, and all jobs but non-preemptible ones leave."""
 
 
 class ClusterSpec(_Spec):
-    """The nodes that there are."""
+    """The nodes of a cluster."""
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
 
@@ -124,7 +124,7 @@ class ClusterSpec(_Spec):
 
 
 class ResourceSpec(_Spec):
-    """What one pipeline replica holds of its node besides its slots."""
+    """The resources that one pipeline replica holds on its node besides its slots."""
 
     cpus: int = Field(default=0, ge=0, description="a whole number of at least 0")
     memory: Bytes = Field(default=0, description="a size such as 8GiB")
@@ -209,7 +209,7 @@ class JobSpec(_Spec):
     @model_validator(mode="before")
     @classmethod
     def _hints_know_the_pipeline(cls, data: Any) -> Any:
-        """Let hints leave out the stages and micro-batches that the job states anyway."""
+        """Fill in stages and micro-batches of the hints from the job's own fields."""
         hints = data.get("hints") if isinstance(data, Mapping) else None
         if not isinstance(hints, Mapping):
             return data
@@ -291,7 +291,7 @@ class JobSpec(_Spec):
 
 
 class JobBatch(_Spec):
-    """What a job file says: jobs that are submitted together."""
+    """The contents of a job file: jobs that are submitted together."""
 
     jobs: List[JobSpec] = Field(description="a list of jobs")
 
@@ -315,7 +315,7 @@ def _check_names(where: str, names: Sequence[str]) -> None:
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:
-    """Read a `cluster.yaml`.
+    """Return the cluster in a `cluster.yaml`.
 
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
@@ -324,7 +324,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
-    """Read a `jobs.yaml`.
+    """Return the jobs in a `jobs.yaml`.
 
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed.
@@ -333,14 +333,14 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:
-    """Take a job from decoded JSON, such as the body of a request or a row of the store.
+    """Return the job in decoded JSON, such as the body of a request or a row of the store.
 
     Args:
         data: the decoded JSON.
-        source: what the complaints call it.
+        source: name of the JSON in error messages.
 
     Raises:
-        SpecError: it says something that is not allowed.
+        SpecError: it contains something that is not allowed.
     """
     try:
         return JobSpec.model_validate(data)

@@ -1,4 +1,4 @@
-"""Where a job's script lies."""
+"""The location of a job's script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ResolvedScript", "resolve_script", "with_script_found"]
 
 
 class ResolvedScript(NamedTuple):
-    """Where a job's script lies."""
+    """The script as written, and the file that it resolves to."""
 
     path: Path
     """Absolute."""
@@ -22,12 +22,12 @@ class ResolvedScript(NamedTuple):
 def resolve_script(
     job: JobSpec, jobs_file: str | Path | None = None, *, must_exist: bool = False
 ) -> ResolvedScript:
-    """Find a job's script: beside the file that names it, else from the current folder.
+    """Return a job's script: relative to the file that names it, else to the current folder.
 
     Args:
         job: the job.
         jobs_file: the file that the job was read from, if any.
-        must_exist: whether a script that lies in neither place is an error.
+        must_exist: whether a script found in neither place is an error.
 
     Raises:
         SpecError: it has no script, or `must_exist` and there is no such file.
@@ -50,7 +50,7 @@ def resolve_script(
 
 
 def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobSpec:
-    """Return a job with the absolute path of its script; what lies inside an image stays as it is.
+    """Return a job with the absolute path of its script; a path inside an image is kept.
 
     Args:
         job: the job.

@@ -1,4 +1,4 @@
-"""Limits of what a job's processes are given: arguments, variables, paths."""
+"""Limits on the arguments, variables and paths of a job's processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_PATH = 4096
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
-    """Return the arguments of a script.
+    """Return the arguments of a script after checking them.
 
     Raises:
-        ValueError: no process can be given one of them.
+        ValueError: one of them cannot be passed to a process.
     """
     for index, text in enumerate(args):
         check_handed_over(f"entry {index}", text)
@@ -25,7 +25,7 @@ def check_handed_over(what: str, text: str) -> None:
     """Check an argument, or a variable with its value.
 
     Raises:
-        ValueError: Linux hands it over to no process.
+        ValueError: Linux cannot pass it to a process.
     """
     size = len(text.encode(errors="surrogatepass"))
     if size > MOST_BYTES:
@@ -38,10 +38,10 @@ def check_handed_over(what: str, text: str) -> None:
 
 
 def check_path(text: str) -> str:
-    """Return the path of a file or folder.
+    """Return the path of a file or folder after checking it.
 
     Raises:
-        ValueError: it is empty, or none.
+        ValueError: it is empty, or no valid path.
     """
     if not text.strip():
         raise ValueError("is empty; give a path")

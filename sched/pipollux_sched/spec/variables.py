@@ -1,4 +1,4 @@
-"""Environment variables that a job's processes are given: names and values that are allowed."""
+"""Environment variables of a job's processes: the names and values that are allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESERVED = re.compile(
 
 
 def is_reserved(name: str) -> bool:
-    """Say whether a variable tells a replica its place in its job, so that nobody else sets it.
+    """Return whether only the scheduler sets a variable: it gives a replica its place in its job.
 
     Example:
         >>> [name for name in ("RANK", "SEED", "PIPOLLUX_TOKEN") if is_reserved(name)]
@@ -31,7 +31,7 @@ def is_reserved(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no variable's name, and what the scheduler sets itself.
+    """Refuse an invalid name, and a variable that the scheduler sets itself.
 
     Raises:
         ValueError: one sentence that names it.
@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Refuse what a process cannot be given, or would be given otherwise.
+    """Refuse variables that a process cannot receive unchanged.
 
     A message never holds a value, which may be secret.
 
@@ -74,10 +74,10 @@ def check_variables(environment: Mapping[str, str]) -> None:
 
 
 def hide_values(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's spec as it is shown and logged: of its environment the names alone.
+    """Return a job's spec for display and logs: its environment holds names without values.
 
-    A list of names is no environment that a job could be submitted with, so that nobody takes what
-    is shown for the whole.
+    A list of names is not a valid environment, so the result cannot be mistaken for the complete
+    spec.
 
     Example:
         >>> hide_values({"name": "digits", "environment": {"WANDB_API_KEY": "secret"}})

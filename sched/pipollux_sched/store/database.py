@@ -1,4 +1,4 @@
-"""The database under the store: how transactions begin and end, and who is woken by them.
+"""The database under the store: transactions, and notification of waiters.
 
 Within this process writers queue for a lock, and a commit wakes those that wait for changes.
 `engines.py` says what keeps writers of several processes apart.
@@ -27,10 +27,10 @@ class Database:
 
     Args:
         where: path of an SQLite file, whose directory must exist, or the URL of a database.
-        create: make the file and its tables when they are not there.
+        create: create the file and its tables if they are missing.
 
     Raises:
-        StoreError: there is no store, or it is not one that this version understands.
+        StoreError: there is no store, or this version cannot read it.
     """
 
     def __init__(self, where: Path | str, *, create: bool) -> None:
@@ -58,11 +58,11 @@ class Database:
 
     @property
     def location(self) -> Location:
-        """Where the store is."""
+        """Location of the store."""
         return self._location
 
     def acquire_leader_lock(self) -> None:
-        """Be the one scheduler that serves the store, until this is closed.
+        """Become the one scheduler that serves the store, until this is closed.
 
         Raises:
             StoreTakenError: another scheduler serves it.
@@ -72,17 +72,17 @@ class Database:
         try:
             with self.write() as session:
                 lock.write_token(session)
-        except BaseException:  # also Ctrl-C: nobody else could have the store
+        except BaseException:  # also Ctrl-C: the store must not stay locked
             lock.close()
             raise
         self._leader_lock = lock
 
     def check_leader_lock(self) -> None:
-        """Look whether the store is still this one's, if it ever was.
+        """Check that the leader lock, if it was ever acquired, is still held.
 
         Raises:
             StoreTakenError: another scheduler has taken the store over.
-            StoreUnavailableError: the database cannot say it now.
+            StoreUnavailableError: the database does not answer now.
         """
         if self._leader_lock is not None:
             with self.read() as session:
@@ -101,12 +101,12 @@ class Database:
         """Run a writing transaction: committed at the end, rolled back when an error leaves it.
 
         Args:
-            durable: whether the commit waits for the disk; False for what jobs tell again soon.
+            durable: whether the commit waits for the disk; False for data that jobs soon resend.
 
         Raises:
             StoreTakenError: another scheduler has taken the store over.
-            StoreUnavailableError: the database cannot do it now; whether it was committed is not
-                known where the connection broke at the very end.
+            StoreUnavailableError: the database cannot do it now; if the connection broke at the
+                very end, it is unknown whether the transaction was committed.
         """
         self._check_open()
         writer = self._writer if durable else self._hasty_writer
@@ -120,7 +120,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Run a reading transaction, which sees one moment of the store.
+        """Run a reading transaction on a consistent snapshot of the store.
 
         Raises:
             StoreUnavailableError: the database cannot do it now.
@@ -130,10 +130,10 @@ class Database:
             yield session
 
     def num_bytes(self) -> int:
-        """Return how much room the database takes.
+        """Return the size of the database, in bytes.
 
         Raises:
-            StoreUnavailableError: the database cannot say it now.
+            StoreUnavailableError: the database does not answer now.
         """
         file = self._location.file
         if file is not None:
@@ -173,7 +173,7 @@ class Database:
     def _open(self, create: bool) -> None:
         file = self._location.file
         if create and file is not None:
-            file.touch(mode=0o600)  # before anything is in it: it holds the tokens of the jobs
+            file.touch(mode=0o600)  # while it is still empty: it will hold the tokens of the jobs
             file.chmod(0o600)
         with self.read() as session:
             found = schema.revision(session.connection())
@@ -186,7 +186,7 @@ class Database:
 
 
 def _reason(error: Exception) -> str:
-    """What a database said, its first line."""
+    """Return the first line of a database's error message."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     said = str(error).strip()

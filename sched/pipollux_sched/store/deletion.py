@@ -1,10 +1,10 @@
-"""How the store forgets a job that has ended, by its user's wish.
+"""Deletion of a job that has ended, at its user's request.
 
-Three steps, each a transaction or many small ones, so that a kill between them leaves nothing
-half done. First the job is gone for everybody, and it is written down that it is being
-deleted: its name is not given to another one until all of it is. Then the caller removes its
-files. At last its events are deleted, but for the one that says that there was such a job, and what
-was written down. What the store counts over all generations goes on counting those of deleted jobs.
+It takes three steps, each one transaction or many small ones, so that a kill between them leaves
+nothing half done. First the job disappears, and its pending deletion is recorded, which keeps its
+name reserved. Then the caller removes its files. Last its events are deleted, except the one that
+records the deletion, and the name is free. Totals over all generations keep counting those of
+deleted jobs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Deletions:
     """Deletes jobs.
 
     Args:
-        database: of the store.
-        clock: tells the time, in seconds since the epoch.
+        database: database of the store.
+        clock: returns the time, in seconds since the epoch.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -55,7 +55,7 @@ class Deletions:
         self._clock = clock
 
     def begin(self, name: str) -> JobRecord:
-        """Remove a job, and record that the rest of it is to be deleted.
+        """Remove a job, and record its pending deletion.
 
         Returns:
             The job as it was.
@@ -91,10 +91,10 @@ class Deletions:
 
 
 def check_free(session: Session, names: Sequence[str]) -> None:
-    """Refuse names of jobs that are being deleted.
+    """Refuse the names of jobs that are being deleted.
 
     Raises:
-        JobExistsError: one is.
+        JobExistsError: a job of one of the names is being deleted.
     """
     marks = session.scalars(select(MetaRow.key).where(MetaRow.key.startswith(_MARK)))
     taken = {mark.removeprefix(_MARK) for mark in marks} & set(names)
@@ -106,7 +106,7 @@ def check_free(session: Session, names: Sequence[str]) -> None:
 
 
 def counted(session: Session) -> GenerationCounts:
-    """Return what the generations of all deleted jobs amount to."""
+    """Return the totals over the generations of all deleted jobs."""
     rows = session.scalars(select(MetaRow).where(MetaRow.key.startswith(_COUNTED)))
     found = {row.key.removeprefix(_COUNTED): int(row.value) for row in rows}
     return GenerationCounts(*(found.get(figure, 0) for figure in GenerationCounts._fields))
@@ -128,7 +128,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
         "num_generations": job.state.generation,
     }
     event = journal.log(session, now, "deleted", name, None, told)
-    session.flush()  # gives it its id
+    session.flush()  # assigns its id
     session.add(MetaRow(key=_MARK + name, value=str(event.id)))
     for table in (HintsRow, ReplicaRow, GenerationRow):
         session.execute(delete(table).where(table.job == name))
@@ -137,7 +137,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
 
 
 def _count(session: Session, name: str) -> None:
-    """Add the generations of a job that is to be gone to what is counted of such."""
+    """Add the generations of a job to the totals of deleted jobs."""
     before = counted(session)._asdict()
     for figure, value in totals(session, name)._asdict().items():
         session.merge(MetaRow(key=_COUNTED + figure, value=str(before[figure] + value)))

@@ -1,16 +1,15 @@
-"""The databases that a store can be kept in: how each is opened, and how transactions begin.
+"""The supported databases: how each is opened, and how transactions begin.
 
-A writing transaction holds a lock that every other one takes as well, from its beginning to its
-end. What it has read cannot change before it commits, two writers never deadlock, and events get
-their ids in the order in which they are committed, so a reader of "all after 17" misses none.
+All writing transactions hold the same lock from beginning to end. What one has read cannot change
+before it commits, two writers never deadlock, and events get their ids in the order of their
+commits, so a reader of "all after 17" misses none.
 
 * SQLite: its own write lock (`BEGIN IMMEDIATE`). Write-ahead logging, so that other processes read
-  while the scheduler writes, and `synchronous=FULL`, so that what was committed survives a power
-  cut.
-* PostgreSQL: an advisory lock of the transaction. SERIALIZABLE would keep what was read, too, but
-  has to be tried again after a conflict, and hands out ids in another order than that of commits.
-  The isolation is READ COMMITTED, as a snapshot would be taken before the lock is had. Reading
-  transactions are REPEATABLE READ: one moment of the store.
+  while the scheduler writes, and `synchronous=FULL`, so that commits survive a power cut.
+* PostgreSQL: an advisory lock of the transaction. SERIALIZABLE would protect reads too, but needs
+  retries after conflicts, and assigns ids in another order than that of commits. The isolation is
+  READ COMMITTED, because a snapshot would be taken before the lock is acquired. Reading
+  transactions are REPEATABLE READ: a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _WAITING = {
 }
 """After how long a PostgreSQL server counts as gone, where the URL does not say."""
 
-# Not a number is not JSON, and could not be sent to readers of events.
+# NaN is not JSON, and could not be sent to readers of events.
 _to_json = partial(json.dumps, allow_nan=False)
 
 
@@ -55,19 +54,19 @@ def make_engine(location: Location) -> Engine:
 
 
 def reading(engine: Engine) -> Engine:
-    """Return an engine on the same connections, with transactions that read."""
+    """Return an engine on the same connections, for reading transactions."""
     if engine.dialect.name == "sqlite":
         return engine
     return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
 
 def writing(engine: Engine, *, durable: bool = True) -> Engine:
-    """Return an engine on the same connections, with transactions that write.
+    """Return an engine on the same connections, for writing transactions.
 
     Args:
-        engine: on the connections.
-        durable: whether a commit waits for the disk. Without, it still survives the death of every
-            process, but the last ones may be lost with the machine's power.
+        engine: engine of the connections.
+        durable: whether a commit waits for the disk. Otherwise it survives the death of every
+            process, but the last commits may be lost in a power cut.
     """
     engine = engine.execution_options(pipollux_write=True, pipollux_durable=durable)
     if engine.dialect.name == "sqlite":
@@ -80,7 +79,7 @@ def _sqlite(location: Location) -> Engine:
         location.url,
         connect_args={"timeout": BUSY_TIMEOUT},
         json_serializer=_to_json,
-        hide_parameters=True,  # among them are the tokens of the jobs
+        hide_parameters=True,  # the store holds the tokens of the jobs
         pool_size=4,
         max_overflow=-1,
     )
@@ -90,7 +89,7 @@ def _sqlite(location: Location) -> Engine:
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    # Transactions begin where _begin_sqlite says, not where sqlite3 thinks.
+    # Transactions begin in _begin_sqlite, not where sqlite3 would begin them.
     connection.isolation_level = None
     cursor = connection.cursor()
     try:
@@ -102,7 +101,7 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # SQLite does not wait by itself where several change a new file to this mode at once.
+    # SQLite does not wait by itself if several processes set this mode on a new file at once.
     deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What can go wrong with the store, as errors whose text is one sentence for the user."""
+"""Errors of the store; the text of each is one sentence for the user."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class StateDirError(SchedulerError):
 
 
 class StoreError(SchedulerError):
-    """The store cannot do what was asked; the text is one sentence for the user."""
+    """The store cannot carry out a request; the text is one sentence for the user."""
 
 
 class StoreUnavailableError(StoreError):
-    """The database does not answer, is busy for too long, or has no room; later it may again."""
+    """The database does not answer, is busy for too long, or is full; a retry may succeed."""
 
 
 class StoreTakenError(StoreError):
@@ -30,19 +30,19 @@ class UnknownNodeError(StoreError):
 
 
 class ConflictError(StoreError):
-    """What was asked does not fit the present state of a job."""
+    """The request conflicts with the present state of a job."""
 
 
 class JobExistsError(ConflictError):
-    """A job of this name is already there."""
+    """A job of this name exists already."""
 
 
 class JobEndedError(ConflictError):
-    """What was asked of a job is only for one that has not ended."""
+    """The request requires a job that has not ended."""
 
 
 class JobLivesError(ConflictError):
-    """What was asked of a job is only for one that has ended."""
+    """The request requires a job that has ended."""
 
 
 class StaleGenerationError(ConflictError):

@@ -1,4 +1,4 @@
-"""Handing on events as they are committed, in order, without holding up who causes them."""
+"""Delivery of committed events to a listener, in order, without blocking the writers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EventFeed:
     """A thread that calls a listener with every event committed after a given one.
 
     Args:
-        store: whose events.
-        listener: called with one event at a time, always from the same thread. What it raises is
-            logged, and does not keep the next event from it.
-        after: id of the last event that is not handed on.
+        store: store of the events.
+        listener: called with one event at a time, always from the same thread. Its errors are
+            logged, and do not stop the delivery.
+        after: id of the last event to leave out.
         types: only events of these types; None: all.
     """
 
@@ -45,11 +45,11 @@ class EventFeed:
         """Runs for as long as events are handed on."""
 
     def start(self) -> None:
-        """Begin to hand on events."""
+        """Start the delivery."""
         self.thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Hand on what was committed so far, and end."""
+        """Deliver the events committed so far, and end."""
         self._ending.set()
         self.thread.join(timeout)
 
@@ -71,7 +71,7 @@ class EventFeed:
             self._ending.wait(PAUSE)
 
     def _hand_on(self) -> bool:
-        """Hand events on; tell whether there may be more already."""
+        """Deliver a batch of events; return whether there may be more already."""
         newest = self._store.last_event()
         if newest == self._last:
             return False
@@ -80,9 +80,9 @@ class EventFeed:
             self._last = event["id"]
             try:
                 self._listener(event)
-            except Exception:  # the listener is the caller's; the next event is still handed on
+            except Exception:  # an error of the caller's listener must not stop the delivery
                 _LOG.exception("the listener failed on event %s", event)
         if len(events) == _BATCH:
             return True
-        self._last = max(self._last, newest)  # past those of other types
+        self._last = max(self._last, newest)  # skip events of other types
         return False

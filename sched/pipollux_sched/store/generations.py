@@ -1,7 +1,7 @@
-"""What the generations of jobs come to: how many there were, and what they held.
+"""Queries on generations: their number, cost and slot-seconds.
 
-These are the questions that the methods of the store are made of; each is asked within a session
-that the store has begun.
+The methods of the store consist of these queries; each runs within a session that the store has
+begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENDED = tuple(phase.value for phase in Phase if phase.ended)
 
 
 class GenerationCounts(NamedTuple):
-    """How often jobs were started, and why again, since the store was made."""
+    """Starts and restarts of jobs, by reason, since the store was created."""
 
     restarts: int
     """Generations of a job after its first."""
@@ -32,7 +32,7 @@ class GenerationCounts(NamedTuple):
 
 
 def totals(session: Session, name: str | None = None) -> GenerationCounts:
-    """Return how often a job was started, and why again; without a name, of all that there are."""
+    """Return the starts and restarts of a job, or of all existing jobs without a name."""
     row = GenerationRow
     failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
     query = select(
@@ -46,7 +46,7 @@ def totals(session: Session, name: str | None = None) -> GenerationCounts:
 
 
 def among_live(name: InstrumentedAttribute[Any], *, live: bool) -> ColumnElement[bool]:
-    """Return the condition that a job of this name has not ended; where not `live`, that it is."""
+    """Return the condition that a job of this name has not ended or, unless `live`, exists."""
     if not live:
         return true()
     return name.in_(select(JobRow.name).where(JobRow.phase.not_in(ENDED)))
@@ -59,7 +59,7 @@ def of_job(session: Session, name: str) -> list[GenerationRecord]:
 
 
 def count(session: Session, *, live: bool) -> dict[str, int]:
-    """Return how often each job was started."""
+    """Return the number of generations of each job."""
     counts = (
         select(GenerationRow.job, func.count().label("generations"))
         .where(among_live(GenerationRow.job, live=live))
@@ -69,11 +69,11 @@ def count(session: Session, *, live: bool) -> dict[str, int]:
 
 
 def restart_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
-    """Return what each measured restart has cost, by job, the oldest first.
+    """Return the cost of each measured restart in seconds, by job, oldest first.
 
     Args:
-        session: of the store.
-        name: only of this job; None: of all that have not ended.
+        session: session of the store.
+        name: only this job; None: all jobs that have not ended.
     """
     whose = among_live(GenerationRow.job, live=True) if name is None else GenerationRow.job == name
     query = (

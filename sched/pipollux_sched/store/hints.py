@@ -1,7 +1,7 @@
-"""What jobs tell of themselves, kept many at a time.
+"""Hints reported by jobs, stored in batches.
 
-Hints come by the hundred a second from a full cluster. What a transaction costs is nearly all of
-what keeping one of them costs, so those that come together are kept together.
+A full cluster sends hundreds of hints a second. Nearly all of the cost of storing one is the
+transaction, so those that arrive together share one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).la
 
 
 class ReceivedHints(NamedTuple):
-    """The hints of one job, as they came."""
+    """The hints of one job, as received."""
 
     job: str
     generation: int
@@ -38,11 +38,11 @@ class ReceivedHints(NamedTuple):
 def keep(
     session: Session, received: Sequence[ReceivedHints], now: float
 ) -> list[StoreError | None]:
-    """Keep hints; of several of one job, the last, and an event for each.
+    """Store hints: the last of each job, and an event for each.
 
     Returns:
-        For each of them why it was not kept: `UnknownJobError`, `StaleGenerationError`; None where
-        it was.
+        For each why it was refused: `UnknownJobError`, `StaleGenerationError`; None if it was
+        stored.
     """
     present, known = _present(session, {each.job for each in received})
     problems = [_problem(session, present, each) for each in received]
@@ -56,7 +56,7 @@ def keep(
 
 
 def _present(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    """Return the present generation of each job, and the jobs that received hints before."""
+    """Return the present generation of each job, and the jobs that have hints already."""
     rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
     return {row.name: row.generation for row in rows}, {row.name for row in rows if row.known}
 
@@ -83,7 +83,7 @@ def _row(received: ReceivedHints, now: float) -> dict[str, Any]:
 
 
 def _event(received: ReceivedHints, now: float) -> dict[str, Any]:
-    # Layers are many, and measured once: the log would keep them again every few seconds.
+    # Layers are many, and measured once: the log would repeat them every few seconds.
     kept = {key: value for key, value in received.hints.items() if key != "layers"}
     entry = {**_row(received, now), "type": "hints", "data": {"hints": kept}}
     del entry["hints"]

@@ -1,7 +1,7 @@
-"""Lists of jobs, a part at a time: filtered, sorted, counted and cut into pages by the database.
+"""Lists of jobs: filtered, sorted, counted and paged by the database.
 
-A store that was kept for months has many thousand jobs, and nobody looks at more than a screenful.
-The phase in lists is the one that people are told: see `ListedPhase`.
+A store that is months old holds many thousand jobs, and a reader sees one page at a time. The phase
+in lists is a `ListedPhase`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tables import JobRow, PointRow
 
 
 class ListedPhase(StrEnum):
-    """The phase of a job as people are told it, in the order of lists."""
+    """The phase of a job as lists show it, in their order."""
 
     RUNNING = "Running"
     STOPPING = "Stopping"
@@ -39,16 +39,16 @@ class ListedPhase(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> ListedPhase | None:
-        """Find a phase whose name was given in other letters."""
+        """Return the phase of a name in upper or lower case."""
         asked = str(value).lower()
         return next((phase for phase in cls if phase.value.lower() == asked), None)
 
 
 class JobOrder(StrEnum):
-    """What a list of jobs can be sorted by."""
+    """Sort keys for lists of jobs."""
 
     USUAL = "usual"
-    """Those that hold something first, those that ended last, the latest before the others."""
+    """Jobs that hold slots first, ended ones last; within each group, the latest first."""
     NAME = "name"
     PHASE = "phase"
     SLOTS = "slots"
@@ -63,23 +63,23 @@ class JobOrder(StrEnum):
 
 @dataclass(frozen=True)
 class JobQuery:
-    """Which jobs are wanted, in which order."""
+    """Filter, order and page of a list of jobs."""
 
     phases: Collection[ListedPhase] = ()
-    """Only those in one of these; empty: in any."""
+    """Only jobs in one of these phases; empty: in any."""
     name: str = ""
-    """Only those with this in their name, in upper or lower case."""
+    """Only jobs with this text in their name, in upper or lower case."""
     order: JobOrder = JobOrder.USUAL
     descending: bool = False
     offset: int = 0
-    """How many to pass over."""
+    """Number of jobs to skip."""
     limit: int | None = None
     """How many at most; None: all."""
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """A job as lists have it."""
+    """A job as lists show it."""
 
     number: int
     """Its place in the order in which jobs came, from 1: its colour and its badge."""
@@ -107,16 +107,16 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class JobPage:
-    """A part of a list of jobs."""
+    """A page of a list of jobs."""
 
     jobs: tuple[JobSummary, ...]
     num_found: int
-    """Jobs that the filter lets pass, on all pages."""
+    """Number of jobs that match the filter, on all pages."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds slots, or was promised them."""
+    """A job that holds slots, or was assigned them."""
 
     job: str
     number: int
@@ -133,7 +133,7 @@ _STAGES = case(
     else_=func.coalesce(JobRow.num_stages, _OWN_STAGES),
 )
 _REPLICAS = case((_HELD > 0, _HELD), else_=_GIVEN)
-# A quote within a message is written \", so this is met nowhere but in a condition's own reason.
+# A quote within a message is escaped as \", so this matches only a condition's own reason.
 _CANCELLED = cast(JobRow.conditions, String).contains('"reason": "Cancelled"')
 _PHASE = case(
     (and_(JobRow.phase == Phase.FAILED.value, _CANCELLED), ListedPhase.CANCELLED.value),
@@ -150,7 +150,7 @@ _IS_LIVE = JobRow.phase.not_in(ENDED)
 
 
 def page(session: Session, query: JobQuery, now: float) -> JobPage:
-    """Return the jobs of a query; `now` is what the ages of those that have not ended go up to."""
+    """Return the jobs of a query; the ages of those that have not ended extend to `now`."""
     wanted = _filter(query)
     num_found = session.scalar(select(func.count()).select_from(JobRow).where(wanted)) or 0
     ids = select(JobRow.id).where(wanted).outerjoin(PointRow, PointRow.event == _newest())
@@ -161,14 +161,14 @@ def page(session: Session, query: JobQuery, now: float) -> JobPage:
 
 
 def count_by_phase(session: Session) -> dict[ListedPhase, int]:
-    """Return how many jobs are in each phase that has any, in the order of lists."""
+    """Return the number of jobs in each phase that has any, in the order of lists."""
     query = select(_PHASE, func.count()).group_by(_PHASE)
     counts = {row[0]: row[1] for row in session.execute(query)}
     return {phase: counts[phase.value] for phase in ListedPhase if phase.value in counts}
 
 
 def holders(session: Session) -> list[Holder]:
-    """Return the jobs that hold slots or were promised them: no more than there are slots."""
+    """Return the jobs that hold slots or were assigned them: at most one for each slot."""
     query = select(JobRow.id, JobRow.name, JobRow.running_on, JobRow.assigned, _STAGES)
     rows = session.execute(query.where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
     return [
@@ -178,7 +178,7 @@ def holders(session: Session) -> list[Holder]:
 
 
 def goodput(session: Session) -> tuple[float, int]:
-    """Return the goodput of all running jobs, in samples per second, and how many told theirs."""
+    """Return the total goodput of the running jobs, in samples/s, and how many reported one."""
     query = (
         select(func.sum(PointRow.goodput), func.count(PointRow.goodput))
         .select_from(JobRow)
@@ -190,7 +190,7 @@ def goodput(session: Session) -> tuple[float, int]:
 
 
 def _newest() -> Any:
-    """Return the id of a job's latest progress: one look into the index for each job."""
+    """Return the id of a job's latest progress: one index lookup for each job."""
     other = aliased(PointRow)
     latest = select(func.max(other.event)).where(other.job == JobRow.name)
     return latest.correlate(JobRow).scalar_subquery()
@@ -206,7 +206,7 @@ def _filter(query: JobQuery) -> ColumnElement[bool]:
 
 
 def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
-    """Return what to sort by; what is not known comes last, whichever way."""
+    """Return the sort keys; unknown values come last in either direction."""
     if query.order is JobOrder.USUAL:
         rank = case((_IS_LIVE, _RANK), else_=len(ListedPhase))
         return rank, JobRow.ended_at.desc(), JobRow.submitted_at, JobRow.id
@@ -230,7 +230,7 @@ def _order(query: JobQuery, now: float) -> tuple[Any, ...]:
 def _lines(
     session: Session, ids: Collection[int] | None, wanted: ColumnElement[bool]
 ) -> dict[int, JobSummary]:
-    """Return the lines of jobs by number; None: of all that are wanted."""
+    """Return the summaries of jobs by number; None: of all that match."""
     query = (
         select(JobRow, _PHASE, _STAGES, PointRow)
         .outerjoin(PointRow, PointRow.event == _newest())

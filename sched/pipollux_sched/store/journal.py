@@ -1,7 +1,7 @@
-"""How a transaction writes down what happened to a job: its state, its generations, its events.
+"""Recording what happens to a job, within a transaction: state, generations, events.
 
-These are the steps that the methods of the store are made of; each works within a session that the
-store has begun and will commit.
+The methods of the store consist of these steps; each works within a session that the store has
+begun and will commit.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def check_present(row: JobRow, generation: int) -> None:
 
 
 def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Change:
-    """Apply an event to a job, and write down everything that follows from it.
+    """Apply an event to a job, and record all of its consequences.
 
     Raises:
-        JobEndedError: `event` is what a user asks of a job that has not ended, but it has.
+        JobEndedError: `event` is a user's request on a live job, but the job has ended.
     """
     before = job_state(row)
     _check_asked(row.name, before, event)
@@ -84,7 +84,7 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
 
 
 def _check_asked(name: str, state: JobState, event: Event) -> None:
-    """Refuse what a user asks of a job in vain, within the transaction that knows its state."""
+    """Refuse a user's request that the job's state rules out, within the transaction."""
     asked = {Cancel: "cancelled", Suspend: "suspended", Resume: "resumed"}.get(type(event))
     if asked is None or not state.phase.ended:
         return
@@ -95,7 +95,7 @@ def _check_asked(name: str, state: JobState, event: Event) -> None:
 
 
 def _keep_event(session: Session, name: str, before: JobState, event: Event, now: float) -> None:
-    """Write into the row of a generation what `event` says of it."""
+    """Record in the row of a generation what `event` says of it."""
     if not isinstance(event, Started | FirstStep | Exited | Recover) or not before.running_on:
         return
     row = find_generation(session, name, before.generation)
@@ -138,7 +138,7 @@ def _keep_action(
 
 
 def find_generation(session: Session, name: str, generation: int) -> GenerationRow | None:
-    """Return the row of a generation, None when there is none."""
+    """Return the row of a generation, None if there is none."""
     query = select(GenerationRow).where(
         GenerationRow.job == name, GenerationRow.generation == generation
     )
@@ -146,7 +146,7 @@ def find_generation(session: Session, name: str, generation: int) -> GenerationR
 
 
 def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:
-    """Return the time since the generation before was asked to make way for this one, if it was."""
+    """Return the seconds since the previous generation was asked to stop for this one, if so."""
     before = find_generation(session, name, generation - 1)
     if before is None or before.intent != Intent.MOVE.value or before.stopping_at is None:
         return None
@@ -168,7 +168,7 @@ def log(
 
 
 def point_of(row: PointRow) -> Point:
-    """Copy a row of progress."""
+    """Return a copy of a row of progress."""
     return Point(**{name: getattr(row, name) for name in Point.__dataclass_fields__})
 
 

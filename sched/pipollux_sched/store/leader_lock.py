@@ -1,9 +1,9 @@
-"""One scheduler a store: it holds a lock, and can write no more once it has lost it.
+"""Leader lock: one scheduler serves a store, and cannot write once it has lost the lock.
 
-The lock is one that ends with its process: of a file beside an SQLite file, of a session of
-PostgreSQL. The latter also ends when the server is started again, or a network breaks; another
-scheduler may take the store over then. So it leaves a fencing token in the store, and every
-writing transaction of a scheduler begins by looking whether the token is still its own.
+The lock ends with its process: it is on a file beside an SQLite file, or held by a PostgreSQL
+session. A session also ends when the server restarts or the network breaks, and another scheduler
+may then take over. So each scheduler writes a fencing token into the store, and every writing
+transaction begins by checking that the token is still its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LeaderLock:
         file = location.file
         try:
             held = self._lock_session(engine) if file is None else self._lock_file(file)
-        except BaseException:  # also Ctrl-C: no lock stays behind
+        except BaseException:  # also Ctrl-C: no lock is left behind
             self.close()
             raise
         if not held:
@@ -52,11 +52,11 @@ class LeaderLock:
             )
 
     def write_token(self, session: Session) -> None:
-        """Take the store over, within a writing transaction."""
+        """Write this scheduler's fencing token, within a writing transaction."""
         session.merge(MetaRow(key=_KEY, value=self._token))
 
     def check_token(self, session: Session) -> None:
-        """Raise `StoreTakenError` where another scheduler has taken the store over."""
+        """Raise `StoreTakenError` if another scheduler has taken over the store."""
         found = session.scalar(select(MetaRow.value).where(MetaRow.key == _KEY))
         if found != self._token:
             raise StoreTakenError(
@@ -65,7 +65,7 @@ class LeaderLock:
             )
 
     def close(self) -> None:
-        """Leave the store to others."""
+        """Release the lock."""
         self._resources.close()
 
     def _lock_file(self, file: Path) -> bool:
@@ -79,10 +79,10 @@ class LeaderLock:
 
     def _lock_session(self, engine: Engine) -> bool:
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        # Not put back into the pool, where it would keep the lock.
+        # Not returned to the pool, where it would keep the lock.
         self._resources.callback(connection.close)
         self._resources.callback(connection.invalidate)
-        # The server is to notice soon that the machine at the other end is gone.
+        # So that the server soon notices when the machine at the other end is gone.
         connection.exec_driver_sql(
             "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 10; "
             "SET tcp_keepalives_count = 3"

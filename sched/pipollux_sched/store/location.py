@@ -1,7 +1,7 @@
-"""Where a store is: a file, or the URL of a database.
+"""Location of a store: a file, or the URL of a database.
 
-A URL may hold a password, so what is shown to people is put together from the parts that may be
-shown, and what cannot be read as a URL is not repeated.
+A URL may hold a password, so the displayed form is built from the harmless parts, and an invalid
+URL is never repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DRIVERS = {
 
 @dataclass(frozen=True)
 class Location:
-    """A database that holds a store, or may.
+    """The location of a database for a store.
 
     Example:
         >>> print(Location.of("postgresql://pipollux:secret@db.example/jobs"))
@@ -39,10 +39,10 @@ class Location:
 
     @classmethod
     def of(cls, given: Path | str) -> Location:
-        """Read a path, or a URL: what has no ``://`` in it is a path.
+        """Return the location for a path or a URL; a text without ``://`` is a path.
 
         Raises:
-            StoreError: it is a URL that no store can be kept at.
+            StoreError: the URL is invalid, or its database is not supported.
         """
         if isinstance(given, Path) or "://" not in given:
             return cls(_sqlite(Path(given)))
@@ -52,7 +52,7 @@ class Location:
             raise StoreError(
                 "store: what was given is not the URL of a database; "
                 "write postgresql://USER@HOST/DATABASE or sqlite:////PATH/TO/FILE"
-            ) from None  # the cause would repeat it, with its password
+            ) from None  # the cause would repeat the URL, with its password
         driver = _DRIVERS.get(url.drivername)
         if driver is None:
             raise StoreError(
@@ -70,7 +70,7 @@ class Location:
 
     @property
     def file(self) -> Path | None:
-        """The file of an SQLite database, None where it is another one."""
+        """The file of an SQLite database, None for any other."""
         if self.url.drivername != "sqlite+pysqlite":
             return None
         return Path(str(self.url.database))

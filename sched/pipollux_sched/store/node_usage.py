@@ -1,4 +1,4 @@
-"""How full nodes were over time: the slots of each that were held, in equal parts of a span."""
+"""Slot usage of nodes over time, in equal intervals of a span."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .tables import GenerationRow, JobRow
 
 
 def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
-    """Return the mean number of slots held of each node, in each of `num_parts` equal parts.
+    """Return the mean number of slots held of each node, in each of `num_parts` equal intervals.
 
     Args:
-        session: of the store.
-        begin: of the span, seconds since the epoch.
-        end: of the span, after `begin`.
+        session: session of the store.
+        begin: start of the span, in seconds since the epoch.
+        end: end of the span, after `begin`.
         num_parts: 1 or more.
 
     Returns:
-        `num_parts` numbers by node. A node that nobody held is not in it.
+        `num_parts` numbers by node; unused nodes are left out.
     """
     row = GenerationRow
     query = select(row.nodes, row.num_stages, row.created_at, row.ended_at)
@@ -40,13 +40,13 @@ def usage(session: Session, begin: float, end: float, num_parts: int) -> dict[st
 def generations(
     session: Session, since: float, most: int, nodes: Collection[str] | None = None
 ) -> list[tuple[GenerationRecord, int]]:
-    """Return the generations that held something after a moment, oldest first, with job numbers.
+    """Return the generations that held slots after a moment, oldest first, with job numbers.
 
     Args:
-        session: of the store.
+        session: session of the store.
         since: seconds since the epoch.
-        most: so many at most, the newest.
-        nodes: only those with a replica on one of these; None: on any.
+        most: limit; the newest are returned.
+        nodes: only generations with a replica on one of these; None: on any.
     """
     row = GenerationRow
     query = select(row, JobRow.id).join(JobRow, JobRow.name == row.job).where(_held_after(since))
@@ -70,22 +70,22 @@ def _held_after(moment: float) -> ColumnElement[bool]:
 
 
 def _lies_on(node: str) -> ColumnElement[bool]:
-    # A name stands in the list as JSON writes it, quotes and all, so no other name contains it.
+    # The list holds names as JSON, with quotes, so no other name contains this one.
     return cast(GenerationRow.nodes, String).contains(json.dumps(node), autoescape=True)
 
 
 class _Usage:
-    """Slot-seconds in equal parts of a span; what is added costs the same however long it was."""
+    """Slot-seconds in equal intervals of a span; `add` takes constant time."""
 
     def __init__(self, begin: float, end: float, num_parts: int) -> None:
         self._begin, self._end = begin, end
         self._width = (end - begin) / num_parts
         self._partial = [0.0] * num_parts
         self._change = [0] * (num_parts + 1)
-        """By how many the slots held throughout a part are more than in the part before."""
+        """Increase of the slots held throughout an interval over the previous interval."""
 
     def add(self, slots: int, begin: float, end: float) -> None:
-        """Add slots that were held from one time to another."""
+        """Add slots that were held from `begin` to `end`."""
         begin, end = max(begin, self._begin), min(end, self._end)
         if begin >= end:
             return
@@ -99,7 +99,7 @@ class _Usage:
         self._change[last] -= slots
 
     def means(self) -> list[float]:
-        """Return the mean number of slots held in each part."""
+        """Return the mean number of slots held in each interval."""
         whole = accumulate(self._change[:-1])
         return [
             slots + seconds / self._width

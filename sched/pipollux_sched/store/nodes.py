@@ -1,7 +1,7 @@
-"""The nodes that a scheduler serves, and the condition that each is in.
+"""The nodes that a scheduler serves, and their conditions.
 
-These are the steps that the methods of the store are made of; each works within a session that the
-store has begun and will commit.
+The methods of the store consist of these steps; each works within a session that the store has
+begun and will commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tables import NodeRow
 def remember(
     session: Session, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]], now: float
 ) -> None:
-    """Keep the nodes served now and no others; those that were there keep their condition."""
+    """Replace the nodes by those served now; known ones keep their condition."""
     before = {row.name: row for row in session.scalars(select(NodeRow))}
     for name, slots, kind, spec in nodes:
         row = before.pop(name, None)
@@ -36,7 +36,7 @@ def remember(
 def set_condition(
     session: Session, name: str, condition: NodeCondition, reason: str, now: float
 ) -> NodeRecord:
-    """Put a node into a condition, and log that if it was in another one.
+    """Set the condition of a node, and log a change.
 
     Raises:
         UnknownNodeError: there is no node of this name.

@@ -1,7 +1,7 @@
-"""That files which open everything are their owner's alone: the state directory, lock and tokens.
+"""Private files: only their owner may access the state directory, lock and tokens.
 
-What is merely too open is tightened, and a warning says so. What belongs to somebody else, who
-could open it again at any time, is refused.
+Permissions that are too open are tightened, with a warning. A file of another user, who could open
+it again at any time, is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_private(path: Path, advice: str) -> bool:
-    """Make a file or folder its owner's alone.
+    """Restrict a file or folder to its owner.
 
     Args:
         path: the file or folder; a symbolic link is not followed.
-        advice: what to do where it cannot be.
+        advice: what the user should do if that fails.
 
     Returns:
-        Whether others could have opened it until now.
+        Whether others had access until now.
 
     Raises:
-        FileNotFoundError: it is not there.
-        StateDirError: it belongs to somebody else, is a link, or cannot be changed.
+        FileNotFoundError: it does not exist.
+        StateDirError: it belongs to another user, is a link, or cannot be changed.
     """
     status = path.lstat()
     if status.st_uid != os.geteuid():
@@ -55,7 +55,7 @@ def make_private(path: Path, advice: str) -> bool:
 
 
 def open_private(path: Path) -> TextIO:
-    """Open a lock file for appending; it is made when missing, for its owner alone.
+    """Open a lock file for appending; create it if missing, for its owner alone.
 
     Raises:
         StateDirError: see `make_private`.

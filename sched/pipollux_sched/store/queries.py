@@ -1,4 +1,4 @@
-"""What is asked of many rows at once: figures for monitoring, and curves thinned for plots."""
+"""Queries over many rows: figures for monitoring, and thinned curves for plots."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Glance(NamedTuple):
     """Figures over all jobs."""
 
     phases: Mapping[ListedPhase, int]
-    """How many are in each phase that has any, in the order of lists."""
+    """Number of jobs in each phase that has any, in the order of lists."""
     holders: tuple[job_list.Holder, ...]
-    """Those that hold slots."""
+    """Jobs that hold slots."""
     goodput: float | None
-    """Of all that run, in samples per second, as far as they told; None: none did."""
+    """Total of the running jobs that report one, in samples per second; None: none does."""
     oldest_generation: float | None
-    """When the first generation of the jobs that hold something was; where none does, of any."""
+    """Start of the first generation of the jobs that hold slots or, if none does, of any."""
 
 
 class NoisePoint(NamedTuple):
-    """A job's gradient as it measured it."""
+    """Gradient statistics that a job measured."""
 
     time: float
     norm: float
@@ -38,33 +38,33 @@ class NoisePoint(NamedTuple):
     var: float
     """Variance of the gradient at the initial batch size."""
     noise_scale: float | None
-    """Noise scale, in samples; None where the initial batch size or the norm is not known."""
+    """Noise scale, in samples; None if the initial batch size or the norm is unknown."""
 
 
 class Overview:
-    """Reads figures and curves.
+    """Queries for figures and curves.
 
     Args:
-        database: where from.
+        database: database of the store.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def jobs_by_phase(self) -> dict[str, int]:
-        """Return how many jobs are in each phase that has any."""
+        """Return the number of jobs in each phase that has any."""
         query = select(JobRow.phase, func.count()).group_by(JobRow.phase)
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(query)}
 
     def generation_counts(self) -> GenerationCounts:
-        """Return how often jobs were started; those that were deleted count as well."""
+        """Return the starts and restarts of all jobs, including deleted ones."""
         with self._database.read() as session:
             there, gone = generations.totals(session), deletion.counted(session)
         return GenerationCounts(*map(sum, zip(there, gone, strict=True)))
 
     def jobs(self, query: JobQuery, now: float) -> job_list.JobPage:
-        """Return a part of the list of jobs; ages of jobs that have not ended go up to `now`."""
+        """Return a page of the list of jobs; ages of jobs that have not ended extend to `now`."""
         with self._database.read() as session:
             return job_list.page(session, query, now)
 
@@ -77,35 +77,35 @@ class Overview:
             return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
 
     def job_number(self, name: str) -> int:
-        """Return a job's place in the order in which jobs came, from 1; 0: there is none."""
+        """Return a job's place in the order of submission, from 1; 0: unknown job."""
         with self._database.read() as session:
             return session.scalar(select(JobRow.id).where(JobRow.name == name)) or 0
 
     def generations_since(
         self, since: float, most: int, nodes: Collection[str] | None = None
     ) -> list[tuple[GenerationRecord, int]]:
-        """Return the generations that held something after a moment, with their jobs' numbers.
+        """Return the generations that held slots after a moment, with their jobs' numbers.
 
         Args:
             since: seconds since the epoch.
-            most: so many at most, the newest; the oldest of them comes first.
-            nodes: only those with a replica on one of these; None: on any.
+            most: limit; the newest are returned, oldest first.
+            nodes: only generations with a replica on one of these; None: on any.
         """
         with self._database.read() as session:
             return node_usage.generations(session, since, most, nodes)
 
     def node_usage(self, begin: float, end: float, num_parts: int) -> dict[str, list[float]]:
-        """Return the mean number of slots held of each node that was, in equal parts of a span."""
+        """Return the mean number of slots held on each used node, in equal intervals of a span."""
         with self._database.read() as session:
             found = node_usage.usage(session, begin, end, num_parts)
             return {name: [round(slots, 2) for slots in parts] for name, parts in found.items()}
 
     def goodputs(self) -> dict[str, float]:
-        """Return the goodput that each running job reported last, in samples per second."""
+        """Return the last reported goodput of each running job, in samples per second."""
         running = select(JobRow.name).where(JobRow.phase == "Running")
         with self._database.read() as session:
             found = {}
-            # One look into the index for each, where a grouping would walk through all points.
+            # One index lookup for each job; grouping would scan all points.
             for name in session.scalars(running).all():
                 newest = select(PointRow).where(PointRow.job == name)
                 row = session.scalar(newest.order_by(PointRow.event.desc()).limit(1))
@@ -114,7 +114,7 @@ class Overview:
             return found
 
     def points(self, job: str, most: int) -> list[Point]:
-        """Return at most `most` points of a job's progress, evenly thinned, the newest among them.
+        """Return at most `most` points of a job's progress, evenly thinned, with the newest.
 
         Args:
             job: its name.
@@ -131,12 +131,12 @@ class Overview:
     def progress_events(
         self, most: int, jobs: Collection[str] = (), since: float | None = None
     ) -> list[dict[str, Any]]:
-        """Return the progress of many jobs as events, of each job thinned as `points` does.
+        """Return the progress of many jobs as events, thinned for each job as in `points`.
 
         Args:
-            most: of each job, at least 1.
-            jobs: only of these; empty: of all.
-            since: only from this moment on, seconds since the epoch.
+            most: limit for each job, at least 1.
+            jobs: only these jobs; empty: all.
+            since: only events from this moment on, in seconds since the epoch.
         """
         ids = select(PointRow.event, PointRow.job)
         if jobs:
@@ -151,7 +151,7 @@ class Overview:
             return [dict(row._mapping) for row in session.execute(wanted)]
 
     def last_timelines(self, jobs: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Return the newest timeline of each job (of some jobs), as events."""
+        """Return the newest timeline of each of some jobs, or of every job, as events."""
         newest = select(func.max(EventRow.id)).where(EventRow.type == "timeline")
         if jobs:
             newest = newest.where(EventRow.job.in_(jobs))
@@ -160,7 +160,7 @@ class Overview:
             return [journal.event_object(row, None) for row in session.scalars(query)]
 
     def noise(self, job: str, most: int) -> list[NoisePoint]:
-        """Return at most `most` of a job's measurements of its gradient, as `points` thins them."""
+        """Return at most `most` of a job's gradient statistics, thinned as in `points`."""
         if most < 1:
             return []
         ids = select(EventRow.id).where(EventRow.job == job, EventRow.type == "hints")
@@ -172,10 +172,10 @@ class Overview:
 
 
 def _thinned(ids: Select[*tuple[Any, ...]], most: int, *, each: bool = False) -> Select[Any]:
-    """Keep at most `most` of the ids that a query finds, evenly spread, the first and the last too.
+    """Return at most `most` of the ids of a query, evenly spread, with the first and last.
 
-    Where `each`, so many of each job, whose name is the second column. Of n ids that at position p
-    is kept where p (most - 1) / (n - 1) passes a whole number.
+    With `each`, the limit is for each job, whose name is the second column. Of n ids, that at
+    position p is kept where p (most - 1) / (n - 1) passes a whole number.
     """
     inner = ids.subquery()
     found = inner.c[0].label("id")

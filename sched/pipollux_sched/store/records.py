@@ -1,4 +1,4 @@
-"""What the store hands out: immutable copies of its rows."""
+"""Records of the store: immutable copies of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import GenerationRow, JobRow, NodeRow
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job as the store knows it."""
+    """A job in the store."""
 
     name: str
     spec: Mapping[str, Any]
@@ -34,7 +34,7 @@ class JobRecord:
         return self.state.phase
 
     def to_json_object(self) -> dict[str, Any]:
-        """Return the job for people and programs outside; its token is left out."""
+        """Return the job as plain JSON data, without its token."""
         state = asdict(self.state)
         conditions = state.pop("conditions")
         return {
@@ -75,7 +75,7 @@ class GenerationRecord:
 
 
 class NodeCondition(StrEnum):
-    """Whether a node is there for jobs."""
+    """Whether a node is available to jobs."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -86,7 +86,7 @@ class NodeCondition(StrEnum):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node as the store knows it."""
+    """A node in the store."""
 
     name: str
     slots: int
@@ -134,7 +134,7 @@ class Timeline:
 
 
 def job_state(row: JobRow) -> JobState:
-    """Read a job's state from its row."""
+    """Return a job's state from its row."""
     conditions = tuple(
         Condition(
             Phase(entry["type"]), entry["status"], entry["reason"], entry["message"], entry["time"]
@@ -176,19 +176,19 @@ def write_job_state(row: JobRow, state: JobState) -> None:
 
 
 def job_record(row: JobRow) -> JobRecord:
-    """Copy a job's row."""
+    """Return a copy of a job's row."""
     times = row.submitted_at, row.ended_at, row.deadline_at
     return JobRecord(row.name, row.spec, row.token, *times, job_state(row))
 
 
 def node_record(row: NodeRow) -> NodeRecord:
-    """Copy a node's row."""
+    """Return a copy of a node's row."""
     condition = NodeCondition(row.condition)
     return NodeRecord(row.name, row.slots, row.kind, row.spec, condition, row.reason, row.since)
 
 
 def generation_record(row: GenerationRow) -> GenerationRecord:
-    """Copy a generation's row."""
+    """Return a copy of a generation's row."""
     return GenerationRecord(
         job=row.job,
         generation=row.generation,

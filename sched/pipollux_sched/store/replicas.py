@@ -1,4 +1,4 @@
-"""Where the replicas of a job's present generation can be reached, as they said themselves."""
+"""Addresses of the replicas of a job's present generation, as they registered them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnknownReplicaError(StoreError):
 
 
 class Discovery(NamedTuple):
-    """The replicas of a generation that have said where they are."""
+    """The registered replicas of a generation."""
 
     num_replicas: int
     """How many the generation has."""
@@ -27,16 +27,16 @@ class Discovery(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether all have."""
+        """Whether all replicas are registered."""
         return len(self.addresses) == self.num_replicas
 
 
 class ReplicaAddresses:
-    """Keeps the addresses, so that they outlive the scheduler that was told.
+    """Stores the addresses, so that they outlive the scheduler that received them.
 
     Args:
-        database: where.
-        clock: tells the time, in seconds since the epoch.
+        database: database of the store.
+        clock: returns the time, in seconds since the epoch.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -44,7 +44,7 @@ class ReplicaAddresses:
         self._clock = clock
 
     def register(self, job: str, generation: int, replica: int, address: str) -> None:
-        """Keep where a replica is; what it said before is replaced.
+        """Store the address of a replica; an earlier one is replaced.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -67,7 +67,7 @@ class ReplicaAddresses:
             )
 
     def find(self, job: str, generation: int) -> Discovery:
-        """Return who has said where it is.
+        """Return the registered replicas.
 
         Raises:
             UnknownJobError: there is no job of this name.

@@ -1,4 +1,4 @@
-"""The moving average of what restarts have cost a job."""
+"""The moving average of a job's restart costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RESTART_WEIGHT = 0.3
 
 
 def moving_average(values: Sequence[float], default: float) -> float:
-    """Return the exponentially weighted moving average of `values`, `default` when there is none.
+    """Return the exponentially weighted moving average of `values`, `default` if there is none.
 
     Example:
         >>> moving_average([10.0, 20.0], 30.0)

@@ -1,14 +1,14 @@
-"""What the store forgets, so that it does not grow without bound.
+"""Retention: the store thins old events, so that it does not grow without bound.
 
-What happened in a job's life is kept. What jobs tell again and again is thinned as it ages: of the
-events of one job and one type, all of the last hour are kept, then the last of every minute, after
-a day the last of every ten minutes, and after 30 days of every hour. Timelines and hints are large,
-and of interest while they are new: of the former only the last one of a job is left after a week,
-of the latter after 30 days. The last one is always left.
+Life-cycle events are kept. Events that jobs report repeatedly are thinned as they age. For each job
+and type, all of the last hour are kept, then the last of every minute; after a day the last of
+every ten minutes, after 30 days of every hour. Timelines and hints are large and soon out of date:
+only the last timeline of a job is kept after a week, only the last hints after 30 days. The last
+one is always kept.
 
-An event is superfluous if the next of its job and type falls into the same stretch of time. That is
-asked of one event at a time, so the log is gone through in small transactions, and once for each of
-the rules: how far it was is written down with what was deleted.
+An event is superfluous if the next of its job and type falls into the same interval. This is
+decided for one event at a time, so the log is scanned in small transactions, once for each rule;
+the position is stored together with the deletions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOUR, _DAY = 3600.0, 86400.0
 
 
 class Rule(NamedTuple):
-    """Of events of some types, when they have come to an age, one is kept of every stretch."""
+    """From an age on, one event of the given types is kept in every interval."""
 
     name: str
     """What its place in the log is written down under."""
@@ -56,12 +56,12 @@ PATIENCE = 1.0
 
 
 def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
-    """Delete what is superfluous; return how many events that were.
+    """Delete superfluous events; return their number.
 
     Args:
-        database: of the store.
-        now: the time by which events are as old as they are, in seconds since the epoch.
-        patience: seconds that it may take.
+        database: database of the store.
+        now: time against which ages are measured, in seconds since the epoch.
+        patience: time limit in seconds.
     """
     deadline = time.monotonic() + patience
     deleted = 0
@@ -78,7 +78,7 @@ def prune(database: Database, now: float, patience: float = PATIENCE) -> int:
 
 
 def _is_due(database: Database, rule: Rule, now: float) -> bool:
-    """Say whether there is anything to look at, without taking the lock of those who write."""
+    """Return whether there is anything to scan, without taking the writers' lock."""
     with database.read() as session:
         query = select(EventRow.time).where(EventRow.id > _place(session, rule))
         following = session.scalar(query.order_by(EventRow.id).limit(1))
@@ -86,7 +86,7 @@ def _is_due(database: Database, rule: Rule, now: float) -> bool:
 
 
 def _is_young(event_time: float, rule: Rule, now: float) -> bool:
-    # An event from the future tells of a clock that was set back; it must not block the way.
+    # An event from the future means that the clock was set back; it must not block the scan.
     return now - rule.age < event_time <= now
 
 
@@ -132,7 +132,7 @@ def _prune_batch(session: Session, rule: Rule, now: float) -> int:
 
 
 def delete_events(session: Session, ids: Sequence[int]) -> None:
-    """Delete events, and the progress that they stand for."""
+    """Delete events, and their rows of progress."""
     if ids:
         session.execute(delete(PointRow).where(PointRow.event.in_(ids)))
         session.execute(delete(EventRow).where(EventRow.id.in_(ids)))

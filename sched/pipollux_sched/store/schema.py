@@ -1,8 +1,8 @@
-"""Bring the tables of a store to what this version of Pipollux needs, when it is opened.
+"""Schema of a store, brought up to date when it is opened.
 
 A new store gets all tables at once; one of an earlier version goes through alembic's revisions in
-`migrations/`. Either is one writing transaction: done once, whoever else opens the store, or not at
-all.
+`migrations/`. Either is one writing transaction: it happens completely and once, or not at all,
+even if several processes open the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32)
 
 
 def no_store(location: Location) -> StoreError:
-    """Return the error for a place where nobody has kept a store yet."""
+    """Return the error for a location without a store."""
     return StoreError(
         f"{location} {'does not exist' if location.file else 'holds no store'}: no scheduler has "
         "kept a store there yet; check --state-dir, or start one with: "
@@ -42,12 +42,12 @@ def revision(connection: Connection) -> str | None:
 
 
 def bring_up_to_date(connection: Connection, location: Location) -> None:
-    """Make the tables, or migrate them, within a writing transaction.
+    """Create the tables, or migrate them, within a writing transaction.
 
     Raises:
         StoreError: a newer version of Pipollux has written them.
     """
-    found = revision(connection)  # again: another process may have done it since somebody looked
+    found = revision(connection)  # again: another process may have done it since the first check
     if found is None:
         _create(connection)
     elif found != REVISION:
@@ -55,7 +55,7 @@ def bring_up_to_date(connection: Connection, location: Location) -> None:
 
 
 def _create(connection: Connection) -> None:
-    # Tables of the same names that somebody else made are not to be taken for ours.
+    # Another program's tables of the same names must not be mistaken for ours.
     Base.metadata.create_all(connection, checkfirst=False)
     connection.execute(insert(MetaRow).values(key="created_at", value=str(time.time())))
     _VERSION.create(connection)
@@ -63,7 +63,7 @@ def _create(connection: Connection) -> None:
 
 
 def _upgrade(connection: Connection, found: str, location: Location) -> None:
-    from alembic import command  # slow to import, and seldom needed
+    from alembic import command  # slow to import, and rarely needed
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 

@@ -1,13 +1,13 @@
-"""The directory in which a scheduler keeps everything: its store, the files of its jobs.
+"""The state directory of a scheduler: its store, and the files of its jobs.
 
 <state dir>/pipollux.db                     the store
-<state dir>/store.url                       where the store is, if elsewhere (mode 0600)
+<state dir>/store.url                       location of the store, if elsewhere (mode 0600)
 <state dir>/lock                            held by the scheduler that serves this directory
-<state dir>/admin.token                     opens everything (mode 0600)
-<state dir>/server.json                     where it listens, and its admin token (mode 0600)
-<state dir>/jobs/NAME/checkpoints/          what the job saved
-<state dir>/jobs/NAME/checkpoints-G/        the same, since generation G ran it from the start
-<state dir>/jobs/NAME/generations/gen-G/    what was started last, and how its processes are
+<state dir>/admin.token                     the admin's token (mode 0600)
+<state dir>/server.json                     URL and admin token (mode 0600)
+<state dir>/jobs/NAME/checkpoints/          the job's checkpoints
+<state dir>/jobs/NAME/checkpoints-G/        the same, after generation G restarted from scratch
+<state dir>/jobs/NAME/generations/gen-G/    the last launch, and the state of its processes
 <state dir>/jobs/NAME/logs/gen-G-replica-R.log
 """
 
@@ -47,7 +47,7 @@ _LOG_NAME = re.compile(r"gen-(\d+)-replica-(\d+)\.log")
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Where the scheduler of a state directory listens."""
+    """Address of the scheduler of a state directory."""
 
     url: str
     pid: int
@@ -70,36 +70,36 @@ class StateDir:
     """
 
     path: Path
-    """Made absolute, as processes with other working directories are told about it."""
+    """Absolute, because processes with other working directories receive it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.expanduser().resolve())
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:
-        """Take `path`, else what PIPOLLUX_STATE_DIR says, else the user's folder for states.
+        """Return `path`, else PIPOLLUX_STATE_DIR, else the user's default state directory.
 
-        That is `pipollux` in what XDG_STATE_HOME says, else in ~/.local/state.
+        The default is `pipollux` in XDG_STATE_HOME, else in ~/.local/state.
         """
         named = path or os.environ.get(ENVIRONMENT_VARIABLE)
         return cls(Path(named) if named else user_state_path("pipollux", appauthor=False))
 
     @property
     def database(self) -> Path:
-        """The file of the store, where it is not elsewhere: see `store`."""
+        """The file of the store, unless it is elsewhere: see `store`."""
         return self.path / "pipollux.db"
 
     @property
     def store_url(self) -> Path:
-        """The file that says where the store is, if it is elsewhere."""
+        """The file with the location of the store, if it is elsewhere."""
         return self.path / "store.url"
 
     @property
     def store(self) -> Path | str:
-        """What `Store` is to be opened with: a file, or the URL of a database.
+        """Location to open `Store` with: a file, or the URL of a database.
 
         Raises:
-            StateDirError: what says where it is cannot be read.
+            StateDirError: the file with the location cannot be read.
         """
         try:
             return self.store_url.read_text(encoding="utf-8").strip()
@@ -111,12 +111,12 @@ class StateDir:
             ) from error
 
     def has_store(self) -> bool:
-        """Return whether a scheduler has kept a store for this directory."""
+        """Return whether this directory has a store."""
         return self.store_url.exists() or self.database.exists()
 
     @property
     def server(self) -> Path:
-        """The file that says where the scheduler listens."""
+        """The file with the address of the scheduler."""
         return self.path / "server.json"
 
     def job(self, name: str) -> Path:
@@ -124,20 +124,20 @@ class StateDir:
         return self.path / "jobs" / name
 
     def checkpoints(self, name: str, first_generation: int = 1) -> Path:
-        """Return the directory of a job's checkpoints, of the run that began with a generation."""
+        """Return the checkpoint directory of a job's run that began with a generation."""
         number = "" if first_generation == 1 else f"-{first_generation}"
         return self.job(name) / f"checkpoints{number}"
 
     def generation(self, name: str, generation: int) -> Path:
-        """Return the directory of what is known of a generation and its processes."""
+        """Return the directory of a generation and its processes."""
         return self.job(name) / "generations" / f"gen-{generation}"
 
     def log(self, name: str, generation: int, replica: int) -> Path:
-        """Return the file that takes what one replica of one generation prints."""
+        """Return the log file of one replica of one generation."""
         return self.job(name) / "logs" / f"gen-{generation}-replica-{replica}.log"
 
     def logs(self, name: str) -> list[tuple[int, int, Path]]:
-        """Return the logs that are there, as (generation, replica, file) in that order."""
+        """Return the existing logs, as (generation, replica, file) in that order."""
         found = []
         for path in (self.job(name) / "logs").glob("gen-*-replica-*.log"):
             match = _LOG_NAME.fullmatch(path.name)
@@ -146,11 +146,11 @@ class StateDir:
         return sorted(found)
 
     def create(self) -> None:
-        """Make the directory, for its owner alone; one that is there is tightened where need be.
+        """Create the directory for its owner alone; tighten the mode of an existing one.
 
         Raises:
-            StateDirError: it cannot be made or written to, is somebody else's, or is open to others
-                and holds something else, so that closing it might shut them out.
+            StateDirError: it cannot be created or written to, belongs to another user, or is open
+                to others and holds foreign files, so that closing it might lock them out.
         """
         advice = "choose another with --state-dir"
         try:
@@ -172,29 +172,29 @@ class StateDir:
             )
 
     def _holds_other_things(self) -> bool:
-        """Return whether there is something, but nothing that a scheduler has left."""
+        """Return whether the directory holds files, but none of a scheduler."""
         names = {path.name for path in self.path.iterdir()}
         return bool(names) and not names & {self.database.name, self.store_url.name, "lock"}
 
     def job_names(self) -> list[str]:
-        """Return the names of the jobs that have left files here."""
+        """Return the names of the jobs that have files here."""
         try:
             return sorted(path.name for path in (self.path / "jobs").iterdir() if path.is_dir())
         except FileNotFoundError:
             return []
 
     def check_known(self, store: Path | str, last_event: int) -> None:
-        """Refuse a store in which nothing has ever happened, though jobs have left files here.
+        """Refuse a store without any event if jobs have files here.
 
-        Its database was lost, or is another one: it would be filled again, and files of these jobs
-        be mixed with those of new ones of their names.
+        The database was lost or replaced: new jobs of the same names would mix their files with
+        those of the old ones.
 
         Args:
-            store: where the store is.
+            store: location of the store.
             last_event: id of the last event in it.
 
         Raises:
-            StateDirError: it is such a store.
+            StateDirError: the store has no event, but there are files of jobs.
         """
         jobs = [] if last_event else self.job_names()
         if jobs:
@@ -207,10 +207,10 @@ class StateDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory: at most one scheduler serves it at a time.
+        """Lock the directory: at most one scheduler serves it at a time.
 
         Raises:
-            StateDirError: another one does, or the lock is somebody else's.
+            StateDirError: another one serves it, or the lock file belongs to another user.
         """
         with open_private(self.path / "lock") as file:
             if not _lock(file.fileno()):
@@ -234,7 +234,7 @@ class StateDir:
         return False
 
     def keep_store(self, where: Path | str) -> None:
-        """Record where the store is, for commands and later schedulers; for the owner alone."""
+        """Record the location of the store, for commands and later schedulers; owner only."""
         new = Location.of(where)
         if self.has_store():
             old = Location.of(self.store)
@@ -243,9 +243,9 @@ class StateDir:
         write_aside(self.store_url, f"{new.secret()}\n".encode(), PRIVATE)
 
     def admin_token(self) -> str:
-        """Return the token that opens everything; the same for every scheduler of the directory.
+        """Return the admin token, the same for every scheduler of the directory.
 
-        To have another, remove the file and start the scheduler again.
+        To replace it, remove the file and restart the scheduler.
         """
         path = self.path / "admin.token"
         try:
@@ -265,11 +265,11 @@ class StateDir:
         return token
 
     def write_server(self, info: ServerInfo) -> None:
-        """Record where the scheduler listens; readable for the owner alone."""
+        """Record the address of the scheduler; readable for the owner alone."""
         write_aside(self.server, (json.dumps(asdict(info), indent=2) + "\n").encode(), PRIVATE)
 
     def read_server(self) -> ServerInfo | None:
-        """Read where the scheduler listens; None when none says so."""
+        """Return the recorded address of the scheduler; None if there is none."""
         try:
             content = json.loads(self.server.read_text(encoding="utf-8"))
             return ServerInfo(str(content["url"]), int(content["pid"]), str(content["token"]))
@@ -277,13 +277,13 @@ class StateDir:
             return None
 
     def remove_server(self) -> None:
-        """Record that no scheduler listens any more."""
+        """Remove the recorded address of the scheduler."""
         with suppress(FileNotFoundError):
             self.server.unlink()
 
 
 def _lock(file: int) -> bool:
-    """Lock a file for this process alone; wait for one that merely looks whether it is locked."""
+    """Lock a file for this process; wait for processes that only test the lock."""
     deadline = time.monotonic() + 0.5
     while True:
         try:

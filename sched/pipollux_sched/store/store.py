@@ -1,9 +1,9 @@
-"""What the scheduler remembers, and the only way its memory changes.
+"""The scheduler's persistent store, and the only way to change it.
 
 Every method is one transaction: when it returns, the change is on the disk, so whatever is
 acknowledged after it survives the death of the scheduler. Changes of a job's state go through
-`Store.transition`, which computes the new state, writes it and the events that belong to it, and
-hands back what is then to be done.
+`Store.transition`, which computes the new state, writes it with its events, and returns the actions
+to carry out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
 class Store:
-    """The memory of one scheduler, safe for use by many threads, readable by other processes.
+    """The store of one scheduler, safe for use by many threads, readable by other processes.
 
     Example:
         >>> with Store(Path("/var/lib/pipollux/pipollux.db"), create=True) as store:
@@ -53,8 +53,8 @@ class Store:
 
     Args:
         where: an SQLite file, or the URL of a database: ``postgresql://USER@HOST/DATABASE``.
-        create: make the store when it is not there.
-        clock: tells the time, in seconds since the epoch.
+        create: create the store if it is missing.
+        clock: returns the time, in seconds since the epoch.
 
     Raises:
         StoreError: there is no store, or it cannot be read by this version.
@@ -79,16 +79,16 @@ class Store:
         """Deletes jobs that have ended."""
 
     def acquire_leader_lock(self) -> None:
-        """Be the one scheduler that serves the store, until it is closed.
+        """Become the one scheduler that serves the store, until it is closed.
 
         Raises:
-            StoreTakenError: another scheduler serves it. A scheduler that has to give way later
-                on, because its connection was lost, is told so by whatever writes.
+            StoreTakenError: another scheduler serves it. A scheduler that loses the lock later,
+                with its connection, gets this error from every write.
         """
         self._database.acquire_leader_lock()
 
     def check_leader_lock(self) -> None:
-        """Raise `StoreTakenError` where another scheduler has taken the store over."""
+        """Raise `StoreTakenError` if another scheduler has taken over the store."""
         self._database.check_leader_lock()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Store:
         max_restarts: int,
         deadline: float | None = None,
     ) -> Change:
-        """Take a job in, or take up again one that failed or was cancelled: see `Submission`.
+        """Add a job, or restart one that failed or was cancelled: see `Submission`.
 
         Raises:
             JobExistsError: a job of this name is under way, or complete.
@@ -128,7 +128,7 @@ class Store:
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
-        """Take many jobs in, as `submit` does each: all of them or, where one is refused, none.
+        """Add many jobs, each as in `submit`: all of them or, if one is refused, none.
 
         Raises:
             JobExistsError: a job of one of the names is under way, or complete.
@@ -139,16 +139,16 @@ class Store:
         return changes
 
     def rerun(self, name: str, *, from_scratch: bool) -> Change:
-        """Run a job again that has ended, as it was submitted.
+        """Rerun a job that has ended, as it was submitted.
 
         Args:
-            name: of the job.
-            from_scratch: whether it starts from the beginning; else from its last checkpoint.
+            name: name of the job.
+            from_scratch: whether it starts from scratch; else from its last checkpoint.
 
         Raises:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
-            JobEndedError: it is complete, and is not to start from the beginning.
+            JobEndedError: it is complete, and `from_scratch` is False.
         """
         with self._database.write() as session:
             return run_again(session, name, self._clock(), from_scratch=from_scratch)
@@ -166,7 +166,7 @@ class Store:
         """Return all jobs in the order of their first submission.
 
         Args:
-            live: only those that have not ended; of a store that was kept for long they are few.
+            live: only those that have not ended, which are few in an old store.
         """
         query = select(JobRow).order_by(JobRow.id)
         if live:
@@ -186,7 +186,7 @@ class Store:
             )
 
     def transition_all(self, events: Sequence[tuple[str, Event]]) -> list[Change | None]:
-        """Apply events to jobs, in one transaction; None for a job that is not there."""
+        """Apply events to jobs, in one transaction; None for an unknown job."""
         names = {name for name, _ in events}
         with self._database.write() as session:
             found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
@@ -198,7 +198,7 @@ class Store:
             ]
 
     def overdue(self) -> list[JobRecord]:
-        """Return the jobs whose deadline has passed and that have neither ended nor been told."""
+        """Return the live jobs whose deadline has passed without having been applied."""
         final = (Intent.CANCEL.value, Intent.EXPIRE.value)
         query = select(JobRow).where(
             JobRow.deadline_at <= self._clock(),
@@ -208,10 +208,10 @@ class Store:
         with self._database.read() as session:
             return [job_record(row) for row in session.scalars(query)]
 
-    # What jobs say
+    # Reports of jobs
 
     def put_hints(self, name: str, generation: int, hints: Mapping[str, Any]) -> None:
-        """Keep the hints of a job's present generation, given as JSON.
+        """Store the hints of a job's present generation, given as JSON.
 
         Raises:
             UnknownJobError: there is no job of this name.
@@ -222,7 +222,7 @@ class Store:
             raise problem
 
     def put_all_hints(self, received: Sequence[ReceivedHints]) -> list[StoreError | None]:
-        """Keep hints of many jobs at once: for each, why it was not kept; None where it was."""
+        """Store hints of many jobs; return for each why it was refused, None if stored."""
         with self._database.write(durable=False) as session:
             return hint_rows.keep(session, received, self._clock())
 
@@ -239,7 +239,7 @@ class Store:
         points: Sequence[Point],
         timeline: Timeline | None = None,
     ) -> bool:
-        """Keep what a job reports of its training.
+        """Store a job's report of its training.
 
         Returns:
             Whether this was the first step of the generation.
@@ -258,7 +258,7 @@ class Store:
                 event = FirstStep(generation, points[0].step, seconds)
                 journal.advance_job(session, row, event, now)
             entries = [journal.log(session, now, "progress", name, generation, {}) for _ in points]
-            session.flush()  # gives them their ids
+            session.flush()  # assigns their ids
             session.add_all(
                 PointRow(event=entry.id, job=name, **asdict(point))
                 for entry, point in zip(entries, points, strict=True)
@@ -268,8 +268,8 @@ class Store:
             return first
 
     def last_points(self) -> dict[str, Point]:
-        """Return the latest progress by job; a job that never reported is not in it."""
-        # One look into the index for each job, not a walk through all points.
+        """Return the latest progress by job; jobs that never reported are left out."""
+        # One index lookup for each job, not a scan of all points.
         other = aliased(PointRow)
         latest = select(func.max(other.event)).where(other.job == JobRow.name)
         newest = latest.correlate(JobRow).scalar_subquery()
@@ -286,20 +286,20 @@ class Store:
             return generations.of_job(session, name)
 
     def num_generations(self, *, live: bool = False) -> dict[str, int]:
-        """Return how often each job was started; a job that never was is not in it."""
+        """Return the number of starts by job; jobs that never started are left out."""
         with self._database.read() as session:
             return generations.count(session, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
         """Return the slot-seconds of each job: every generation from its start to its end.
 
-        A job that was never started is not in it.
+        Jobs that never started are left out.
         """
         with self._database.read() as session:
             return generations.attained_service(session, self._clock(), live=live)
 
     def restart_seconds(self, name: str, default: float) -> float:
-        """Return what a restart costs a job: a moving average of its own, `default` before any."""
+        """Return a job's restart cost in seconds: its moving average, `default` before any."""
         with self._database.read() as session:
             return moving_average(generations.restart_seconds(session, name).get(name, ()), default)
 
@@ -312,12 +312,12 @@ class Store:
     # Events
 
     def add_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Log something that belongs to no job."""
+        """Log an event that belongs to no job."""
         with self._database.write() as session:
             journal.log(session, self._clock(), kind, None, None, data)
 
     def last_event(self) -> int:
-        """Return the id of the newest event, 0 when there is none."""
+        """Return the id of the newest event, 0 if there is none."""
         with self._database.read() as session:
             return session.scalar(select(func.max(EventRow.id))) or 0
 
@@ -335,7 +335,7 @@ class Store:
             after: leave out those up to this id.
             job: only those of this job.
             types: only those of these types.
-            limit: at most so many, the oldest of them.
+            limit: at most so many; the oldest are returned.
         """
         query = journal.events_of(job, types).where(EventRow.id > after)
         with self._database.read() as session:
@@ -343,18 +343,18 @@ class Store:
             return [journal.event_object(event, point) for event, point in rows]
 
     def prune(self, now: float) -> int:
-        """Thin what jobs have told again and again, as it ages: see `.retention`.
+        """Thin repeated reports of jobs as they age: see `.retention`.
 
-        To be called now and then; it takes a second at the most, in small transactions, and
-        goes on the next time with what is left.
+        Call it periodically; it takes at most a second, in small transactions, and continues on
+        the next call.
 
         Returns:
-            How many events were deleted.
+            Number of deleted events.
         """
         return retention.prune(self._database, now)
 
     def num_bytes(self) -> int:
-        """Return how much room the store takes."""
+        """Return the size of the store, in bytes."""
         return self._database.num_bytes()
 
     def latest_events(
@@ -369,9 +369,9 @@ class Store:
     # Nodes
 
     def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:
-        """Remember the nodes served now, each as (name, slots, kind, spec as JSON).
+        """Store the nodes served now, each as (name, slots, kind, spec as JSON).
 
-        Those that were there before keep their condition.
+        Known nodes keep their condition.
         """
         with self._database.write() as session:
             node_rows.remember(session, nodes, self._clock())

@@ -1,4 +1,4 @@
-"""Taking jobs in: all of a batch, or none of it."""
+"""Submission of jobs: all of a batch, or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Submission:
-    """One job to be taken in."""
+    """One job to submit."""
 
     name: str
     spec: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Submission:
 
 
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
-    """Write new jobs down, and take up again those that failed or were cancelled.
+    """Store new jobs, and restart those that failed or were cancelled.
 
     Raises:
         JobExistsError: a job of one of the names is under way, or complete.
@@ -66,12 +66,12 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
 
 
 def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:
-    """Run a job again that has ended, as it was submitted.
+    """Rerun a job that has ended, as it was submitted.
 
     Raises:
         UnknownJobError: there is no job of this name.
         JobLivesError: it has not ended.
-        JobEndedError: it is complete, and is to go on nevertheless.
+        JobEndedError: it is complete, and is not to start from scratch.
     """
     row = journal.find_job(session, name)
     phase = Phase(row.phase)
@@ -82,7 +82,7 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
             f"job {name!r} is complete and has nothing to go on with; to train it again from the "
             f"start: pipollux rerun {name} --from-scratch"
         )
-    if from_scratch:  # a model of its training is one of the end of it
+    if from_scratch:  # hints describe the end of the earlier training
         session.execute(delete(HintsRow).where(HintsRow.job == name))
     deadline = row.spec.get("deadline")
     row.ended_at = None

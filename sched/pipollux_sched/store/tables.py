@@ -1,11 +1,11 @@
 """The tables of the store.
 
-Times are seconds since the epoch. Progress points are events as well, but they are by far the most,
-so they have a table with columns of their own: the row in `events` says that there is one, and the
-row in `points` with the same id says what it is.
+Times are seconds since the epoch. Progress points are events too, but by far the most numerous, so
+they have a table with its own columns: the row in `events` stands for one, and the row in `points`
+with the same id holds its values.
 
-A change of a table needs a revision in `migrations/versions`, which brings stores that are
-there to the same, and names it in `schema.py`.
+A change of a table needs a revision in `migrations/versions`, which migrates existing stores, and
+is named in `schema.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Base(DeclarativeBase):
         list[str]: JSON,
         list[dict[str, Any]]: JSON,
         float: Double(),
-        # Ids of events and counts of samples outgrow 32 bits, which SQLite's integers do not have.
+        # Ids of events and counts of samples outgrow 32 bits, a limit that SQLite does not have.
         int: BigInteger().with_variant(Integer(), "sqlite"),
     }
 
@@ -39,7 +39,7 @@ class MetaRow(Base):
 
 
 class JobRow(Base):
-    """A job: what was asked for, and its present state."""
+    """A job: its specification, and its present state."""
 
     __tablename__ = "jobs"
 
@@ -115,7 +115,7 @@ class EventRow(Base):
 
 
 class PointRow(Base):
-    """The progress that the event of the same id stands for."""
+    """The progress of the event with the same id."""
 
     __tablename__ = "points"
     __table_args__ = (Index("points_by_job", "job", "event"),)
@@ -153,7 +153,7 @@ class NodeRow(Base):
 
 
 class ReplicaRow(Base):
-    """Where a replica of a job's present generation can be reached."""
+    """Address of a replica of a job's present generation."""
 
     __tablename__ = "replicas"
 

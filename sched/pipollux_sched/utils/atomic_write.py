@@ -1,4 +1,4 @@
-"""Write a file so that readers meet the whole of it, or the one before."""
+"""Atomic writes: readers see the whole new file, or the previous one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ PUBLIC, PRIVATE = 0o644, 0o600
 
 
 def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
-    """Write a file beside its place and move it there once it is on the disk.
+    """Write a temporary file, and move it into place once it is on the disk.
 
     Args:
-        path: the file; its folder is made when missing, and it is replaced at one go.
-        content: all of it.
-        mode: who may read it.
+        path: the file, replaced atomically; its folder is created if missing.
+        content: the whole content.
+        mode: permission bits.
 
     Raises:
-        OSError: it cannot be written; what stood there before still does.
+        OSError: it cannot be written; the previous file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
@@ -31,7 +31,7 @@ def write_aside(path: Path, content: bytes, mode: int = PUBLIC) -> None:
             file.flush()
             os.fsync(handle)
         Path(aside).replace(path)
-    except BaseException:  # Ctrl-C, too, leaves nothing behind
+    except BaseException:  # also on Ctrl-C, nothing is left behind
         Path(aside).unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)

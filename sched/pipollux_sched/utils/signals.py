@@ -1,4 +1,4 @@
-"""Signals to end as something to wait for, instead of something that may strike anywhere."""
+"""Termination signals as an event to wait for, instead of an exception at any point."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """While it is entered, signals to end are counted; the main thread can wait for them.
+    """Context that counts termination signals; the main thread can wait for them.
 
     These are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The handler
-    only counts and writes a byte into a pipe: it takes no lock, so it can come at any moment. Must
-    be entered in the main thread.
+    only counts and writes a byte into a pipe: it takes no lock, so it may run at any moment. Enter
+    it in the main thread.
 
     Example:
         >>> with Interruption() as interruption:
@@ -45,7 +45,7 @@ class Interruption:
             os.close(end)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a signal, at most `timeout` seconds; say whether one has come so far."""
+        """Wait at most `timeout` seconds for a signal; return whether any has arrived so far."""
         if not self.count:
             select.select([self._pipe[0]], [], [], timeout)
         return self.count > 0

@@ -1,7 +1,7 @@
-"""Numbers, times and names as readers see them, on pages and in terminals.
+"""Formatting of numbers, times and names for pages and terminals.
 
-Names and messages come from users, so `clean` is what stands between them and a terminal or an XML
-parser: it takes out control characters, lone surrogates and characters that turn the line around.
+Names and messages come from users, so `clean` protects terminals and XML parsers: it removes
+control characters, lone surrogates and characters that reverse the direction of text.
 Pages group the thousands of a number (`grouped`, `amount`), terminals do not (`number`).
 """
 
@@ -162,7 +162,7 @@ def duration(seconds: float | None, digits: int = 2) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time of a step, in s, ms or µs; what is below 0.1 µs is nothing.
+    """Return a step time in s, ms or µs; below 0.1 µs it is 0 s.
 
     >>> seconds(0.01234), seconds(1e-8)
     ('12.3 ms', '0 s')
@@ -174,7 +174,7 @@ def seconds(value: float) -> str:
 
 
 def spell_duration(length: float) -> str:
-    """Return a duration, rounded to a whole number of a unit that says enough.
+    """Return a duration, rounded to a whole number of a suitable unit.
 
     >>> spell_duration(45.2), spell_duration(1800.0), spell_duration(36 * 3600.0)
     ('45 s', '30 min', '36 h')
@@ -198,7 +198,7 @@ def spell_age(age: float) -> str:
 
 
 def spell_moment(moment: float | None, now: float | None = None) -> str:
-    """Return a time of the clock, and how long ago (or ahead) it is."""
+    """Return a clock time, and how long ago (or ahead) it is."""
     if moment is None:
         return DASH
     apart = (time.time() if now is None else now) - moment
@@ -220,7 +220,7 @@ def listing(words: Sequence[str]) -> str:
 
 
 def spell_nodes(nodes: Sequence[str]) -> str:
-    """Return where the replicas of an allocation lie, each node once, in the order given.
+    """Return the nodes of an allocation, each once with its count, in the given order.
 
     >>> spell_nodes(["node-b", "node-a", "node-a"])
     'node-b, node-a ×2'

@@ -1,4 +1,4 @@
-"""Read the files that people write; say clearly why one cannot be read."""
+"""Reading of text files, with clear errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def read_text_file(path: Path, refuse: Callable[[str], Exception]) -> str:
 
     Args:
         path: the file.
-        refuse: makes the error to raise of a sentence that names the file and says what to do.
+        refuse: makes the error to raise from a sentence that names the file and the fix.
 
     Raises:
-        Exception: what `refuse` makes, when the file is missing, cannot be read or is not UTF-8.
+        Exception: made by `refuse` if the file is missing, unreadable or not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")

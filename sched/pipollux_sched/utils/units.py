@@ -1,4 +1,4 @@
-"""Parse sizes and durations as people write them."""
+"""Parsing of sizes and durations with units."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Turn a size into bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
+    """Return a size in bytes: ``8GiB`` (2**33), ``500MB`` (5e8), ``8Gi``, or a plain number.
 
     Raises:
-        ValueError: it is not such a size.
+        ValueError: it is no valid size.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
@@ -33,10 +33,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_duration(text: str | float | None) -> float | None:
-    """Turn a duration into seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
+    """Return a duration in seconds: ``90s``, ``45m``, ``36h``, ``2d``, or a plain number.
 
     Raises:
-        ValueError: it is not such a duration, not above 0, or longer than a century.
+        ValueError: it is no valid duration, not above 0, or longer than a century.
     """
     if text is None:
         return None
@@ -57,7 +57,7 @@ def parse_duration(text: str | float | None) -> float | None:
 
 
 def check_seconds(**times: float) -> None:
-    """Check times that something is waited for, each given by its name.
+    """Check timeouts, each given by its name.
 
     Raises:
         ValueError: one is not a number, not above 0, or longer than `MOST_SECONDS`.
@@ -70,6 +70,6 @@ def check_seconds(**times: float) -> None:
 
 
 def _shown(value: object) -> str:
-    """Spell a value as it stands in a file, shortened to what fits a sentence."""
+    """Return a value as in its file, shortened to fit a sentence."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

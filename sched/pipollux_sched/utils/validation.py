@@ -1,7 +1,7 @@
-"""Pydantic's errors as sentences that a user can act on.
+"""Pydantic's errors as actionable sentences.
 
-Each sentence names the place (``nodes[1].slots``), the value that stands there, and what is
-allowed; for an unknown field also the closest name that is known.
+Each sentence names the place (``nodes[1].slots``), its value, and what is allowed; for an unknown
+field also the closest known name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Place = tuple[int | str, ...]
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with some data."""
+    """One problem in some data."""
 
     place: Place
     """Where, as a path of fields and indices."""
@@ -32,12 +32,12 @@ class Problem(NamedTuple):
 
 
 def problem_at(place: Place, text: str) -> PydanticCustomError:
-    """Make an error to raise in a validator about a place further inside than the model."""
+    """Return an error for a validator to raise about a place nested inside the model."""
     return PydanticCustomError("placed", "{text}", {"text": text, "place": place})
 
 
 def spell(place: Sequence[int | str]) -> str:
-    """Spell a place as in ``nodes[1].slots``."""
+    """Return a place in the form ``nodes[1].slots``."""
     text = ""
     for step in place:
         if isinstance(step, int):
@@ -48,15 +48,15 @@ def spell(place: Sequence[int | str]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that `name` was most likely meant to be, or None."""
+    """Return the known name closest to `name`, or None."""
     match = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return match[0] if match else None
 
 
 def problems(errors: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Problem]:
-    """Turn pydantic's errors about `model` into problems, in the order of the data.
+    """Return pydantic's errors about `model` as problems, in the order of the data.
 
-    A missing field that was evidently misspelt is left out: the unknown field tells of it.
+    A missing field that was evidently misspelt is left out: the unknown field covers it.
     """
     found: list[Problem] = []
     missing: list[Problem] = []
@@ -98,7 +98,7 @@ def _text(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
 
 
 def _expected(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
-    """Say what is allowed at a place whose value has the wrong type or is out of bounds."""
+    """Return what is allowed at a place whose value has the wrong type or is out of bounds."""
     value = details["input"]
     if details["type"] == "string_type" and isinstance(value, int | float):
         return f'a text: write it in quotes, "{spell_value(value)}"'
@@ -115,7 +115,7 @@ def _unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def spell_value(value: Any) -> str:
-    """Spell a value as it stands in YAML or JSON, shortened to what fits a sentence."""
+    """Return a value as in YAML or JSON, shortened to fit a sentence."""
     if value is None:
         return "an empty value"
     try:
@@ -126,7 +126,7 @@ def spell_value(value: Any) -> str:
 
 
 def _allowed(model: type[BaseModel], place: Place) -> str:
-    """Say what may stand at a place: the words of its field's `description`, else its bounds."""
+    """Return what is allowed at a place: its field's `description`, else its bounds."""
     field = _field(model, place)
     if field is None:
         return f"a mapping that begins with '{next(iter(model.model_fields))}:'"
@@ -146,7 +146,7 @@ def _known_fields(model: type[BaseModel], place: Place) -> list[str]:
 
 
 def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
-    """Return the field that a place lies in; an index belongs to the field of its list."""
+    """Return the field of a place; an index belongs to the field of its list."""
     named = [index for index, step in enumerate(place) if isinstance(step, str)]
     while named:
         last = named.pop()
@@ -158,7 +158,7 @@ def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
 
 
 def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """Return the model whose fields stand at a place, or None where there is none."""
+    """Return the model at a place, or None if there is none."""
     for step in place:
         if isinstance(step, int):
             continue
@@ -171,7 +171,7 @@ def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Find the models in an annotation such as ``tuple[NodeSpec, ...] | None``."""
+    """Return the models in an annotation such as ``tuple[NodeSpec, ...] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in _models(part)]

@@ -1,4 +1,4 @@
-"""Threads that the scheduler cannot do without: how one ended is known, not only printed."""
+"""Threads that the scheduler cannot do without; the error that ended one is kept."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread that keeps what ended it.
+    """A daemon thread that keeps the error that ended it.
 
     Args:
-        name: what it does; its own name is this after ``pipollux-``.
-        run: what it runs until the scheduler ends.
+        name: what it does; the thread's name is this after ``pipollux-``.
+        run: task that runs until the scheduler stops.
     """
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class VitalThread(threading.Thread):
         self._done = False
 
     def run(self) -> None:
-        """Run the task; keep what it raises."""
+        """Run the task; keep the error that it raises."""
         try:
             self._task()
         except BaseException as error:  # its owner ends the process
@@ -39,7 +39,7 @@ class VitalThread(threading.Thread):
 
     @property
     def failure(self) -> str | None:
-        """How the thread ended, as a sentence; None while it runs, and before."""
+        """How the thread ended, as a sentence; None before and while it runs."""
         if not self._done:
             return None
         how = "has ended" if self._error is None else f"has failed ({self._error!r})"
@@ -50,7 +50,7 @@ class VitalThreads:
     """The threads of one scheduler.
 
     Args:
-        ending: set when they are to end.
+        ending: set when the threads must end.
     """
 
     def __init__(self, ending: threading.Event) -> None:
@@ -58,13 +58,13 @@ class VitalThreads:
         self._threads: list[VitalThread] = []
 
     def watch(self, thread: VitalThread) -> None:
-        """Look after a thread that somebody else starts and ends."""
+        """Watch a thread whose start and end are managed elsewhere."""
         self._threads.append(thread)
 
     def start(
         self, resources: ExitStack, name: str, run: Callable[[], None], wake: threading.Event
     ) -> None:
-        """Start a thread, which `resources` end: told by `ending`, and woken by `wake`."""
+        """Start a thread; closing `resources` sets `ending` and `wake`, and joins it."""
         thread = VitalThread(name, run)
         self.watch(thread)
         thread.start()
@@ -74,5 +74,5 @@ class VitalThreads:
 
     @property
     def failure(self) -> str | None:
-        """How the first of them that is over ended, as a sentence; None while all run."""
+        """How the first ended thread ended, as a sentence; None while all run."""
         return next((thread.failure for thread in self._threads if thread.failure), None)

@@ -1,7 +1,7 @@
-"""Reading a user's YAML file, so that every complaint about it can say where.
+"""Reading of YAML files, with the line of each value for error messages.
 
-YAML is taken as the safe loader takes it, with one difference: a key that stands twice in one
-mapping is refused, where YAML's own loaders silently keep the last.
+Files are read by PyYAML's safe loader with one difference: a duplicate key in a mapping is refused,
+where PyYAML silently keeps the last.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .text_file import read_text_file
 
 
 class SpecError(InputError):
-    """A description of a cluster or a job that cannot be used; problems name file and place."""
+    """An invalid description of a cluster or a job; the problems name file and place."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, refusing a key that stands twice."""
+    """The safe loader, which refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True)
 class YamlFile:
-    """One YAML file: its data, and the line that each piece of it stands in."""
+    """One YAML file: its data, and the line of each value."""
 
     path: Path
     data: Any
@@ -50,7 +50,7 @@ class YamlFile:
     def line(self, place: Sequence[int | str]) -> int:
         """Return the line (from 1) of a place such as ``("nodes", 1, "slots")``.
 
-        Where the place does not exist, the line of the last piece on the way that does.
+        If the place does not exist, return the line of its nearest existing parent.
         """
         node, line = self.root, self.root.start_mark.line
         for step in place:
@@ -68,11 +68,11 @@ class YamlFile:
 
 
 def read_yaml_file(path: str | Path, example: str) -> YamlFile:
-    """Read one YAML file.
+    """Return the contents of one YAML file.
 
     Args:
         path: the file.
-        example: what such a file must begin with, for the complaint about an empty one.
+        example: required beginning of such a file, for the error about an empty one.
 
     Raises:
         SpecError: the file is missing, unreadable, empty, or not YAML.

@@ -1,4 +1,4 @@
-"""What alembic runs: the revisions, on the connection and in the transaction that it is given."""
+"""Alembic's environment: runs the revisions on the given connection, in its transaction."""
 
 from __future__ import annotations
 

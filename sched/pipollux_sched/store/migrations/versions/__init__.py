@@ -1,1 +1,1 @@
-"""One module a revision of the store's tables, each after the one that it names."""
+"""Revisions of the store's tables, one module each; each names its predecessor."""

@@ -1,6 +1,6 @@
 """The tables of the first version: `tables.py` as it was then.
 
-A new store is made with the tables of the present version, so there is nothing to do here.
+A new store is created with the tables of the present version, so there is nothing to do here.
 """
 
 from __future__ import annotations
