@@ -11,7 +11,7 @@ __all__ = ["ResolvedScript", "resolve_script", "with_script_found"]
 
 
 class ResolvedScript(NamedTuple):
-    """The script as written, and the file that it resolves to."""
+    """The file of a job's script, and the folder in which it was found."""
 
     path: Path
     """Absolute."""

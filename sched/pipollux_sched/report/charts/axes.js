@@ -1,4 +1,4 @@
-// Axes: where their ticks stand, and what they say.
+// Axes: positions and labels of their ticks.
 
 import { day, elapsed, moment, pad, percent, seconds, short, thousands } from "./format.js";
 
@@ -7,7 +7,7 @@ const DAY = 86400;
 const LENGTHS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
   ...[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map((hours) => hours * 3600)];
 
-/** How a value is written: on an axis, and by itself. */
+/** Formats of values: on an axis, and alone. */
 export const SPELL = {
   number: { tick: short, value: short },
   whole: { tick: short, value: (value) => thousands(Math.round(value)) },
@@ -18,7 +18,7 @@ export const SPELL = {
   moment: { tick: moment, value: moment },
 };
 
-/** Ticks of a horizontal axis: [{ value, label }], about `wanted` of them, none outside of it. */
+/** Return about `wanted` ticks of a horizontal axis: [{ value, label }], all within it. */
 export function xTicks(kind, low, high, wanted) {
   if (kind === "moment") return timeTicks(low, high, wanted);
   if (kind === "elapsed") return timeTicks(low, high, wanted, false);
@@ -27,7 +27,7 @@ export function xTicks(kind, low, high, wanted) {
   return found.map((value) => ({ value, label: SPELL[kind].tick(value) }));
 }
 
-/** About `wanted` round values that cover `low` to `high`; whole ones, where there are no others. */
+/** Return about `wanted` round values from `low` to `high`; with `whole`, integers if there are any. */
 export function yTicks(low, high, wanted, whole = false) {
   const [first, last] = Plot.nice(low, high > low ? high : low + (Math.abs(low) || 1), wanted);
   const values = Plot.ticks(first, last, wanted);
@@ -40,7 +40,7 @@ function wholeOnes(values) {
   return found.at(-1) < last ? [...found, last] : found;
 }
 
-/** At most `wanted` round moments from `from` to `to`, of the local clock or of one that begins at 0. */
+/** Return at most `wanted` round times from `from` to `to`, by the local clock or one that starts at 0. */
 export function timeTicks(from, to, wanted, local = true) {
   const least = (to - from) / Math.max(wanted, 1);
   const days = Math.ceil(least / DAY) * DAY;
@@ -53,7 +53,7 @@ export function timeTicks(from, to, wanted, local = true) {
   return found;
 }
 
-/** Round lengths of time for a logarithmic axis, so far apart that their labels do not touch. */
+/** Return round durations for a logarithmic axis, spaced so that their labels do not overlap. */
 function lengthTicks(low, high, wanted) {
   const apart = Math.log(high / low) / Math.max(wanted, 1);
   const found = [];
@@ -69,7 +69,7 @@ function label(date, step) {
   return step < 60 ? pad(...parts, date.getSeconds()) : pad(...parts);
 }
 
-/** A round length of time, in whole hours from one hour on. */
+/** Return a round duration, in whole hours from one hour on. */
 function length(value) {
   return value >= 3600 ? `${short(value / 3600)} h` : value >= 60 ? `${short(value / 60)} min` : value >= 1 ? `${short(value)} s` : `${short(value * 1000)} ms`;
 }

@@ -1,12 +1,12 @@
-// Curves over one horizontal axis, in panels above each other: what was reported, and its smoothed course.
+// Curves over one horizontal axis, in stacked panels: the reported values, and a smoothed curve.
 
 import { SPELL, xTicks, yTicks } from "./axes.js";
 import { h, s } from "./dom.js";
 import { Figure, textWidth } from "./figure.js";
 
 const PER_TICK = 86;
-const [TOP, BOTTOM, RIGHT, LEFT] = [14, 26, 10, 50]; // LEFT: the same for all, so that times lie above each other
-const MANY = 60; // points above which what is reported is drawn thin, and its smoothed course over it
+const [TOP, BOTTOM, RIGHT, LEFT] = [14, 26, 10, 50]; // LEFT: the same for all, so that times are aligned
+const MANY = 60; // above so many points, the reported values are drawn thin, under a smoothed curve
 
 /**
  * @param spec {
@@ -50,7 +50,7 @@ export class Curves extends Figure {
     this.mark(this.selected);
   }
 
-  // What is read
+  // Reading with pointer and keys
 
   things() {
     const [low, high] = this.domain;
@@ -92,7 +92,7 @@ export class Curves extends Figure {
     });
   }
 
-  // How it is drawn
+  // Drawing
 
   #lines() {
     return this.spec.panels.flatMap((panel) => panel.lines);
@@ -158,7 +158,7 @@ export class Curves extends Figure {
     });
   }
 
-  /** The labels of marks, without those that would touch another. */
+  /** Draw the labels of marks, without those that would overlap another. */
   #flags(marks, from, to) {
     const room = this.width - LEFT - RIGHT;
     let free = 0;
@@ -196,10 +196,10 @@ const isStep = (line) => line.style === "step" || line.style === "area";
 export const valuesOf = (line) => line.pieces.flatMap((piece) => piece.map((point) => point[1]));
 const low = (values) => values.reduce((a, b) => Math.min(a, b));
 const high = (values) => values.reduce((a, b) => Math.max(a, b));
-/** A value of a panel, with its unit. */
+/** Return a value of a panel, with its unit. */
 export const spelt = (panel, value) => `${SPELL[panel.kind].value(value)}${panel.unit && panel.kind !== "seconds" ? ` ${panel.unit}` : ""}`;
 
-/** The ticks of a panel, which are as high as its values and no higher than they need. */
+/** Return the ticks of a panel, whose range is as tight as its values allow. */
 function heights(panel, values) {
   const [least, most] = [low(values), Math.max(high(values), panel.high ?? -Infinity)];
   const wanted = panel.height < 80 ? 2 : panel.height < 120 ? 3 : 4;
@@ -209,7 +209,7 @@ function heights(panel, values) {
   return yTicks(least - room, most + room, wanted, whole);
 }
 
-/** The value of a curve at a place; of steps that which holds there. */
+/** Return the value of a curve at a position; for steps, the value in force there. */
 function valueAt(line, x) {
   for (const piece of line.pieces) {
     const found = isStep(line) ? (x <= piece.at(-1)[0] || piece === line.pieces.at(-1) ? piece.findLast((point) => point[0] <= x) : undefined) : piece.find((point) => point[0] === x);
@@ -231,13 +231,13 @@ export function split(points, marks) {
   return pieces[0].length ? pieces : [];
 }
 
-/** Over how many points a curve of so many is smoothed: a twentieth, 3 to 61, odd. */
+/** Return the smoothing window for a number of points: a twentieth, 3 to 61, odd. */
 function smoothingSpan(number) {
   return Math.max(3, Math.min(61, Math.floor(number / 20))) | 1;
 }
 
 /**
- * Each value as the line through its `span` neighbours has it (least squares). A line, not a mean, so
+ * Smooth each value by a least-squares line through its `span` neighbours. A line, not a mean, so
  * that a steep curve is not shifted where its window is cut at an end.
  */
 export function smoothed(points, span) {

@@ -1,4 +1,4 @@
-// Making elements. Whatever comes from jobs goes in as text, never as markup.
+// Creation of elements. Data from jobs is inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** Make an SVG element likewise. */
+/** Make an SVG element in the same way. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,12 +24,12 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Set an element's text if it is another one: what has focus or is selected stays so. */
+/** Set an element's text if it has changed, so that focus and selection last. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** The class that gives an element its job's colour; none where its number is not known. */
+/** Return the class for a job's colour; none if its number is unknown. */
 export function colour(number) {
   return number ? `job-${(number - 1) % 8}` : "";
 }

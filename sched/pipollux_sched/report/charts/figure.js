@@ -1,17 +1,17 @@
-// What all pictures have in common: they follow their width, are read with pointer and keys, and zoom.
+// Base of all charts: they resize, zoom, and can be read with pointer and keys.
 
 import { colour, h, s } from "./dom.js";
 import { Hover, onWidth } from "./hover.js";
 
-const DRAG = 8; // units that the pointer moves before it chooses a part, rather than a thing
-const LEAST = 1e-6; // of the whole, that may be zoomed into
+const DRAG = 8; // units that the pointer moves before it selects a range instead of an item
+const LEAST = 1e-6; // smallest share of the whole to zoom into
 
 /**
- * A picture. Whoever derives from it says what its whole extent is, draws it, and lists what the keys
- * step through: `whole()` → [low, high], `draw()`, `things()`, `at(thing)` → x, `tell(thing)` → lines
- * for the box beside it, `mark(thing)`, and `open(thing)` for Enter and a click.
+ * A chart. A subclass provides its whole extent, draws it, and lists the items that the arrow keys
+ * visit: `whole()` → [low, high], `draw()`, `things()`, `at(thing)` → x, `tell(thing)` → lines
+ * of the tooltip, `mark(thing)`, and `open(thing)` for Enter and a click.
  *
- * Dragging chooses a part of the horizontal axis; a double click, Escape or the button shows all again.
+ * Dragging zooms into a range of the horizontal axis; a double click, Escape or the button resets it.
  */
 export class Figure {
   constructor(kind, { zooms = true } = {}) {
@@ -43,12 +43,12 @@ export class Figure {
     listen("dblclick", () => this.zoom(null));
   }
 
-  /** The part of the axis that is shown. */
+  /** The visible range of the axis. */
   get domain() {
     return this.zoomed ?? this.whole();
   }
 
-  /** Show a part; null: all. */
+  /** Show a range; null: all. */
   zoom(domain) {
     const [low, high] = this.whole();
     const part = domain && [Math.max(domain[0], low), Math.min(domain[1], high)];
@@ -57,17 +57,17 @@ export class Figure {
     this.draw();
   }
 
-  /** Put a drawing by the library into the page; its style sheet is ours, as the page allows no other. */
+  /** Insert a drawing of the library; it uses our style sheet, as the page allows no other. */
   place(...drawings) {
     for (const drawing of drawings) {
       drawing.querySelector("style")?.remove();
-      drawing.setAttribute("aria-hidden", "true"); // the element around it tells of all
+      drawing.setAttribute("aria-hidden", "true"); // the element around it has the label
     }
     this.plot.replaceChildren(...drawings);
     this.scale = drawings.at(-1).scale("x");
   }
 
-  /** Tell of a thing, beside the pointer or where it is; null: of none. */
+  /** Show the tooltip of an item, beside the pointer or the item; null: hide it. */
   select(thing, event = null) {
     this.selected = thing;
     this.mark(thing);
@@ -134,7 +134,7 @@ export class Figure {
     return this.select(things[Math.max(0, Math.min(to, things.length - 1))]);
   }
 
-  /** Zoom about what is selected, or the middle. */
+  /** Zoom around the selected item, or the middle. */
   #closer(factor) {
     const [low, high] = this.domain;
     const middle = this.selected === null ? (low + high) / 2 : this.at(this.selected);
@@ -144,13 +144,13 @@ export class Figure {
 
 const pen = document.createElement("canvas").getContext("2d");
 
-/** How wide words are. */
+/** Return the width of a text. */
 export function textWidth(words, size = 13, weight = 400) {
   pen.font = `${weight} ${size}px "Helvetica Neue", "Segoe UI", system-ui, "DejaVu Sans", Arial, sans-serif`;
   return pen.measureText(words).width;
 }
 
-/** Where the hatchings in the colours of jobs are: once in the page, for all pictures. */
+/** The hatch patterns in the colours of jobs: once in the page, for all charts. */
 function addHatches() {
   if (document.getElementById("hatch-0")) return;
   document.body.append(s("svg", { class: "hatches", "aria-hidden": "true" }, Array.from({ length: 8 }, (_, number) =>

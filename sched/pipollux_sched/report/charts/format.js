@@ -1,8 +1,8 @@
-// Numbers, amounts of time and moments as people read them.
+// Formatting of numbers, durations and times.
 
 export const DASH = "–";
 
-/** A number with three digits that count: 0.0123, 1.50, 812, 12 300, 1.25e-7. */
+/** Format a number with three significant digits: 0.0123, 1.50, 812, 12 300, 1.25e-7. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
   if (value === 0) return "0";
@@ -14,7 +14,7 @@ export function number(value, digits = 3) {
 
 const LARGE = [[1e9, "G"], [1e6, "M"], [1e5, "k"]];
 
-/** The same without digits that say nothing, as ticks have room for: 1.5, 0.2, 250 k. */
+/** Format it without trailing zeros, for ticks: 1.5, 0.2, 250 k. */
 export function short(value) {
   const [least, unit] = LARGE.find(([size]) => Math.abs(value) >= size) ?? [0, ""];
   if (unit && Math.abs(value) < 1e12) return `${short(value / (unit === "k" ? 1e3 : least))}\u202f${unit}`;
@@ -76,14 +76,14 @@ export function count(many, noun) {
   return `${many} ${noun}${many === 1 ? "" : "s"}`;
 }
 
-/** Epochs that are done, of those that there are to be; points count from 0. */
+/** Format completed epochs out of all; points count from 0. */
 export function epochs(epoch, numEpochs, phase) {
   if (epoch === null || epoch === undefined) return DASH;
   const done = epoch + (phase === "Complete" ? 1 : 0);
   return numEpochs === null || numEpochs === undefined ? String(done) : `${done}/${numEpochs}`;
 }
 
-/** A moment of a run that began at 0: 0:05, 3:05, 1:01:40. */
+/** Format a time of a run that started at 0: 0:05, 3:05, 1:01:40. */
 export function elapsed(value) {
   const whole = Math.round(Math.max(value, 0));
   const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];

@@ -1,8 +1,8 @@
-// The box beside the pointer, or beside what the arrow keys have reached, that says what is there.
+// The tooltip beside the pointer, or beside the item selected with the arrow keys.
 
 import { h } from "./dom.js";
 
-/** A box inside a figure; `show` puts lines of text at a place, [label, value] as two columns. */
+/** A tooltip in a figure; `show` puts lines of text at a position, [label, value] as two columns. */
 export class Hover {
   element = h("div", { class: "hover", hidden: true, role: "status" });
 
@@ -26,7 +26,7 @@ export class Hover {
   }
 }
 
-/** Call `draw(width)` when an element has got its width, and whenever that changes. */
+/** Call `draw(width)` once an element has its width, and whenever it changes. */
 export function onWidth(element, draw) {
   let last = 0;
   new ResizeObserver(([entry]) => {

@@ -1,4 +1,4 @@
-// The pictures of a page that holds their data: each is drawn where its name stands.
+// The charts of a page that contains their data: each is drawn in the element of its name.
 
 import { h } from "./dom.js";
 import { Curves } from "./curves.js";

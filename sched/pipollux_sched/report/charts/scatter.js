@@ -78,7 +78,7 @@ export class Scatter extends Figure {
     this.points = new Map([...drawing.querySelectorAll(".mark > circle")].map((dot) => [dot, points[dot.__data__]]));
   }
 
-  /** The words of points beside them where there is room: right, left, above, below. */
+  /** Draw the labels of points where there is room: right, left, above, below. */
   #labels(points, width, low, high) {
     const side = width - SCATTER_LEFT;
     const share = (value) => Math.log(value / low) / Math.log(high / low);

@@ -1,4 +1,4 @@
-// Who did what when: groups of rows over time, as the slots of nodes or the stages of a pipeline.
+// Timelines: groups of rows over time, such as the slots of nodes or the stages of a pipeline.
 
 import { SPELL, xTicks } from "./axes.js";
 import { h } from "./dom.js";
@@ -7,9 +7,9 @@ import { Figure, textWidth } from "./figure.js";
 const EDGE = 16; // right of the last moment
 const AXIS = 28;
 const LANE = 18; // height of a row of flags
-const MOST_NAMED = 16; // flags with words over the chart; of more, the words come by pointing
-const LINE = 13; // height of words
-const THIN = 8; // rows below this height are not told apart
+const MOST_NAMED = 16; // flags with labels over the chart; with more, labels appear under the pointer
+const LINE = 13; // height of a label
+const THIN = 8; // rows below this height are merged within their group
 
 /**
  * @param spec {
@@ -83,7 +83,7 @@ export class Timeline extends Figure {
     this.mark(this.selected);
   }
 
-  // What is read
+  // Reading with pointer and keys
 
   things() {
     return this.shown ?? [];
@@ -110,7 +110,7 @@ export class Timeline extends Figure {
     this.goTo?.(block);
   }
 
-  // How it is drawn
+  // Drawing
 
   #rows() {
     const { groups, row } = this.spec;
@@ -160,7 +160,7 @@ export class Timeline extends Figure {
     ];
   }
 
-  /** Write into blocks what fits. */
+  /** Label blocks where the text fits. */
   #words(blocks, place, from, to, y1, y2) {
     const high = blocks.filter((block) => y2(block) - y1(block) >= LINE);
     const written = high.flatMap((block) => {
@@ -181,7 +181,7 @@ export class Timeline extends Figure {
     return from + ((x - this.left) / (this.width - this.left - this.right)) * (to - from);
   }
 
-  /** What happened, over the chart: no words cross others, or the pole of another flag. */
+  /** Draw the events as flags over the chart: no label crosses another, or another flag's pole. */
   #flags(place, from, to) {
     const flags = (this.spec.flags ?? []).filter((flag) => flag.at >= from && flag.at <= to);
     if (!flags.length) return { marks: [], height: 4 };
@@ -212,7 +212,7 @@ export class Timeline extends Figure {
 /** Whether a block is a micro-batch in a stage. */
 const isStage = (block) => block.style === "forward" || block.style === "backward";
 
-/** Words, cut to a width. */
+/** Return a text, cut to a width. */
 function shortened(words, room, size = 13) {
   if (textWidth(words, size, 600) <= room) return words;
   let end = words.length - 1;
@@ -221,9 +221,9 @@ function shortened(words, room, size = 13) {
 }
 
 /**
- * Lay flags [x, width of its words] over a chart so that nothing crosses words: [[lane, flipped], …],
- * where lane 0 is next to the chart. Each flag's pole runs down from its lane, so words lie above
- * every pole they cover. Words that would pass `right`, or cover the pole of such a flag, are set to
+ * Place flags [x, width of its label] over a chart so that nothing crosses labels: [[lane, flipped], …],
+ * where lane 0 is next to the chart. Each flag's pole runs down from its lane, so labels lie above
+ * every pole they cover. Labels that would pass `right`, or cover the pole of such a flag, are put to
  * the left of their pole.
  */
 export function lanes(places, right) {

@@ -1,4 +1,4 @@
-// What can be done to jobs and nodes: each is asked about first, and a refusal is shown as it is told.
+// Actions on jobs and nodes: each needs a confirmation, and a refusal is shown verbatim.
 
 import { ask } from "./api.js";
 import { h, say } from "./dom.js";
@@ -36,7 +36,7 @@ export const ACTIONS = {
   },
 };
 
-/** A button that does something to a job or a node once that was confirmed. */
+/** A button for an action on a job or a node, which runs after a confirmation. */
 export function actionButton(kind, name, done) {
   const { verb, grave } = ACTIONS[kind];
   const attributes = { type: "button", class: grave ? "grave" : "", "aria-label": `${verb} ${name}` };

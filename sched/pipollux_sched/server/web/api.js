@@ -1,8 +1,8 @@
-// Asking the scheduler. The token stays in this tab's session and goes into a header, nowhere else.
+// Requests to the scheduler. The token stays in this tab's session and is sent in a header only.
 
 const KEY = "pipollux-token";
 const PATIENCE_MS = 20_000;
-const SILENCE_MS = 45_000; // a stream that has nothing to tell says so every 15 s
+const SILENCE_MS = 45_000; // an idle stream sends a comment every 15 s
 
 export const token = {
   get: () => sessionStorage.getItem(KEY),
@@ -21,7 +21,7 @@ export class Refusal extends Error {
 /** The scheduler does not answer. */
 export class Away extends Error {}
 
-/** Ask, and return what was answered. */
+/** Send a request; return the answer. */
 export async function ask(path, { method = "GET", body } = {}) {
   const response = await send(path, { method, body, signal: AbortSignal.timeout(PATIENCE_MS) });
   try {
@@ -31,7 +31,7 @@ export async function ask(path, { method = "GET", body } = {}) {
   }
 }
 
-/** Listen to what people are told, from the event after `last`, until the stream ends. */
+/** Yield event summaries from the event after `last`, until the stream ends. */
 export async function* listen(last, signal, onOpen) {
   const headers = { "Last-Event-ID": String(last) };
   const response = await within(send("/events/stream?summary=true", { headers, signal }), PATIENCE_MS);

@@ -1,4 +1,4 @@
-// One picture of one or two curves over time, under a caption that says what they are of.
+// A chart of one or two curves over time, under a caption that names them.
 
 import { Curves, spelt, split, valuesOf } from "./curves.js";
 import { h, say } from "./dom.js";
@@ -7,11 +7,11 @@ const HEIGHT = 150;
 
 export class Chart {
   /**
-   * @param title what it is a picture of
+   * @param title of the chart
    * @param unit of its values, as "samples/s"
    * @param lines [{ name, style }]; style: "" (the first), "second", "step"
-   * @param options.zero whether the axis begins at 0; options.kind: how values are written;
-   * options.smooth: draw the smoothed course of many values
+   * @param options.zero whether the axis begins at 0; options.kind: format of the values;
+   * options.smooth: draw a smoothed curve if there are many values
    */
   constructor(title, unit, lines, { zero = true, kind = "number", smooth = false } = {}) {
     this.panel = { name: title, unit, kind, height: HEIGHT, zero, smooth, lines: lines.map((line) => ({ ...line, pieces: [] })) };
@@ -23,7 +23,7 @@ export class Chart {
   }
 
   /**
-   * @param series for each line its [[time, value], …], without those that are unknown
+   * @param series for each line its [[time, value], …], without unknown values
    * @param from, to: the span of time; marks: [{ at, label }] of restarts
    */
   update(series, { from, to, marks }) {

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { DASH, count, moment, places, thousands } from "./format.js";
 import { Table } from "./table.js";
 
-/** Elements that tell it. */
+/** Return the elements that show it. */
 export function explanation(why) {
   const parts = [h("p", {}, has(why))];
   if (why.last_decision) {
@@ -24,7 +24,7 @@ function has(why) {
   return `It has ${count(why.nodes.length, "replica")} of ${count(why.num_stages, "stage")} on ${places(why.nodes)}.`;
 }
 
-/** What a job that has ended was given last. */
+/** Return the last allocation of a job that has ended. */
 function had(last) {
   if (!last?.nodes.length) return "It held nothing when it ended.";
   return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} at last.`;

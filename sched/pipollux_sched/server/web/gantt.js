@@ -1,4 +1,4 @@
-// Who held which slot when: a row for each slot of each node, a block for each replica.
+// Gantt chart of the slots: a row for each slot of each node, a block for each replica.
 
 import { h } from "./dom.js";
 import { count, duration, moment, places } from "./format.js";
@@ -8,7 +8,7 @@ import { hasFailed, outcome } from "./words.js";
 const HEIGHT = 460; // of all rows, while each has room
 const EDGE = 26; // right of now
 
-/** The picture; a click on a block, or Enter, opens its job. */
+/** The chart; a click on a block, or Enter, opens its job. */
 export class Gantt {
   constructor() {
     const open = ({ generation }) => (location.hash = `#/jobs/${encodeURIComponent(generation.job)}`);
@@ -58,8 +58,8 @@ function state(generation) {
 }
 
 /**
- * Give every replica slots of its node, the lowest that are free, oldest generation first. Which of a
- * node's slots a replica is drawn in is a matter of layout: the scheduler tells nodes, not slots.
+ * Assign each replica the lowest free slots of its node, oldest generation first. Which of a node's
+ * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots.
  */
 export function layOut(generations, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));
@@ -72,7 +72,7 @@ export function layOut(generations, nodes) {
       const order = ends.map((end, slot) => [end > generation.created_at ? end : -Infinity, slot]);
       order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] : a[0] - b[0]));
       const chosen = order.slice(0, generation.num_stages).map(([, slot]) => slot).sort((a, b) => a - b);
-      // It may have been decided on while those before it still save: it holds them from then on.
+      // It may be assigned while earlier generations still checkpoint: it holds the slots from then on.
       const left = chosen.map((slot) => ends[slot]).filter((end) => end < (generation.ended_at ?? Infinity));
       const begin = Math.max(generation.created_at, ...left);
       for (const slot of chosen) ends[slot] = generation.ended_at ?? Infinity;
@@ -85,7 +85,7 @@ export function layOut(generations, nodes) {
   return blocks;
 }
 
-/** Neighbouring slots together: [[first, how many], …]. */
+/** Group neighbouring slots: [[first, count], …]. */
 function runs(slots) {
   const found = [];
   for (const slot of slots) {

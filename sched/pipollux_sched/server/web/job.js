@@ -1,4 +1,4 @@
-// One job: what it has and why, its curves, generations, conditions, log.
+// The page of one job: allocation and its explanation, curves, generations, conditions, log.
 
 import { actionButton } from "./actions.js";
 import { Away, Refusal, ask } from "./api.js";
@@ -11,7 +11,7 @@ import { Tiles, fillPlaces, outcome, phase, phaseMark, section } from "./words.j
 
 const POINTS = 400;
 const LINES = 60;
-const SELDOM = 3; // so many times more seldom are log and explanation asked for
+const SELDOM = 3; // log and explanation are requested once in so many updates
 
 const byTime = (points, name) => points.filter((p) => p[name] !== null).map((p) => [p.time, p[name]]);
 
@@ -52,7 +52,7 @@ export class JobPage {
     this.live.removeEventListener("told", this.told);
   }
 
-  /** Ask for the job anew, and for what changes less often now and then. */
+  /** Request the job again, and occasionally what changes less often. */
   async update() {
     if (this.#asking || this.live.awaySince !== null) return;
     this.#asking = true;
@@ -131,7 +131,7 @@ export class JobPage {
     const { generations, points } = job;
     const reported = points.map((one) => one.time);
     const begin = Math.min(...generations.map((one) => one.created_at), ...reported, this.live.now);
-    // A node's clock may be ahead of the scheduler's: nothing that was reported is left out.
+    // A node's clock may be ahead of the scheduler's: no report may be left out.
     const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
     const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: `generation ${one.generation}` }));
     const shape = { from: begin, to: end, marks };
@@ -171,14 +171,14 @@ export class JobPage {
   }
 }
 
-/** Of which parts a batch is made: 2 × 32, 2 × 32 × (1 + 1). */
+/** Return the parts of a batch: 2 × 32, 2 × 32 × (1 + 1). */
 function split(point) {
   if (!point.batch_size) return "";
   const times = point.accum_steps ? ` × (${point.accum_steps} + 1)` : "";
   return `${point.num_replicas} × ${point.atomic_bsz}${times}`;
 }
 
-/** How many slots a job held when: [[time, slots], …], 0 between generations. */
+/** Return the slots a job held over time: [[time, slots], …], 0 between generations. */
 function held(generations, end) {
   const found = [];
   for (const one of generations) {

@@ -1,4 +1,4 @@
-// The list of jobs: how many are in each phase, search, and a page of the table.
+// The list of jobs: counts by phase, search, and a page of the table.
 
 import { h, say } from "./dom.js";
 import { DASH, count, duration, epochs, number, places, thousands } from "./format.js";
@@ -13,7 +13,7 @@ export class Jobs {
     this.live = live;
     this.links = new Map([ALL, ...ORDER].map((name) => [name, h("a", {}, h("span"), h("b"))]));
     this.search = h("input", { type: "search", placeholder: "search by name", "aria-label": "Search jobs by name", input: () => this.#search(), blur: () => (this.typing = false) });
-    this.typing = false; // whether the letters that come belong to a step back that is there already
+    this.typing = false; // whether further letters belong to the history entry of the first one
     this.table = new Table(this.#columns(), { key: (job) => job.name, href: (column) => this.#sorted(column) });
     this.range = h("span", { role: "status" });
     this.before = h("a", { rel: "prev" }, "‹ previous");
@@ -27,7 +27,7 @@ export class Jobs {
     this.choose(place().choice);
   }
 
-  /** Show the jobs of a choice, once the scheduler has told them. */
+  /** Show the jobs of a choice, once the scheduler has answered. */
   choose(choice) {
     this.choice = choice;
     this.live.query = question(choice);
@@ -39,7 +39,7 @@ export class Jobs {
     const { data } = this.live;
     this.#counts(data.phases);
     const late = data.query !== this.live.query;
-    this.element.classList.toggle("late", late); // what is shown is of another choice
+    this.element.classList.toggle("late", late); // the table still shows another choice
     if (late) return;
     this.table.none = Object.keys(data.phases).length
       ? "no job is like that" : "no jobs yet; submit some with: pipollux submit FILE";

@@ -1,25 +1,25 @@
-// What the scheduler has, kept up to date: asked for now and then, and whenever it tells of something.
+// Live state of the scheduler, polled periodically and whenever an event arrives.
 
 import { Away, Refusal, ask, listen } from "./api.js";
 
 const PAUSE_MS = 2000;
-const SHARE = 20; // of the time between two questions, one in so many parts is spent on answering
+const SHARE = 20; // pause between two requests, in multiples of the time that one takes
 const SOON_MS = 50;
 const EVENTS = 100;
 
-/** Tells "update" when there is something new, "told" with an event, "refused" with a sentence. */
+/** Dispatches "update" for new data, "told" with an event, "refused" with a sentence. */
 export class Live extends EventTarget {
   data = null;
   events = [];
-  /** Since when the scheduler has not answered, in seconds; null: it does. */
+  /** Time since which the scheduler has not answered, in seconds; null: it answers. */
   awaySince = null;
-  /** What it said when it refused to answer; null: nothing. */
+  /** The sentence with which it refused to answer; null: none. */
   trouble = null;
-  /** Seconds that its clock is ahead of ours. */
+  /** Seconds by which its clock is ahead of ours. */
   ahead = 0;
-  /** Which jobs are asked for, as the scheduler wants to be asked. */
+  /** The query for jobs, in the scheduler's form. */
   query = "limit=0";
-  /** The numbers of jobs, as far as they were told: their colours. */
+  /** The known numbers of jobs, which give them their colours. */
   numbers = new Map();
 
   #ending = new AbortController();
@@ -34,7 +34,7 @@ export class Live extends EventTarget {
     return Date.now() / 1000 + this.ahead;
   }
 
-  /** Take note of numbers of jobs: [[name, number], …]. */
+  /** Remember numbers of jobs: [[name, number], …]. */
   note(numbers) {
     for (const [name, number] of numbers) this.numbers.set(name, number);
   }
@@ -52,7 +52,7 @@ export class Live extends EventTarget {
     clearTimeout(this.#timer);
   }
 
-  /** Ask anew, at once; a question that is under way is followed by another. */
+  /** Request everything again at once; a pending request is followed by another. */
   async refresh() {
     if (this.#asking) {
       this.#again = true;
@@ -95,7 +95,7 @@ export class Live extends EventTarget {
         for await (const event of listen(this.#last, signal, () => this.refresh())) this.#told(event);
         throw new Away("the stream has ended");
       } catch (error) {
-        // Where too many listen already, asking now and then has to do.
+        // If there are too many listeners already, polling has to suffice.
         if (!(error instanceof Refusal) || error.status === 401) this.#failed(error);
       }
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));

@@ -1,4 +1,4 @@
-// Asking for the admin token.
+// The form for the admin token.
 
 import { Refusal, ask, token } from "./api.js";
 import { h, say } from "./dom.js";

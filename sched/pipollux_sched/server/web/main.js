@@ -1,4 +1,4 @@
-// The page as a whole: the token, the bar, and which of the pages is shown.
+// The whole page: the token, the bar, and the view that is shown.
 
 import { token } from "./api.js";
 import { h, say } from "./dom.js";

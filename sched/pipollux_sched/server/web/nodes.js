@@ -1,4 +1,4 @@
-// The nodes: a row each that tells how full it was, which opens to show who held its slots.
+// The nodes: a row each with its slot usage, which opens to show the holders of its slots.
 
 import { actionButton } from "./actions.js";
 import { Away, Refusal, ask } from "./api.js";
@@ -10,15 +10,15 @@ import { jobLink, phaseMark } from "./words.js";
 const SPANS = { "2 min": 120, "5 min": 300, "15 min": 900, "1 h": 3600, "3 h": 10800, "12 h": 43200, "1 d": 86400, "7 d": 604800 };
 const PARTS = 120;
 const SELDOM_MS = 2000;
-const FEW_SLOTS = 24; // where there are no more, every node is open until it is closed
-const MOST_NAMED = 100; // of more open nodes than that, generations are asked for without naming them
+const FEW_SLOTS = 24; // up to this number, every node is open until it is closed
+const MOST_NAMED = 100; // for more open nodes, generations are requested without naming nodes
 
 export class Nodes {
   constructor(live) {
     this.live = live;
-    this.span = null; // as chosen; null: what shows the generations of all jobs that run
+    this.span = null; // as chosen; null: the span of all running jobs' generations
     this.rows = new Map();
-    this.opened = live.opened ??= new Map(); // whether, by name; as the reader left it
+    this.opened = live.opened ??= new Map(); // whether open, by name; as the reader left it
     this.usage = null;
     this.generations = [];
     this.list = h("div", { class: "nodes-list" });
@@ -44,7 +44,7 @@ export class Nodes {
     this.draw();
   }
 
-  /** Draw what moves as time goes by. */
+  /** Draw what changes with time. */
   draw() {
     const { data, now } = this.live;
     if (!data) return;
@@ -137,7 +137,7 @@ export class Nodes {
     return this.generations.filter((generation) => generation.nodes.includes(name));
   }
 
-  // What is asked for besides
+  // Further requests
 
   async #askUsage() {
     const seconds = this.#seconds(this.live.now);
@@ -173,7 +173,7 @@ export class Nodes {
   }
 }
 
-/** Ask; null where there is no answer, which the bar says already. */
+/** Send a request; null without an answer, which the bar shows already. */
 async function quietly(path) {
   try {
     return await ask(path);
@@ -183,7 +183,7 @@ async function quietly(path) {
   }
 }
 
-/** The outline of bars beside each other, each a share of the height. */
+/** Return the outline of adjacent bars, each a share of the height. */
 function steps(shares) {
   if (!shares.length) return "";
   const line = shares.map((share, i) => `V${(1 - share).toFixed(3)}H${i + 1}`).join("");

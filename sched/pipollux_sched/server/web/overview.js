@@ -28,7 +28,7 @@ export class Overview {
     return `${running} running, ${phases.Queued ?? 0} queued · Pipollux`;
   }
 
-  /** Show other jobs, as the address has it now. */
+  /** Show the jobs that the address now selects. */
   moved({ choice }) {
     if (!choice) return false;
     this.jobs.choose(choice);
@@ -47,7 +47,7 @@ export class Overview {
     this.events.update(this.live.events.slice(-MOST_EVENTS).reverse());
   }
 
-  /** Draw what moves as time goes by. */
+  /** Draw what changes with time. */
   draw() {
     if (!this.live.data) return;
     this.jobs.draw();

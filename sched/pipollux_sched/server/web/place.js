@@ -1,8 +1,8 @@
-// Where in the page one is: what the address says after its #, so that it can be shared and gone back to.
+// The page's state in the fragment of its URL, so that it can be shared and is part of the history.
 
 export const PAGE = 50; // jobs
 
-/** What the address says: { job } or { choice } of the jobs that are listed. */
+/** Return the state in the address: { job } or { choice } of the listed jobs. */
 export function place() {
   const [path, query = ""] = location.hash.slice(1).split("?", 2);
   const [, name] = path.match(/^\/jobs\/([^/]+)$/) ?? [];
@@ -19,7 +19,7 @@ function choiceOf(given) {
   };
 }
 
-/** The address of a choice; what is as usual is left out. */
+/** Return the address of a choice; defaults are left out. */
 export function address(choice) {
   const query = new URLSearchParams(choice.phases.map((phase) => ["phase", phase]));
   if (choice.name) query.set("name", choice.name);
@@ -29,7 +29,7 @@ export function address(choice) {
   return query.size ? `#/?${query}` : "#/";
 }
 
-/** What the scheduler is asked for a choice. */
+/** Return the scheduler's query for a choice. */
 export function question(choice) {
   const query = new URLSearchParams(address(choice).split("?", 2)[1] ?? "");
   query.delete("page");
@@ -38,7 +38,7 @@ export function question(choice) {
   return query.toString();
 }
 
-/** Go to a choice; `replace`: in the place of the address that is there, without a step to go back. */
+/** Go to a choice; `replace`: replace the present history entry. */
 export function go(choice, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", address(choice));
   dispatchEvent(new Event("hashchange"));

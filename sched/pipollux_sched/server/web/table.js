@@ -1,4 +1,4 @@
-// Tables that stay as they are where nothing has changed, so that focus and selection last.
+// Tables that update only what has changed, so that focus and selection last.
 
 import { h, say } from "./dom.js";
 import { DASH } from "./format.js";
@@ -6,10 +6,10 @@ import { DASH } from "./format.js";
 /**
  * A table with a row for each of a list of things, in its order.
  *
- * columns: [{ title, text(thing), order?, fill(cell, thing, text)?, kind? }]; `text` says what the
- * cell holds, `fill` makes more of it than text, and is called when the text has changed. The head
- * of a column with an `order` is a link to `href(column)`, which sorts by it. Where there is little
- * room each row is a card of titles and values; the roles say that it is a table all the same.
+ * columns: [{ title, text(thing), order?, fill(cell, thing, text)?, kind? }]; `text` returns what the
+ * cell holds, `fill` renders more than text, and is called when the text has changed. The head
+ * of a column with an `order` is a link to `href(column)`, which sorts by it. On narrow screens each
+ * row is a card of titles and values; its ARIA roles still mark it as a table.
  */
 export class Table {
   constructor(columns, { key, most = Infinity, href = null, none = "" }) {
@@ -40,7 +40,7 @@ export class Table {
     say(this.note, more ? `and ${more} more` : this.none);
   }
 
-  /** Say by which column the rows are sorted. */
+  /** Mark the column by which the rows are sorted. */
   mark(order, descending) {
     this.columns.forEach((column, i) => {
       if (!column.order) return;

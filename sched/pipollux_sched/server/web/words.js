@@ -1,20 +1,20 @@
-// How jobs are told of in several places: names with their colour, phases, tiles.
+// Shared elements for jobs: names with their colour, phases, tiles.
 
 import { colour, h, say } from "./dom.js";
 
-/** The phase as people are told it: one that was cancelled is not one that failed. */
+/** Return the displayed phase: a cancelled job is not shown as failed. */
 export function phase(job) {
   if (job.phase === "Failed" && job.reason === "Cancelled") return "Cancelled";
   if (job.phase === "Running" && job.intent) return "Stopping";
   return job.phase;
 }
 
-/** Whether a generation failed; one that was to end did not, though it may not have saved. */
+/** Whether a generation failed; one that was asked to stop did not, even without a checkpoint. */
 export function hasFailed(generation) {
   return generation.outcome === "failed" && !generation.intent;
 }
 
-/** How a generation ended, as people are told it. */
+/** Return how a generation ended, in words. */
 export function outcome(generation) {
   return generation.outcome === "failed" && generation.intent ? "ended unsaved" : generation.outcome;
 }
@@ -29,12 +29,12 @@ export function jobLink(name, number) {
   return h("a", { href: `#/jobs/${encodeURIComponent(name)}`, class: `job ${colour(number)}` }, number ? h("i", { class: "chip" }) : null, name);
 }
 
-/** Fill a cell with nodes as `places` spells them; a line does not end within a name. */
+/** Fill a cell with nodes as `places` spells them; lines do not break within a name. */
 export function fillPlaces(cell, _thing, text) {
   cell.replaceChildren(...text.split(", ").flatMap((place, i) => [i ? ", " : "", h("span", { class: "place" }, place)]));
 }
 
-/** Figures in a row, each with what it is; `update` takes [value, rest] by title. */
+/** A row of figures with their titles; `update` takes [value, rest] by title. */
 export class Tiles {
   constructor(titles) {
     this.values = new Map(titles.map((title) => [title, [h("span"), h("small")]]));
