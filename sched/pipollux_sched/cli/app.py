@@ -110,12 +110,12 @@ def pipollux(
         ),
     ] = False,
 ) -> None:
-    """Train models cut into GPipe stages on as many nodes as are worth having.
+    """Train models partitioned into GPipe stages on as many nodes as pay off.
 
-    A scheduler moves whole pipeline replicas between jobs, so that the goodput
-    of the cluster (useful training progress per second) is as high as can be.
+    A scheduler moves whole pipeline replicas between jobs to maximise the goodput
+    of the cluster (useful training progress per second).
 
-    Begin with [bold]pipollux demo[/bold]; then see what it would do with jobs of your own:
+    Begin with [bold]pipollux demo[/bold]; then plan jobs of your own:
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
     """

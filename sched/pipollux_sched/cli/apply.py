@@ -51,12 +51,12 @@ def apply(
 
     The plan is that of `pipollux plan`; each job runs at exactly the allocation
     it has there, as torchrun processes of this machine, until all are complete.
-    Run again after an interruption, jobs go on from their last checkpoint, and
-    those that are complete are left alone.
+    Run again after an interruption, jobs resume from their last checkpoint, and
+    complete ones are not run again.
 
     Without files the plan is that of `pipollux plan --diff`; the running scheduler
-    is asked to decide now, not only at its next interval. What it then decides
-    rests on what it knows at that moment.
+    is asked to decide now, not only at its next interval. It decides on the
+    state at that moment.
 
     --output json prints the jobs as they have ended (without files: the plan),
     and everything else on standard error; it needs --yes.

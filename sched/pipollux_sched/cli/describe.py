@@ -39,10 +39,9 @@ SHOWN_GENERATIONS = 10
 def describe(
     name: JobName, output: TextOutput = TextFormat.text, state_dir: StateDirectory = None
 ) -> None:
-    """Print all that is known of a job: spec, state, generations, progress, hints, events.
+    """Print all that is known about a job: spec, state, generations, progress, hints, events.
 
-    Works without a running scheduler too: then it shows how the last one left
-    the job.
+    Works without a running scheduler, too: then it shows the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.job(name)

@@ -59,9 +59,9 @@ def events(
     output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Print what has happened: one line for each event, oldest first.
+    """Print past events: one line for each, oldest first.
 
-    Works without a running scheduler too. Left out unless a --type asks for
+    Works without a running scheduler, too. Left out unless a --type asks for
     them: started, stopping, hints, progress, timeline, cluster. Each event has
     a number, the "id" of --output json.
 

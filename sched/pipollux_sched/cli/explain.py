@@ -23,12 +23,11 @@ def explain(
 ) -> None:
     """Explain a job's allocation, or why it is queued.
 
-    Tells the last decision on it, what one replica more or fewer would be
-    worth by the model that the job has sent (its hints), and what limits it.
+    Shows the last decision on it, the speedup with one replica more or fewer as
+    predicted from the job's measurements (its hints), and what limits it.
     Speedups are over one replica.
 
-    Works without a running scheduler too: then it explains how the last one
-    left the job.
+    Works without a running scheduler, too: then it explains the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.explanation(name)

@@ -75,9 +75,9 @@ def jobs(
 ) -> None:
     """List jobs: phase, allocation, progress.
 
-    Works without a running scheduler too: then it shows how the last one left
-    them. A job is started again after each change of its allocation, and
-    after a failure; Restarts counts both.
+    Works without a running scheduler, too: then it shows the last known state.
+    A job is restarted after each change of its allocation, and after a failure;
+    Restarts counts both.
 
         pipollux jobs --phase Running --phase Queued --watch
     """

@@ -33,10 +33,10 @@ def logs(
     output: LineOutput = LineFormat.text,
     state_dir: StateDirectory = None,
 ) -> None:
-    r"""Print what the replicas of a job have written.
+    r"""Print the logs of a job's replicas.
 
     Each start of a job is a generation, and each pipeline replica has a log of
-    its own; where there is more than one, lines begin with
+    its own; if there are several, lines begin with
     \[generation.replica].
     """
     with reading(state_dir) as reader:

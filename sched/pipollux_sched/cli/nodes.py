@@ -27,10 +27,9 @@ CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
 
 
 def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None) -> None:
-    """List nodes: slots, which jobs hold them, condition.
+    """List nodes: slots, the jobs that hold them, condition.
 
-    Works without a running scheduler too: then it shows how the last one left
-    them.
+    Works without a running scheduler, too: then it shows the last known state.
     """
     with reading(state_dir) as reader:
         found = reader.nodes()
@@ -60,9 +59,9 @@ def drain(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Let a node drain: nothing new is put there, and its jobs leave.
+    """Drain a node: nothing new is placed there, and its jobs leave.
 
-    Jobs that are not preemptible end where they are. The condition lasts over
+    Jobs that are not preemptible stay until they end. The condition survives
     restarts of the scheduler.
 
         pipollux drain node-b --reason "new fans" --wait

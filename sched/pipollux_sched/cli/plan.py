@@ -45,7 +45,7 @@ def plan(
         int, typer.Option(min=0, help="Of the search; the same seed gives the same plan.")
     ] = 0,
 ) -> None:
-    r"""Print what every job would get, of a file or as it stands; touch nothing.
+    r"""Print what every job would get, from files or the live state; change nothing.
 
     The plan is what the scheduler would decide now: for each job its pipeline
     replicas, their nodes, the batch size with the best goodput, the speedup
@@ -69,14 +69,14 @@ def plan(
             allocation: \[node-a]  # where it runs now, if it does
 
     What is known of a job's speed goes under [bold]hints:[/bold], as the job itself
-    reports it; without, a job is taken to scale perfectly but starts small.
+    reports it; without, a job is assumed to scale perfectly but starts small.
     The files in examples/ show it all:
 
         pipollux plan --cluster examples/cluster.yaml --jobs examples/jobs.yaml
 
     [bold]Without files[/bold] the plan is that of the scheduler's own jobs and nodes, as
     its state directory has them: what it would change if it decided now, with its
-    own policy, or with another that you want to know about.
+    own policy or another.
 
         pipollux plan --diff
 

@@ -119,13 +119,13 @@ def predict(
     """Predict step time, throughput, goodput and speedup on allocations.
 
     For each number of stages and replicas: the batch size, accumulation steps and
-    micro-batches with the best goodput, as the job itself would pick them, and
-    what they are worth. A replica lies on one node; replicas fill as few nodes as can be.
+    micro-batches with the best goodput, as the job itself would choose them, and
+    their speedup. A replica runs on one node; replicas use as few nodes as possible.
 
         pipollux fit examples/measurements.jsonl --checkpoint except_last --save params.json
         pipollux predict params.json --init-batch-size 32 --max-batch-size 256 --replicas 1:8
 
-    [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these with commas.
+    [bold]RANGE[/bold] is 8, or 1,2,4, or 1:16, or 1:16:2, or several of these separated by commas.
 
     With [bold]--layers[/bold], stages that were not measured are cut from the layers and priced,
     with the network of the nearest number that was. The cut is made for the largest

@@ -51,12 +51,12 @@ def report(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Draw the report of a run: of the scheduler that runs or ran last, or of an event log.
+    """Draw the report of a run: of the present or last scheduler, or of an event log.
 
     The report is one HTML file that needs no network: who held which slots when,
     the loss over the restarts, goodput, predicted against measured step time, the
-    pipeline's bubble, and the allocations with their reasons. Of what jobs report
-    again and again it shows a part, evenly spread, where there is much of it.
+    pipeline's bubble, and the allocations with their reasons. Long series of
+    reports are evenly thinned.
 
         pipollux report --since 2h
         pipollux report --job char-lm --save char-lm.html

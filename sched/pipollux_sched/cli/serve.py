@@ -101,7 +101,7 @@ def serve(
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
     It keeps everything in its state directory. Jobs that run when it ends save,
-    and go on when it is started again. From another terminal:
+    and resume when it is started again. From another terminal:
 
         pipollux submit examples/jobs.yaml
         pipollux jobs

@@ -41,9 +41,8 @@ def submit(
 ) -> None:
     """Submit the jobs of a file to the running scheduler: all of them, or none.
 
-    Where one is refused, the others are not submitted either. A job that has
-    failed or was cancelled can be submitted again under its name: it goes on
-    from its last checkpoint.
+    If one is refused, none is submitted. A job that has failed or was cancelled
+    can be submitted again under its name: it resumes from its last checkpoint.
 
         pipollux submit examples/jobs.yaml --wait
 
@@ -76,8 +75,7 @@ def cancel(
 ) -> None:
     """Cancel jobs: their processes save and end, and they are not started again.
 
-    A job that was cancelled can be submitted again: it goes on from its last
-    checkpoint.
+    A cancelled job can be submitted again: it resumes from its last checkpoint.
 
         pipollux cancel char-lm digits
     """
@@ -98,7 +96,7 @@ def suspend(
 def resume(
     names: JobNames, output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None
 ) -> None:
-    """Resume suspended jobs as soon as there is room for them.
+    """Resume suspended jobs; they start as soon as there is room.
 
     A job that was not suspended by its user stays as it is; one that has ended is
     refused.
@@ -117,7 +115,7 @@ def rerun(
 ) -> None:
     """Run jobs again that have ended, as they were submitted.
 
-    A job that failed or was cancelled goes on from its last checkpoint. One that
+    A job that failed or was cancelled resumes from its last checkpoint. One that
     is complete can only be trained again --from-scratch. What was saved before is
     kept until the job is deleted; a job with a checkpoint_dir begins from scratch
     only once you have moved away what is there.
@@ -142,9 +140,8 @@ def delete(
 ) -> None:
     """Delete jobs that have ended, with their logs, events and checkpoints.
 
-    A checkpoint_dir of a job's own is left as it is. Of the events there is left
-    that the job was deleted. On a terminal you are asked first; elsewhere it
-    needs --yes.
+    A job's own checkpoint_dir is left as it is. Of its events only the deletion
+    remains. On a terminal you are asked first; elsewhere it needs --yes.
 
         pipollux delete char-lm digits
     """

@@ -30,11 +30,10 @@ def top(
 
     Scroll with the arrow keys or the mouse; / searches by name, p goes to the
     next phase, a click on a column's head or s sorts by it, Enter opens a job
-    or a node, q quits. Where standard output is no terminal it is printed
-    once, and so it is with --output json.
+    or a node, q quits. If standard output is not a terminal, and with
+    --output json, the state is printed once.
 
-    Works without a running scheduler too: then it shows how the last one left
-    things.
+    Works without a running scheduler, too: then it shows the last known state.
     """
     console = output_console()
     with reading(state_dir) as reader:
