@@ -83,6 +83,7 @@ class Heartbeats:
     Example:
         >>> heartbeats = Heartbeats(clock=lambda: 0.0)
         >>> heartbeats.note("char-lm", 2, 0)
+        True
         >>> heartbeats.lost(30.0)
         []
 
