@@ -115,7 +115,6 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(built.stdout.strip()).namelist()
     web = repository / "sched/pipollux_sched/server/web"
     charts = repository / "sched/pipollux_sched/report/charts"
-    vendor = repository / "sched/pipollux_sched/server/vendor/swagger_ui"
     for name in (
         "pipollux/py.typed",
         "pipollux_hybrid/py.typed",
@@ -123,7 +122,6 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
         "pipollux_sched/report/template.html.j2",
         "pipollux_sched/simulator/results/page.html.j2",
         "pipollux_sched/store/migrations/env.py",
-        *(f"pipollux_sched/server/vendor/swagger_ui/{path.name}" for path in vendor.iterdir()),
         *(f"pipollux_sched/server/web/{path.name}" for path in web.iterdir()),
         *(f"pipollux_sched/report/charts/{path.name}" for path in charts.glob("*.js")),
         *(

@@ -1,11 +1,11 @@
-"""`/docs`: Swagger UI from files within this package, so that it needs no network."""
+"""`/docs`: Swagger UI from the files that fastapi-offline installs, so that it needs no network."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-from pathlib import Path
+from importlib.resources import files
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -14,7 +14,7 @@ from fastapi.staticfiles import StaticFiles
 
 from .web_page import HEADERS, POLICY
 
-FILES = Path(__file__).parent / "vendor" / "swagger_ui"
+FILES = str(files("fastapi_offline") / "static")
 _DARK = (
     "<script>document.documentElement.classList.toggle("
     "'dark-mode', matchMedia('(prefers-color-scheme: dark)').matches)</script></body>"
