@@ -150,18 +150,6 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Record, for the next scheduler, that a replica sends heartbeats.
-
-        That one must notice when they stop, even if it never received any itself. Where this cannot
-        be recorded, the replica counts as one that sends none.
-        """
-
-    @abstractmethod
-    def heard(self, job: str, generation: int) -> Collection[int]:
-        """Return the replicas that `note_heard` has recorded."""
-
-    @abstractmethod
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
         """Return the training report that a generation which has ended could not send.
 

@@ -17,7 +17,14 @@ from pipollux_sched.lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, parse_job
-from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store, Submission
+from pipollux_sched.store import (
+    JobRecord,
+    NodeCondition,
+    NodeRecord,
+    ReceivedHeartbeat,
+    Store,
+    Submission,
+)
 
 from .admission import admitted
 from .deletion import DeletedJob, JobDeletion
@@ -203,15 +210,21 @@ class Control:
         step: int | None,
         hang_timeout: float | None = None,
     ) -> None:
-        """Record a heartbeat of a replica; that one arrived outlives the scheduler."""
+        """Record a heartbeat of a replica.
+
+        The first one is stored before this returns; of later ones the watchdog stores the latest
+        every few seconds.
+        """
         if self.heartbeats.note(name, generation, replica, step, hang_timeout):
-            self._backend.note_heard(name, generation, replica)
+            received = ReceivedHeartbeat(name, generation, replica, step)
+            self._store.heartbeats.keep([received])
 
     def expect_replicas(self) -> None:
         """Expect heartbeats of the running replicas that an earlier scheduler heard."""
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
-            for replica in self._backend.heard(job.name, job.state.generation):
-                self.heartbeats.note(job.name, job.state.generation, replica)
+            generation = job.state.generation
+            for replica, kept in self._store.heartbeats.of(job.name, generation).items():
+                self.heartbeats.expect(job.name, generation, replica, kept.step)
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""

@@ -1,7 +1,8 @@
 """The last heartbeat of each replica.
 
-It is kept in memory only, on the monotonic clock: a scheduler that has just started has received
-no heartbeat, and must not treat its own absence as the silence of replicas.
+What is lost is decided here, in memory, on the monotonic clock: a scheduler that has just started
+has received no heartbeat, and must not treat its own absence as the silence of replicas. The store
+keeps a copy (`Heartbeats.take_changed`), from which the next scheduler knows whom to expect.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from pipollux_sched.store import ReceivedHeartbeat
 
 __all__ = ["Heard", "Heartbeats", "LostReplica", "StalledJob"]
 
@@ -49,6 +52,8 @@ class StalledJob(NamedTuple):
 class _Generation:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    """Replicas heard of since the store was told last."""
     hang_timeout: float | None = None
     highest: int | None = None
     """Step, of those reported together with a `hang_timeout`."""
@@ -125,8 +130,32 @@ class Heartbeats:
                 return False
             first, now = replica not in known.last, self._clock()
             known.last[replica] = (now, step)
+            known.changed.add(replica)
             known.note_step(step, hang_timeout, now)
             return first
+
+    def expect(self, job: str, generation: int, replica: int, step: int | None) -> None:
+        """Expect heartbeats from now on of a replica that an earlier scheduler heard.
+
+        One that this scheduler has heard already stays as it is.
+        """
+        with self._lock:
+            known = self._jobs.setdefault(job, _Generation(generation))
+            if known.number == generation:
+                known.last.setdefault(replica, (self._clock(), step))
+
+    def take_changed(self) -> list[ReceivedHeartbeat]:
+        """Return the last heartbeat of each replica heard of since the last call."""
+        with self._lock:
+            now, found = self._clock(), []
+            for job, known in self._jobs.items():
+                for replica in sorted(known.changed):
+                    last, step = known.last[replica]
+                    found.append(
+                        ReceivedHeartbeat(job, known.number, replica, step, seconds=now - last)
+                    )
+                known.changed.clear()
+            return found
 
     def lost(self, limit_seconds: float) -> list[LostReplica]:
         """Return the replicas with a heartbeat, but none in the last `limit_seconds`."""

@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 LOOK_INTERVAL = 1.0
 """Seconds between two looks."""
 TIDY_INTERVAL = 5.0
-"""Seconds between two times that the store is tidied."""
+"""Seconds between two times that heartbeats are stored, and the store is tidied."""
 HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a replica counts as lost."""
 
@@ -59,12 +59,13 @@ class Watchdog:
         self._tidy = tidy
 
     def run(self) -> None:
-        """Check every second, and prune the store periodically, until the scheduler stops."""
+        """Check every second until the scheduler stops; now and then store heartbeats and prune."""
         tidy_at = time.monotonic() + TIDY_INTERVAL
         while not self._ending.wait(LOOK_INTERVAL):
             try:
                 self.look()
                 if time.monotonic() >= tidy_at:
+                    self._store.heartbeats.keep(self._heartbeats.take_changed())
                     self._store.prune(time.time())
                     self._tidy()
                     tidy_at = time.monotonic() + TIDY_INTERVAL

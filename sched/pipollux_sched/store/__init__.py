@@ -17,6 +17,7 @@ from .errors import (
     UnknownNodeError,
 )
 from .generations import GenerationCounts
+from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .hints import ReceivedHints
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
@@ -44,6 +45,7 @@ __all__ = [
     "JobQuery",
     "JobRecord",
     "JobSummary",
+    "KeptHeartbeat",
     "ListedPhase",
     "NodeCondition",
     "NodeRecord",
@@ -51,6 +53,7 @@ __all__ = [
     "Overview",
     "PendingDeletion",
     "Point",
+    "ReceivedHeartbeat",
     "ReceivedHints",
     "ReplicaAddresses",
     "ServerInfo",

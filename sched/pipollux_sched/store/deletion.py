@@ -24,7 +24,7 @@ from .errors import JobExistsError, JobLivesError
 from .generations import GenerationCounts, totals
 from .records import JobRecord, job_record
 from .retention import delete_events
-from .tables import EventRow, GenerationRow, HintsRow, MetaRow, ReplicaRow
+from .tables import EventRow, GenerationRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
 
 _MARK = "deleting "
 """What the name of a job stands behind that is being deleted."""
@@ -130,7 +130,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
     event = journal.log(session, now, "deleted", name, None, told)
     session.flush()  # assigns its id
     session.add(MetaRow(key=_MARK + name, value=str(event.id)))
-    for table in (HintsRow, ReplicaRow, GenerationRow):
+    for table in (HintsRow, ReplicaRow, HeartbeatRow, GenerationRow):
         session.execute(delete(table).where(table.job == name))
     session.delete(row)
     return job

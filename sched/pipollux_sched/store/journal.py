@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, select
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, func, or_, select
+from sqlalchemy.orm import Session, aliased
 
 from pipollux_sched.lifecycle import (
     Action,
@@ -33,6 +33,8 @@ from pipollux_sched.lifecycle import (
 )
 
 from .errors import JobEndedError, StaleGenerationError, UnknownJobError
+from .generations import ENDED
+from .heartbeats import drop_heartbeats
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
 
@@ -101,6 +103,8 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
     row = find_generation(session, name, before.generation)
     if row is None or (not isinstance(event, Recover) and event.generation != before.generation):
         return
+    if isinstance(event, Exited | Recover):
+        drop_heartbeats(session, name, before.generation)
     match event:
         case Started():
             row.started_at, row.port = now, event.port
@@ -131,6 +135,7 @@ def _keep_action(
                 created_at=now,
             )
             session.add(created)
+            drop_heartbeats(session, name, action.generation - 1)
         case Stop():
             row = find_generation(session, name, state.generation)
             if row is not None:
@@ -165,6 +170,27 @@ def log(
     row = EventRow(time=now, type=kind, job=job, generation=generation, data=dict(data))
     session.add(row)
     return row
+
+
+def overdue(session: Session, now: float) -> list[JobRecord]:
+    """Return the live jobs whose deadline has passed without having been applied."""
+    final = (Intent.CANCEL.value, Intent.EXPIRE.value)
+    query = select(JobRow).where(
+        JobRow.deadline_at <= now,
+        JobRow.phase.not_in(ENDED),
+        or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
+    )
+    return [job_record(row) for row in session.scalars(query)]
+
+
+def last_points(session: Session) -> dict[str, Point]:
+    """Return the latest progress by job; jobs that never reported are left out."""
+    # One index lookup for each job, not a scan of all points.
+    other = aliased(PointRow)
+    latest = select(func.max(other.event)).where(other.job == JobRow.name)
+    newest = latest.correlate(JobRow).scalar_subquery()
+    query = select(PointRow).join(JobRow, PointRow.event == newest)
+    return {row.job: point_of(row) for row in session.scalars(query)}
 
 
 def point_of(row: PointRow) -> Point:

@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import func, or_, select
-from sqlalchemy.orm import aliased
+from sqlalchemy import func, select
 
-from pipollux_sched.lifecycle import Event, FirstStep, Intent
+from pipollux_sched.lifecycle import Event, FirstStep
 
 from . import generations, journal, retention
 from . import hints as hint_rows
@@ -25,6 +24,7 @@ from . import nodes as node_rows
 from .database import Database
 from .deletion import Deletions
 from .errors import StoreError
+from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
 from .journal import Change
 from .queries import Overview
@@ -73,6 +73,8 @@ class Store:
         """Jobs taken in by this object so far; each may have changed a token."""
         self.replicas = ReplicaAddresses(self._database, clock)
         """Where the replicas of running jobs can be reached."""
+        self.heartbeats = HeartbeatRecords(self._database, clock)
+        """When the replicas of running jobs were heard of last."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
         self.deletions = Deletions(self._database, clock)
@@ -199,14 +201,8 @@ class Store:
 
     def overdue(self) -> list[JobRecord]:
         """Return the live jobs whose deadline has passed without having been applied."""
-        final = (Intent.CANCEL.value, Intent.EXPIRE.value)
-        query = select(JobRow).where(
-            JobRow.deadline_at <= self._clock(),
-            JobRow.phase.not_in(generations.ENDED),
-            or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
-        )
         with self._database.read() as session:
-            return [job_record(row) for row in session.scalars(query)]
+            return journal.overdue(session, self._clock())
 
     # Reports of jobs
 
@@ -269,14 +265,8 @@ class Store:
 
     def last_points(self) -> dict[str, Point]:
         """Return the latest progress by job; jobs that never reported are left out."""
-        # One index lookup for each job, not a scan of all points.
-        other = aliased(PointRow)
-        latest = select(func.max(other.event)).where(other.job == JobRow.name)
-        newest = latest.correlate(JobRow).scalar_subquery()
-        query = select(PointRow).join(JobRow, PointRow.event == newest)
         with self._database.read() as session:
-            rows = session.scalars(query)
-            return {row.job: journal.point_of(row) for row in rows}
+            return journal.last_points(session)
 
     # Generations
 
@@ -284,6 +274,20 @@ class Store:
         """Return the generations of a job, oldest first."""
         with self._database.read() as session:
             return generations.of_job(session, name)
+
+    def note_launch(self, job: str, generation: int, data: Mapping[str, Any]) -> None:
+        """Store what the backend needs to adopt a generation, as JSON; an earlier one is replaced.
+
+        Raises:
+            StaleGenerationError: the job has no such generation.
+        """
+        with self._database.write() as session:
+            generations.note_launch(session, job, generation, data)
+
+    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
+        """Return what `note_launch` stored of a generation; None if nothing."""
+        with self._database.read() as session:
+            return generations.launch(session, job, generation)
 
     def num_generations(self, *, live: bool = False) -> dict[str, int]:
         """Return the number of starts by job; jobs that never started are left out."""

@@ -98,6 +98,7 @@ class GenerationRow(Base):
     ended_at: Mapped[float | None]
     outcome: Mapped[str | None]
     intent: Mapped[str | None]
+    launch: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class EventRow(Base):
@@ -162,3 +163,16 @@ class ReplicaRow(Base):
     replica: Mapped[int] = mapped_column(primary_key=True)
     address: Mapped[str]
     time: Mapped[float]
+
+
+class HeartbeatRow(Base):
+    """The last heartbeat of a replica of a job's running generation."""
+
+    __tablename__ = "heartbeats"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    replica: Mapped[int] = mapped_column(primary_key=True)
+    time: Mapped[float]
+    step: Mapped[int | None]
+    finished: Mapped[bool]

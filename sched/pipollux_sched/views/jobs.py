@@ -47,7 +47,7 @@ def job_details(
     Args:
         store: the scheduler's store.
         job: the job.
-        heard: last heartbeats of its replicas, as far as known.
+        heard: last heartbeats of its replicas; None: those that the store keeps.
     """
     generations = store.generations(job.name)
     return JobDetails.of(
@@ -55,7 +55,7 @@ def job_details(
         number=store.overview.job_number(job.name),
         num_restarts=max(len(generations) - 1, 0),
         generations=[asdict(entry) for entry in generations],
-        replicas=_replicas(store, heard or {}, job),
+        replicas=_replicas(store, heard, job),
         progress=next(iter(store.overview.points(job.name, 1)), None),
         hints=store.hints().get(job.name),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
@@ -75,7 +75,9 @@ def job_curves(
     )
 
 
-def _replicas(store: Store, heard: Mapping[int, SignOfLife], job: JobRecord) -> list[ReplicaView]:
+def _replicas(
+    store: Store, heard: Mapping[int, SignOfLife] | None, job: JobRecord
+) -> list[ReplicaView]:
     """Return the replicas of the running generation, if there is one."""
     generation, nodes = job.state.generation, job.state.running_on
     if not nodes:
@@ -84,6 +86,8 @@ def _replicas(store: Store, heard: Mapping[int, SignOfLife], job: JobRecord) -> 
         addresses = store.replicas.find(job.name, generation).addresses
     except StaleGenerationError:  # a newer generation has started meanwhile
         addresses = {}
+    if heard is None:
+        heard = store.heartbeats.of(job.name, generation)
     return [
         ReplicaView(
             replica=replica,

@@ -112,3 +112,32 @@ def test_many_threads_at_once() -> None:
     for thread in threads:
         thread.join(240)
     assert beats.heard("a", 2) == {replica: Heard(0.0, 199) for replica in range(8)}
+
+
+def test_what_an_earlier_scheduler_heard_is_expected() -> None:
+    clock = Clock()
+    beats = Heartbeats(clock)
+    beats.note("a", 2, 0, 9)
+    clock.now += 5.0
+    beats.expect("a", 2, 0, 3)  # it was heard of again before the store was read
+    beats.expect("a", 2, 1, 3)
+    beats.expect("a", 1, 2, 3)
+    assert beats.heard("a", 2) == {0: Heard(5.0, 9), 1: Heard(0.0, 3)}
+    clock.now += 30.0
+    assert beats.lost(30.0) == [("a", 2, 0, 35.0)]
+    assert beats.lost(29.0) == [("a", 2, 0, 35.0), ("a", 2, 1, 30.0)]
+
+
+def test_what_the_store_has_yet_to_be_told() -> None:
+    clock = Clock()
+    beats = Heartbeats(clock)
+    for step in (7, 8):
+        beats.note("a", 2, 1, step)
+    beats.note("a", 2, 0)
+    beats.expect("a", 2, 3, 5)  # the store has it already
+    clock.now += 2.0
+    assert beats.take_changed() == [("a", 2, 0, None, False, 2.0), ("a", 2, 1, 8, False, 2.0)]
+    assert beats.take_changed() == []
+    beats.note("a", 2, 1, 9)
+    beats.note("a", 3, 0)
+    assert beats.take_changed() == [("a", 3, 0, None, False, 0.0)]

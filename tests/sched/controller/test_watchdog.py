@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipollux_sched.controller import watchdog
 from pipollux_sched.controller.heartbeats import Heartbeats
 from pipollux_sched.controller.watchdog import Watchdog
 from pipollux_sched.lifecycle import (
@@ -144,6 +146,27 @@ def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None
     assert case.look() == [
         ("toy", HeartbeatLost(1, "Replica 0 was not heard of for 31 s, so all were ended."))
     ]
+
+
+def test_what_was_heard_is_stored_now_and_then(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "TIDY_INTERVAL", 0.01)
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a", "b"], "free"))
+    ending = threading.Event()
+    dog = Watchdog(case.store, case.heartbeats, case.handle, ending=ending)
+    thread = threading.Thread(target=dog.run)
+    thread.start()
+    try:
+        for step in (7, 8):
+            case.heartbeats.note("toy", 1, 1, step)
+            deadline = time.monotonic() + 240
+            while case.store.heartbeats.of("toy", 1) != {1: (0.0, step, False)}:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        ending.set()
+        thread.join(240)
 
 
 def test_silence_that_could_not_be_written_down_is_not_forgotten(case: Case) -> None:

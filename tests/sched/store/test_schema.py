@@ -15,7 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.store import Store, StoreError, schema
+from pipollux_sched.store import ReceivedHeartbeat, Store, StoreError, schema
 from pipollux_sched.store.location import Location
 from pipollux_sched.store.schema import REVISION
 from pipollux_sched.store.tables import Base
@@ -24,8 +24,8 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 
 
 def upgrade():
@@ -41,7 +41,7 @@ def upgrade():
 NEXT_VERSION = """
 import sys
 from pipollux_sched.store import schema
-schema.REVISION = "0002"
+schema.REVISION = "0003"
 schema.REVISIONS += chr(10) + sys.argv[2]
 """
 
@@ -121,7 +121,7 @@ def later(tmp_path: Path) -> str:
     """A folder with the revision of the version that comes after this one."""
     folder = tmp_path / "revisions"
     folder.mkdir()
-    (folder / "v0002_colours.py").write_text(LATER)
+    (folder / "v0003_colours.py").write_text(LATER)
     return str(folder)
 
 
@@ -130,7 +130,7 @@ def next_version(later: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Let this process be of the version that comes after this one, once it is called."""
 
     def update() -> None:
-        monkeypatch.setattr(schema, "REVISION", "0002")
+        monkeypatch.setattr(schema, "REVISION", "0003")
         monkeypatch.setattr(schema, "REVISIONS", f"{schema.REVISIONS}\n{later}")
 
     return update
@@ -160,9 +160,26 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
         with Store(place) as store:
             assert store.job("toy").state.running_on == ("a", "b")
             assert [event["type"] for event in store.events()] == ["submitted", "allocated"]
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0002"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0003"]
     assert column(place, "SELECT colour FROM jobs") == ["red"]
     assert column(place, "SELECT job FROM labels") == ["toy"]
+
+
+def test_a_store_of_the_first_version(place: Path | str) -> None:
+    keep_a_job(place)
+    for undo in (
+        "DROP TABLE heartbeats",
+        "ALTER TABLE generations DROP COLUMN launch",
+        "UPDATE alembic_version SET version_num = '0001'",
+    ):
+        execute(place, undo)
+    with Store(place) as store:
+        assert store.launch("toy", 1) is None
+        assert store.heartbeats.of("toy", 1) == {}
+        store.heartbeats.keep([ReceivedHeartbeat("toy", 1, 0, 7)])
+        store.note_launch("toy", 1, {"ids": [17]})
+        assert store.job("toy").state.running_on == ("a", "b")
+    assert differences(place) == ([], REVISION)
 
 
 def test_killed_before_any_statement(tmp_path: Path, later: str) -> None:
@@ -193,7 +210,7 @@ def test_opened_by_several_at_once(place: Path | str, old: bool, later: str) -> 
         opener.stdin.flush()
     said = [opener.communicate(timeout=240) for opener in openers]
     assert said == [(f"{int(old)}\n", "")] * 2
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0002"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0003"]
 
 
 def test_a_newer_store_is_refused(place: Path | str, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from pipollux_sched.backend.base import BackendError, Node, ReplicaProgram
 from pipollux_sched.backend.generations import Generations
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
-from pipollux_sched.utils.atomic_write import PRIVATE
 
 from . import processes
 from .environment import Devices, marks, replica_environment
@@ -87,16 +85,6 @@ class LocalBackend(Generations):
                 f"job {program.job!r} cannot run in {program.image or 'an image'}: the local "
                 "backend starts processes of this machine and no containers"
             )
-
-    def note_heard(self, job: str, generation: int, replica: int) -> None:
-        """Record it in the folder of the generation: see `Backend`."""
-        with suppress(OSError):  # a full disk, or a generation that is over
-            (self._state_dir.generation(job, generation) / f"heard-{replica}").touch(PRIVATE)
-
-    def heard(self, job: str, generation: int) -> list[int]:
-        """Read what `note_heard` has recorded."""
-        files = self._state_dir.generation(job, generation).glob("heard-*")
-        return sorted(int(file.name.removeprefix("heard-")) for file in files)
 
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
         """Read the report that rank 0 has left beside its checkpoints: see `Backend`."""

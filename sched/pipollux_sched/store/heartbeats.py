@@ -1,0 +1,112 @@
+"""The last heartbeat of each replica of a running generation, kept for the next scheduler.
+
+Whether a replica is lost is decided elsewhere, on the monotonic clock of the scheduler that hears
+it. These rows tell the scheduler after that which replicas to expect, and commands without a
+scheduler what was heard last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from .database import Database
+from .tables import HeartbeatRow, JobRow
+
+__all__ = ["HeartbeatRecords", "KeptHeartbeat", "ReceivedHeartbeat", "drop_heartbeats"]
+
+
+class ReceivedHeartbeat(NamedTuple):
+    """The last heartbeat of a replica, as received."""
+
+    job: str
+    generation: int
+    replica: int
+    step: int | None = None
+    """Optimizer step that it reported; None if it had none."""
+    finished: bool = False
+    """Whether the replica said that it sends no more of them."""
+    seconds: float = 0.0
+    """How long ago it was."""
+
+
+class KeptHeartbeat(NamedTuple):
+    """The last heartbeat of a replica, as kept."""
+
+    seconds: float
+    """How long ago it was."""
+    step: int | None
+    """Optimizer step in that heartbeat; None if it had none."""
+    finished: bool
+    """Whether the replica said that it sends no more of them."""
+
+
+class HeartbeatRecords:
+    """Stores heartbeats, so that they outlive the scheduler that received them.
+
+    Example:
+        >>> with Store(Path("/var/lib/pipollux/pipollux.db")) as store:
+        ...     store.heartbeats.keep([ReceivedHeartbeat("char-lm", 2, 0, step=7)])
+
+    Args:
+        database: database of the store.
+        clock: returns the time, in seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def keep(self, received: Sequence[ReceivedHeartbeat]) -> None:
+        """Store heartbeats in one transaction; those of generations that do not run are skipped.
+
+        A replica that has finished stays so, whatever arrives late.
+        """
+        if not received:
+            return
+        with self._database.write(durable=False) as session:
+            running = _running_generations(session, {each.job for each in received})
+            now = self._clock()
+            for each in received:
+                if running.get(each.job) == each.generation:
+                    _keep(session, each, now)
+
+    def of(self, job: str, generation: int) -> dict[int, KeptHeartbeat]:
+        """Return the last heartbeat of each replica of a generation that sent one, in order."""
+        query = (
+            select(HeartbeatRow)
+            .where(HeartbeatRow.job == job, HeartbeatRow.generation == generation)
+            .order_by(HeartbeatRow.replica)
+        )
+        with self._database.read() as session:
+            now = self._clock()
+            return {
+                row.replica: KeptHeartbeat(max(now - row.time, 0.0), row.step, row.finished)
+                for row in session.scalars(query)
+            }
+
+
+def drop_heartbeats(session: Session, job: str, generation: int) -> None:
+    """Delete the heartbeats of a job up to a generation: it has ended, or a newer one begins."""
+    mine = (HeartbeatRow.job == job, HeartbeatRow.generation <= generation)
+    session.execute(delete(HeartbeatRow).where(*mine))
+
+
+def _running_generations(session: Session, names: set[str]) -> dict[str, int]:
+    """Return the running generation of each of these jobs that has one."""
+    query = select(JobRow.name, JobRow.generation, JobRow.running_on)
+    rows = session.execute(query.where(JobRow.name.in_(names)))
+    return {row.name: row.generation for row in rows if row.running_on}
+
+
+def _keep(session: Session, received: ReceivedHeartbeat, now: float) -> None:
+    key = (received.job, received.generation, received.replica)
+    known = session.get(HeartbeatRow, key)
+    if known is None:
+        known = HeartbeatRow(job=key[0], generation=key[1], replica=key[2], finished=False)
+        session.add(known)
+    known.time, known.step = now - received.seconds, received.step
+    known.finished = known.finished or received.finished
