@@ -18,8 +18,13 @@ Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few num
                 alpha_r + beta_r·max(R - 2, ε)                                 n = 1, R > 1
                 ε                                                              R = 1
     E         = end of the last all-reduce, ρ_i·T_net from overhead + fin_i on, less T_pipe
-    T_optim   = (T_pipe, E)_γ, but at least as long as the network is busy
+    H         = B - E, with B = T_net over one link, max ρ·T_net over one link each
+    T_optim   = H + (T_pipe - H, E)_γ
     T_iter    = s·T_pipe + T_optim
+
+The γ-norm joins what compute and network do while the other is idle, so no second of compute hides
+two of the network. It follows that an iteration never takes longer because some of its work takes
+less. Without gradient shares, as in AdaptDL, E is T_net and H is 0.
 
 Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
 
@@ -119,7 +124,7 @@ def network_time(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) 
 
 
 def optim_time(gamma: Numbers, accum: Numbers, network: Numbers) -> Numbers:
-    """Return T_optim, the γ-norm of T_pipe and the exposed network; never below either."""
+    """Return T_optim where nothing is hidden: the γ-norm of T_pipe and T_net; below neither."""
     return norm(accum, network, gamma)
 
 
@@ -230,9 +235,11 @@ def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Nu
         return optim_time(params.gamma, final[0], network)
     all_reduce = [share * network for share in params.gradient_shares]
     exposed = network_end(final, all_reduce, params.shared_link) - final[0]
-    optim = optim_time(params.gamma, final[0], np.maximum(exposed, _NOTHING))
     busy = network if params.shared_link else max(params.gradient_shares) * network
-    return np.maximum(optim, busy)
+    hidden = busy - exposed
+    # Neither rest is below zero; they are kept from it by rounding.
+    rests = np.maximum(final[0] - hidden, _NOTHING), np.maximum(exposed, _NOTHING)
+    return hidden + optim_time(params.gamma, *rests)
 
 
 def _growth(power: Numbers, num_replicas: Numbers, beyond_two: Numbers) -> Numbers:
