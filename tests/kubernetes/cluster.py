@@ -1,0 +1,159 @@
+"""What tests can do with a cluster, be it a real control plane or the one in memory."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import yaml
+from lightkube import Client, KubeConfig
+from lightkube.core.exceptions import ApiError
+from lightkube.generic_resource import create_global_resource
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Namespace, Node, Pod, PodEviction, ServiceAccount
+
+GPU = "nvidia.com/gpu"
+IMAGE = "docker.io/pipollux/test:1"
+"""The image of containers in tests: Python, torch, the packages of this checkout."""
+PATIENCE = 240.0
+"""Seconds that something may take in a test."""
+T = TypeVar("T")
+
+Definition = create_global_resource(
+    "apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions"
+)
+
+
+def until(condition: Callable[[], T | None], what: str, patience: float = PATIENCE) -> T:
+    """Return what a function returns as soon as that is true.
+
+    Args:
+        condition: asked again and again; while the API server refuses, it counts as not yet true.
+        what: named where it never becomes true, such as "pod a is running".
+        patience: seconds after which it never will.
+    """
+    deadline = time.monotonic() + patience
+    last: Exception | None = None
+    while time.monotonic() < deadline:
+        try:
+            if found := condition():
+                return found
+        except (ApiError, httpx2.HTTPError) as error:
+            last = error
+        time.sleep(0.05)
+    raise AssertionError(f"not within {patience:g} s: {what}" + (f" ({last})" if last else ""))
+
+
+class Cluster(ABC):
+    """A Kubernetes cluster that is there for one test."""
+
+    kubeconfig: Path
+    """How clients reach it."""
+
+    @property
+    @abstractmethod
+    def is_real(self) -> bool:
+        """Whether it is Kubernetes itself."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it; return when it serves and its nodes are ready."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it; leave nothing behind but its folder."""
+
+    @abstractmethod
+    def stop_api_server(self) -> None:
+        """Take the API server away: nothing answers, every stream ends; pods go on."""
+
+    @abstractmethod
+    def start_api_server(self) -> None:
+        """Bring it back at the same address."""
+
+    @abstractmethod
+    def expire_watches(self) -> None:
+        """End all watches, and let none go back to what was before now: 410 Gone."""
+
+    @abstractmethod
+    def lose_node(self, name: str) -> None:
+        """Let a machine lose its power: its processes end and nobody says so."""
+
+    @abstractmethod
+    def delete_node(self, name: str) -> None:
+        """Take a node out of the cluster, and end its machine, as an autoscaler does."""
+
+    @abstractmethod
+    def add_node(self, name: str, gpus: int = 4) -> None:
+        """Add a node; return when it is ready."""
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def client(self, namespace: str = "default") -> Client:
+        """Return a client of it; close it when done."""
+        config = KubeConfig.from_file(self.kubeconfig).get()
+        assert config is not None
+        return Client(config, namespace=namespace, field_manager="test", trust_env=False)
+
+    def create_namespace(self, name: str) -> None:
+        """Create a namespace; return when pods can be created in it."""
+        with self.client() as client:
+            client.create(Namespace(metadata=ObjectMeta(name=name)))
+            until(lambda: client.get(ServiceAccount, "default", namespace=name), "an account")
+
+    def declare(self, *paths: Path) -> None:
+        """Create the CustomResourceDefinitions of YAML files; return when they are served."""
+        with self.client() as client:
+            for path in paths:
+                for document in yaml.safe_load_all(path.read_text()):
+                    self._declare(client, document)
+
+    def _declare(self, client: Client, document: Mapping[str, Any]) -> None:
+        client.create(Definition(**document))
+        group, names = document["spec"]["group"], document["spec"]["names"]
+        for version in document["spec"]["versions"]:
+            url = f"/apis/{group}/{version['name']}/{names['plural']}"
+            until(lambda url=url: self.ask("GET", url)[0] == 200, f"{url} is served")
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> tuple[int, Any]:
+        """Send a request as it stands; return the HTTP status and the body."""
+        with self.client() as client:
+            answer = client._client._client.request(  # its HTTP client, with keys and address
+                method, path, json=body, headers={"Content-Type": content_type}
+            )
+        kind = answer.headers.get("Content-Type", "")
+        return answer.status_code, answer.json() if "json" in kind else answer.text
+
+    def cordon(self, name: str, *, cordoned: bool = True) -> None:
+        """Let no new pod onto a node, or again."""
+        with self.client() as client:
+            client.patch(Node, name, {"spec": {"unschedulable": cordoned or None}})
+
+    def evict(self, namespace: str, name: str) -> None:
+        """Evict a pod, as a drain does."""
+        with self.client(namespace) as client:
+            client.create(PodEviction(metadata=ObjectMeta(name=name, namespace=namespace)), name)
+
+    def pods(self, namespace: str, **labels: str) -> dict[str, Pod]:
+        """Return the pods of a namespace by name."""
+        with self.client(namespace) as client:
+            return {pod.metadata.name: pod for pod in client.list(Pod, labels=labels or None)}
