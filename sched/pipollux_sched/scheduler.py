@@ -369,7 +369,6 @@ class Scheduler:
             self._control.heartbeats,
             self._executor.handle,
             ending=self._ending,
-            finished=self._backend.finished,
             tidy=self._deletion.finish,
             heartbeat_timeout=self._heartbeat_timeout,
         )

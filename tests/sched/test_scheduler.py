@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,49 @@ def test_a_replica_that_froze_while_nobody_looked(directory: Path) -> None:
         events = types(list(scheduler.store.events()), "toy")
         kept = [event for event in events if event in ("adopted", "heartbeat_lost", "restarting")]
         assert kept == ["adopted", "heartbeat_lost", "restarting"]
+
+
+class Both(Wish):
+    """Gives each new job both nodes."""
+
+    def allocate_job(self, _job_info: JobInfo, nodes: Mapping[str, NodeInfo]) -> list[str]:
+        return list(nodes)
+
+
+LEAVING = """
+import pathlib, sys, time
+import pipollux
+
+pipollux.init_process_group("gloo")
+end = pathlib.Path(sys.argv[1])
+while pipollux.replica_rank() == 0 and not end.exists():
+    time.sleep(0.05)
+"""
+"""All replicas but the first have nothing to do."""
+
+
+def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) -> None:
+    """Its torchrun agent waits for theirs; that it is silent from then on is no loss."""
+    script, end = tmp_path / "leaving.py", tmp_path / "end"
+    script.write_text(LEAVING)
+    spec = JobSpec(name="leaving", script=str(script), args=[str(end)], requested_replicas=2)
+    with scheduler_on(directory, Both(), heartbeat_timeout=12.0) as scheduler:
+        scheduler.submit(spec)
+        deadline = time.monotonic() + 240
+        while True:
+            heard = scheduler.control.heartbeats.heard("leaving", 1)
+            # The watchdog has had its chance to take it for lost.
+            if 1 in heard and heard[1].finished and heard[1].seconds > 14.0:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert scheduler.store.heartbeats.of("leaving", 1)[1].finished
+        assert not heard[0].finished
+        end.touch()
+        assert scheduler.wait(lambda jobs: jobs["leaving"].phase.ended, timeout=240)
+        events = types(scheduler.store.events(), "leaving")
+    assert "heartbeat_lost" not in events
+    assert events[-1] == "complete"
 
 
 def test_cancelling(directory: Path) -> None:

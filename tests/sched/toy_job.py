@@ -24,7 +24,6 @@ ARGS.add_argument("--steps", type=int, default=1_000_000)
 ARGS.add_argument("--step-seconds", type=float, default=0.05)
 ARGS.add_argument("--fail-at", type=int)
 ARGS.add_argument("--fail-rank", type=int, default=0)
-ARGS.add_argument("--only-rank", type=int, help="all others have nothing to do")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
 ARGS.add_argument(
@@ -51,8 +50,6 @@ def main() -> int:
         subprocess.Popen(["/bin/sh", "-c", "sleep 300 &"])
     step = load(directory)
     print(f"replica {rank} of generation {generation} goes on from step {step}")
-    if options.only_rank not in (None, rank):
-        return 0
     supervisor = Supervisor(generation) if rank == 0 else None
     reached = [step]
     if options.beats and supervisor is not None:

@@ -2,27 +2,37 @@
 
 Every replica has a thread of its own for this (rank 0 has the `Reporter` besides). Requests have a
 timeout. When the scheduler is away the thread tries again after 1 s, 2 s, 4 s, … but never more
-seldom than the interval, so that the next scheduler hears of the replica soon.
+seldom than the interval, so that the next scheduler hears of the replica soon. The last one says
+that the script has ended: from then on its silence is no loss, however long other replicas go on.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from . import signals
 from .env import JobEnvironment
 
 if TYPE_CHECKING:
-    pass
+    import httpx
 
 __all__ = ["Heartbeat"]
 
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 1.0
-"""Seconds that the end of the job waits for a request under way; then it is left behind."""
+"""Seconds that the end of the job waits for the last request; then it is left behind."""
+GOODBYE_PATIENCE = 20.0
+"""The same in seconds where the scheduler is away, and another replica may still be at work."""
+GOODBYE_PAUSE = 0.5
+"""Seconds between two attempts at the last request."""
+BUSY = 429
+"""Status from which a refusal is worth a repetition: too many requests, a store that is full."""
 FIRST_BACKOFF = 1.0
 REFUSED = (401, 403, 404)
 """Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
@@ -40,7 +50,13 @@ class Heartbeat:
         self._env = env
         self._step = step
         self._stop = threading.Event()
+        self._url = f"{env.supervisor_url}/jobs/{env.job_id}/heartbeats"
+        self._backoff = FIRST_BACKOFF
         self._away = False
+        self._expected = False
+        """Whether a scheduler has received one, and so waits for more."""
+        self._says_goodbye = False
+        self._deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="pipollux-heartbeat", daemon=True)
 
     @classmethod
@@ -54,59 +70,98 @@ class Heartbeat:
         return heartbeat
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; its last request says that no more follow, unless the script failed.
+
+        While the scheduler is away this waits for it, for a limited time, where another replica may
+        still be at work: the next scheduler would take this replica's silence for a loss.
+        """
+        self._says_goodbye = not _has_failed()
+        waits = self._expected and self._env.num_replicas > 1 and not signals.stop_requested()
+        patience = GOODBYE_PATIENCE if waits and self._says_goodbye else CLOSE_TIMEOUT
+        self._deadline = time.monotonic() + patience
         self._stop.set()
-        self._thread.join(CLOSE_TIMEOUT)
+        self._thread.join(patience)
 
     def _run(self) -> None:
         import httpx  # a third of a second that the script need not wait for
 
-        env = self._env
-        url = f"{env.supervisor_url}/jobs/{env.job_id}/heartbeats"
-        backoff = FIRST_BACKOFF
         with httpx.Client(
             timeout=REQUEST_TIMEOUT,
-            headers={"Authorization": f"Bearer {env.token or ''}"},
+            headers={"Authorization": f"Bearer {self._env.token or ''}"},
             # A connection that is kept would mostly have been closed by the next time.
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,  # loopback and cluster addresses are not for proxies
         ) as client:
             while not self._stop.is_set():
-                delay = env.heartbeat_interval
-                try:
-                    response = client.post(url, json=self._body())
-                    if response.status_code in REFUSED:
-                        self._give_up(url, response.status_code)
-                        return
-                    response.raise_for_status()
-                except Exception as error:  # whatever it is, the next one is sent
-                    self._note_failure(url, error)
-                    delay, backoff = min(backoff, delay), min(2 * backoff, delay)
-                else:
-                    self._note_success(url)
-                    backoff = FIRST_BACKOFF
+                delay = self._beat(client)
+                if delay is None:
+                    return
                 self._stop.wait(delay)
+            if self._says_goodbye:
+                self._say_goodbye(client)
 
-    def _body(self) -> dict[str, int]:
-        body = {"generation": self._env.generation, "replica": self._env.rank}
+    def _beat(self, client: httpx.Client) -> float | None:
+        """Send a heartbeat; return the seconds until the next one, None if nobody takes them."""
+        interval = self._env.heartbeat_interval
+        try:
+            response = client.post(self._url, json=self._body())
+            if response.status_code in REFUSED:
+                self._give_up(response.status_code)
+                return None
+            response.raise_for_status()
+        except Exception as error:  # whatever it is, the next one is sent
+            self._note_failure(error)
+            delay = min(self._backoff, interval)
+            self._backoff = min(2 * self._backoff, interval)
+            return delay
+        self._note_success()
+        self._backoff, self._expected = FIRST_BACKOFF, True
+        return interval
+
+    def _say_goodbye(self, client: httpx.Client) -> None:
+        """Say that no more heartbeats follow, until the scheduler has taken or refused it."""
+        body = {**self._body(), "finished": True}
+        while (left := self._deadline - time.monotonic()) > 0.0:
+            try:
+                status = client.post(self._url, json=body, timeout=left).status_code
+            except Exception as error:  # as above; the job has ended well all the same
+                LOG.debug("the last heartbeat to %s failed: %s", self._url, error)
+            else:
+                if status < BUSY:
+                    return
+            time.sleep(min(GOODBYE_PAUSE, left))
+
+    def _body(self) -> dict[str, int | bool]:
+        body: dict[str, int | bool] = {
+            "generation": self._env.generation,
+            "replica": self._env.rank,
+        }
         step = self._step()
         return body if step is None else {**body, "step": step}
 
-    def _note_failure(self, url: str, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         """Log once that requests fail; hours of it would fill the log."""
         if not self._away:
-            LOG.warning("a heartbeat to %s failed: %s; training goes on, others follow", url, error)
+            LOG.warning(
+                "a heartbeat to %s failed: %s; training goes on, others follow", self._url, error
+            )
         self._away = True
 
-    def _note_success(self, url: str) -> None:
+    def _note_success(self) -> None:
         if self._away:
-            LOG.warning("heartbeats to %s arrive again", url)
+            LOG.warning("heartbeats to %s arrive again", self._url)
         self._away = False
 
-    def _give_up(self, url: str, status: int) -> None:
+    def _give_up(self, status: int) -> None:
         LOG.warning(
             "%s refuses this job's heartbeats (status %d): no more are sent, training goes on; "
             "PIPOLLUX_TOKEN must be the token that the scheduler gave to this job",
-            url,
+            self._url,
             status,
         )
+
+
+def _has_failed() -> bool:
+    """Return whether an exception ends the script, or has ended it; a stop is none."""
+    errors = (sys.exception(), getattr(sys, "last_value", None))
+    return any(error is not None and not isinstance(error, SystemExit) for error in errors)

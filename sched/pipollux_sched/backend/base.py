@@ -13,7 +13,7 @@ reports one `Exited`. It is reported once, after the last process has ended and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,14 +140,6 @@ class Backend(ABC):
     @abstractmethod
     def running(self) -> Mapping[str, Running]:
         """Return the running generations by job."""
-
-    @abstractmethod
-    def finished(self, job: str, generation: int) -> Collection[int]:
-        """Return the replicas that have ended successfully, or are about to, while others run.
-
-        They send no more heartbeats, and must not count as lost. A backend that does not see
-        replicas end one by one returns none.
-        """
 
     @abstractmethod
     def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:

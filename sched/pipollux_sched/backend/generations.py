@@ -45,9 +45,6 @@ class ReplicaGroup(Protocol):
     def poll(self) -> Exited | None:
         """Continue; return how the generation ended, None while a process of it is left."""
 
-    def finished(self) -> set[int]:
-        """Return the replicas that have ended successfully, or are about to, while others run."""
-
 
 class _Pending(NamedTuple):
     """A generation that waits for the previous one to end, or for its slots."""
@@ -175,12 +172,6 @@ class Generations(Backend):
                 job: Running(group.generation, group.nodes) for job, group in self._groups.items()
             }
             return waiting | there
-
-    def finished(self, job: str, generation: int) -> set[int]:
-        """Return the replicas that have ended successfully, or are about to: see `Backend`."""
-        with self._lock:
-            group = self._groups.get(job)
-            return group.finished() if group and group.generation == generation else set()
 
     def shutdown(self, grace: float = 0.0) -> None:
         """End everything; return when nothing runs, or 10 s after `grace` at the latest."""

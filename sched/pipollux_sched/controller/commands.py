@@ -209,14 +209,19 @@ class Control:
         replica: int,
         step: int | None,
         hang_timeout: float | None = None,
+        *,
+        finished: bool = False,
     ) -> None:
-        """Record a heartbeat of a replica.
+        """Record a heartbeat of a replica; `finished`: it is the last one.
 
-        The first one is stored before this returns; of later ones the watchdog stores the latest
-        every few seconds.
+        The first and the last one are stored before this returns; of the others the watchdog stores
+        the latest every few seconds.
         """
-        if self.heartbeats.note(name, generation, replica, step, hang_timeout):
-            received = ReceivedHeartbeat(name, generation, replica, step)
+        first = self.heartbeats.note(
+            name, generation, replica, step, hang_timeout, finished=finished
+        )
+        if first or finished:
+            received = ReceivedHeartbeat(name, generation, replica, step, finished)
             self._store.heartbeats.keep([received])
 
     def expect_replicas(self) -> None:
@@ -224,7 +229,7 @@ class Control:
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
             generation = job.state.generation
             for replica, kept in self._store.heartbeats.of(job.name, generation).items():
-                self.heartbeats.expect(job.name, generation, replica, kept.step)
+                self.heartbeats.expect(job.name, generation, replica, kept)
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""

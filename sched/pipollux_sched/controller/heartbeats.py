@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipollux_sched.store import ReceivedHeartbeat
+from pipollux_sched.store import KeptHeartbeat, ReceivedHeartbeat
 
 __all__ = ["Heard", "Heartbeats", "LostReplica", "StalledJob"]
 
@@ -25,6 +25,8 @@ class Heard(NamedTuple):
     """How long ago it was."""
     step: int | None
     """Optimizer step in that heartbeat; None if it had none."""
+    finished: bool = False
+    """Whether the replica said that it sends no more of them."""
 
 
 class LostReplica(NamedTuple):
@@ -52,6 +54,8 @@ class StalledJob(NamedTuple):
 class _Generation:
     number: int
     last: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    """Replicas that said that they send no more heartbeats; one that comes late changes nothing."""
     changed: set[int] = field(default_factory=set)
     """Replicas heard of since the store was told last."""
     hang_timeout: float | None = None
@@ -108,6 +112,8 @@ class Heartbeats:
         replica: int,
         step: int | None = None,
         hang_timeout: float | None = None,
+        *,
+        finished: bool = False,
     ) -> bool:
         """Record a heartbeat; one of an older generation than the last is ignored.
 
@@ -118,6 +124,7 @@ class Heartbeats:
             step: optimizer step that it reported; None: none.
             hang_timeout: seconds for which the job's step may stay the same; None: no limit, or
                 the generation has not taken its first step.
+            finished: whether the replica said that no more follow; it is not lost from then on.
 
         Returns:
             Whether it is the first of this replica in the present generation.
@@ -131,18 +138,22 @@ class Heartbeats:
             first, now = replica not in known.last, self._clock()
             known.last[replica] = (now, step)
             known.changed.add(replica)
+            if finished:
+                known.finished.add(replica)
             known.note_step(step, hang_timeout, now)
             return first
 
-    def expect(self, job: str, generation: int, replica: int, step: int | None) -> None:
+    def expect(self, job: str, generation: int, replica: int, kept: KeptHeartbeat) -> None:
         """Expect heartbeats from now on of a replica that an earlier scheduler heard.
 
-        One that this scheduler has heard already stays as it is.
+        One that this scheduler has heard already keeps its last heartbeat.
         """
         with self._lock:
             known = self._jobs.setdefault(job, _Generation(generation))
             if known.number == generation:
-                known.last.setdefault(replica, (self._clock(), step))
+                known.last.setdefault(replica, (self._clock(), kept.step))
+                if kept.finished:
+                    known.finished.add(replica)
 
     def take_changed(self) -> list[ReceivedHeartbeat]:
         """Return the last heartbeat of each replica heard of since the last call."""
@@ -151,21 +162,25 @@ class Heartbeats:
             for job, known in self._jobs.items():
                 for replica in sorted(known.changed):
                     last, step = known.last[replica]
+                    finished = replica in known.finished
                     found.append(
-                        ReceivedHeartbeat(job, known.number, replica, step, seconds=now - last)
+                        ReceivedHeartbeat(job, known.number, replica, step, finished, now - last)
                     )
                 known.changed.clear()
             return found
 
     def lost(self, limit_seconds: float) -> list[LostReplica]:
-        """Return the replicas with a heartbeat, but none in the last `limit_seconds`."""
+        """Return the replicas with a heartbeat, but none in the last `limit_seconds`.
+
+        Those that have finished are left out.
+        """
         with self._lock:
             now = self._clock()
             return [
                 LostReplica(job, known.number, replica, now - last)
                 for job, known in self._jobs.items()
                 for replica, (last, _) in sorted(known.last.items())
-                if now - last > limit_seconds
+                if now - last > limit_seconds and replica not in known.finished
             ]
 
     def stalled(self) -> list[StalledJob]:
@@ -182,7 +197,7 @@ class Heartbeats:
                 return {}
             now = self._clock()
             return {
-                replica: Heard(now - last, step)
+                replica: Heard(now - last, step, replica in known.finished)
                 for replica, (last, step) in sorted(known.last.items())
             }
 

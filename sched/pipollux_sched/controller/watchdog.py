@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import datetime
 
 from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, Stalled
@@ -34,7 +34,6 @@ class Watchdog:
         heartbeats: last heartbeat of each replica.
         handle: applies an event to a job.
         ending: set when the scheduler stops.
-        finished: returns the replicas of a job's generation that have nothing left to do.
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
         tidy: called after each pruning of the store, for further clean-up.
     """
@@ -46,7 +45,6 @@ class Watchdog:
         handle: Callable[[str, Event], object],
         *,
         ending: threading.Event,
-        finished: Callable[[str, int], Collection[int]] = lambda _job, _generation: (),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
@@ -54,7 +52,6 @@ class Watchdog:
         self._heartbeats = heartbeats
         self._handle = handle
         self._ending = ending
-        self._finished = finished
         self._heartbeat_timeout = heartbeat_timeout
         self._tidy = tidy
 
@@ -80,8 +77,8 @@ class Watchdog:
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
         for name, generation, replica, seconds in self._heartbeats.lost(self._heartbeat_timeout):
-            if (name, generation) in told or replica in self._finished(name, generation):
-                continue  # another replica, which writes the last checkpoint say, may take long
+            if (name, generation) in told:
+                continue
             why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
             self._let(name, HeartbeatLost(generation, why))
             told.add((name, generation))

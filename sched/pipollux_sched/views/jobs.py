@@ -26,6 +26,10 @@ class SignOfLife(Protocol):
     def step(self) -> int | None:
         """Its optimizer step then; None if unknown."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether it said that it sends no more of them."""
+
 
 def list_jobs(store: Store, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
     """Return the jobs in the given phases (none: all), in the order of first submission."""
@@ -95,6 +99,7 @@ def _replicas(
             address=addresses.get(replica),
             heard_seconds=heard[replica].seconds if replica in heard else None,
             step=heard[replica].step if replica in heard else None,
+            finished=replica in heard and heard[replica].finished,
         )
         for replica, node in enumerate(nodes)
     ]

@@ -106,13 +106,17 @@ class GenerationView(View):
 
 
 class ReplicaView(View):
-    """A replica of the running generation; its last heartbeat was `heard_seconds` ago."""
+    """A replica of the running generation; its last heartbeat was `heard_seconds` ago.
+
+    `finished`: its script has ended, and other replicas still run.
+    """
 
     replica: int
     node: str
     address: str | None
     heard_seconds: float | None
     step: int | None
+    finished: bool
 
 
 class EventView(View):

@@ -39,9 +39,6 @@ class Group:
     def poll(self) -> Exited | None:
         return self.exited
 
-    def finished(self) -> set[int]:
-        return {0}
-
 
 class Engine(Generations):
     """Starts nothing, and keeps what it was asked to start."""
@@ -90,8 +87,6 @@ def test_a_generation_waits_for_the_slots_of_another_job(engine: Engine) -> None
         Report("two", Started(1, (), 0)),
     ]
     assert engine.free() == {"a": 1, "b": 0}
-    assert engine.finished("two", 1) == {0}
-    assert engine.finished("two", 2) == set()
 
 
 def test_a_generation_takes_the_place_of_the_one_before(engine: Engine) -> None:

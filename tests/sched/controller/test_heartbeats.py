@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from pipollux_sched.controller.heartbeats import Heard, Heartbeats
+from pipollux_sched.store import KeptHeartbeat
 
 
 class Clock:
@@ -119,10 +120,13 @@ def test_what_an_earlier_scheduler_heard_is_expected() -> None:
     beats = Heartbeats(clock)
     beats.note("a", 2, 0, 9)
     clock.now += 5.0
-    beats.expect("a", 2, 0, 3)  # it was heard of again before the store was read
-    beats.expect("a", 2, 1, 3)
-    beats.expect("a", 1, 2, 3)
-    assert beats.heard("a", 2) == {0: Heard(5.0, 9), 1: Heard(0.0, 3)}
+    kept = KeptHeartbeat(70.0, 3, finished=False)
+    beats.expect("a", 2, 0, kept)  # it was heard of again before the store was read
+    beats.expect("a", 2, 1, kept)
+    beats.expect("a", 2, 2, kept._replace(finished=True))
+    beats.expect("a", 1, 3, kept)
+    heard = {0: Heard(5.0, 9), 1: Heard(0.0, 3), 2: Heard(0.0, 3, finished=True)}
+    assert beats.heard("a", 2) == heard
     clock.now += 30.0
     assert beats.lost(30.0) == [("a", 2, 0, 35.0)]
     assert beats.lost(29.0) == [("a", 2, 0, 35.0), ("a", 2, 1, 30.0)]
@@ -134,9 +138,15 @@ def test_what_the_store_has_yet_to_be_told() -> None:
     for step in (7, 8):
         beats.note("a", 2, 1, step)
     beats.note("a", 2, 0)
-    beats.expect("a", 2, 3, 5)  # the store has it already
+    beats.note("a", 2, 2, 9, finished=True)
+    beats.note("a", 2, 2, 8)  # late
+    beats.expect("a", 2, 3, KeptHeartbeat(70.0, 5, finished=False))  # the store has it already
     clock.now += 2.0
-    assert beats.take_changed() == [("a", 2, 0, None, False, 2.0), ("a", 2, 1, 8, False, 2.0)]
+    assert beats.take_changed() == [
+        ("a", 2, 0, None, False, 2.0),
+        ("a", 2, 1, 8, False, 2.0),
+        ("a", 2, 2, 8, True, 2.0),
+    ]
     assert beats.take_changed() == []
     beats.note("a", 2, 1, 9)
     beats.note("a", 3, 0)

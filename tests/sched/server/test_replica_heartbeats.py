@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pipollux_hybrid import init_process_group
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job import heartbeat
 from pipollux_hybrid.job.context import context, reset
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_sched.controller.heartbeats import Heartbeats
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
 from pipollux_sched.server.http_server import HttpServer
 from tests.hybrid.replicas import run_replicas
@@ -86,6 +90,80 @@ def test_every_replica_is_heard_of_also_after_the_scheduler_was_away(
             end.touch()
         steps = replicas.result(PATIENCE)
     assert all(step > first for step in steps)
+
+
+class _Noted(logging.Handler):
+    """Touches a file when a last heartbeat has failed."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("the last heartbeat"):
+            self._file.touch()
+
+
+def leave_one_by_one(folder: Path) -> None:
+    """Be a replica that has nothing to do until it is told to leave."""
+    init_process_group("gloo")
+    heartbeat.GOODBYE_PATIENCE = PATIENCE
+    heartbeat.LOG.setLevel(logging.DEBUG)
+    heartbeat.LOG.addHandler(_Noted(folder / "missed"))
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / f"end-{context().env.rank}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    reset()
+
+
+def test_a_replica_that_leaves_while_the_scheduler_is_away(
+    service: Service, tmp_path: Path
+) -> None:
+    """It says so to the next scheduler, which expects it, as its heartbeats were heard."""
+    service.submit("early", ["node-a", "node-b"])
+    with ThreadPoolExecutor(1) as pool:
+        replicas = pool.submit(
+            run_replicas, leave_one_by_one, 2, tmp_path, environment=environment(service, "early")
+        )
+        try:
+            eventually(lambda: service.store.heartbeats.of("early", 1).keys() == {0, 1})
+            port = int(service.server.url.rpartition(":")[2])
+            service.server.stop()
+            (tmp_path / "end-1").touch()
+            eventually((tmp_path / "missed").exists)
+            beats = service.control.heartbeats = Heartbeats()
+            service.control.expect_replicas()
+            assert [entry.replica for entry in beats.lost(-1.0)] == [0, 1]
+            service.server = HttpServer(service.app, "127.0.0.1", port)
+            service.server.start()
+            eventually(lambda: beats.heard("early", 1)[1].finished)
+            assert [entry.replica for entry in beats.lost(-1.0)] == [0]
+            assert service.store.heartbeats.of("early", 1)[1].finished
+            service.control.heartbeats = Heartbeats()
+            service.control.expect_replicas()
+            assert [entry.replica for entry in service.control.heartbeats.lost(-1.0)] == [0]
+            shown = service.admin.get("/jobs/early").json()["replicas"]
+            assert [row["finished"] for row in shown] == [False, True]
+        finally:
+            for rank in range(2):
+                (tmp_path / f"end-{rank}").touch()
+        replicas.result(PATIENCE)
+
+
+def test_a_script_that_fails_does_not_say_that_it_has_finished(service: Service) -> None:
+    service.submit("failing", ["node-a"])
+    beats = service.control.heartbeats
+    for wrong, finished in ((RuntimeError, False), (SystemExit, True)):
+        heartbeat = Heartbeat.start(JobEnvironment.read(environment(service, "failing")), int)
+        assert heartbeat is not None
+        eventually(lambda: beats.heard("failing", 1))
+        with suppress(wrong):
+            try:
+                raise wrong(143)
+            finally:
+                heartbeat.close()
+        assert beats.heard("failing", 1)[0].finished is finished
 
 
 def test_the_heartbeats_of_a_generation_that_was_moved_are_not_taken(

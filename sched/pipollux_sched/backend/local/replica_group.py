@@ -30,8 +30,6 @@ FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end when one has failed; they can no longer save."""
 LINGER = 1.0
 """Seconds that processes left behind by an agent have to end before they are killed."""
-_RUNNER_AND_AGENT = 2
-"""Processes of a replica that do not run the script."""
 
 
 class LocalGroup:
@@ -106,14 +104,6 @@ class LocalGroup:
         kill(self._processes())
         self._signal(signal.SIGKILL)
 
-    def finished(self) -> set[int]:
-        """Return the replicas whose script has ended, while others still run.
-
-        The runner may run for minutes more, because torchrun's agents wait for each other. Where a
-        script has failed its agent ends at once, and `poll` notices.
-        """
-        return {replica for replica, process in enumerate(self._replicas) if _has_finished(process)}
-
     def wait(self, timeout: float) -> None:
         """Wait for killed processes to end, `timeout` seconds for each."""
         for replica in self._replicas:
@@ -182,8 +172,3 @@ class LocalGroup:
             return int(marker["step"]) if marker["generation"] == self.generation else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-def _has_finished(replica: ReplicaProcess) -> bool:
-    code = replica.poll()
-    return code == 0 if code is not None else len(descendants([replica.pid])) <= _RUNNER_AND_AGENT

@@ -59,6 +59,7 @@ def load(script: str) -> CodeType:
 
 def fail(error: BaseException) -> NoReturn:
     """Print an exception as if it were uncaught, and end with Python's status for that."""
+    sys.last_value = error  # as Python itself does: what runs at exit may ask how the script ended
     sys.excepthook(type(error), error, error.__traceback__)
     sys.exit(1)
 

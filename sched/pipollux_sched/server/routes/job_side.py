@@ -46,6 +46,9 @@ class HeartbeatBody(_Wire):
     step: Annotated[
         int | None, Field(ge=0, le=2**62, description="a whole number of at least 0, or null")
     ] = None
+    finished: Annotated[
+        bool, Field(description="true if the replica's script has ended and no more are sent")
+    ] = False
 
 
 class Registration(_Wire):
@@ -94,14 +97,22 @@ def post_report(name: str, services: ServicesDep, report: TrainingReport) -> Non
 
 @router.post("/heartbeats", status_code=204, summary="Give a sign of life")
 def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> None:
-    """Record a heartbeat; each replica sends one every few seconds, or the job restarts."""
+    """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
+
+    The last one has `finished`: from then on the replica is not missed.
+    """
     job = services.store.job(name)
     num_replicas = len(job.state.running_on)
     check_replica(name, job.state.generation, num_replicas, heartbeat.generation, heartbeat.replica)
     # Loading, compiling and measuring before a generation's first step may take long.
     hang_timeout = job.spec.get("hang_timeout") if job.state.training else None
     services.control.heard(
-        name, heartbeat.generation, heartbeat.replica, heartbeat.step, hang_timeout
+        name,
+        heartbeat.generation,
+        heartbeat.replica,
+        heartbeat.step,
+        hang_timeout,
+        finished=heartbeat.finished,
     )
     services.metrics.heartbeats.inc()
 

@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import ANY
 
 import psutil
 import pytest
 
-from pipollux_sched.backend import BackendError, LocalBackend, Node, ReplicaProgram, Report
+from pipollux_sched.backend import BackendError, LocalBackend, Node, ReplicaProgram
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.local.replica_log import last_words
 from pipollux_sched.backend.slots import SlotLedger
@@ -109,29 +108,6 @@ def test_a_newer_generation_takes_the_place_of_the_older(
     complete = wait_for(backend, Exited)
     assert complete == Exited(2, Outcome.COMPLETE)
     wait_for_text(state_dir.log("toy", 2, 0), f"goes on from step {stopped.step}")
-
-
-def test_a_replica_that_ends_before_the_others(backend: LocalBackend, state_dir: StateDir) -> None:
-    """Its torchrun agent waits for theirs, so that it has ended cannot be told by that."""
-    backend.apply(program("--only-rank", "0"), 1, ["node-a", "node-b"])
-    wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    wait_for_text(state_dir.log("toy", 1, 1), "goes on from step 0")
-    deadline = time.monotonic() + 240
-    while backend.finished("toy", 1) != {1}:
-        assert time.monotonic() < deadline
-        assert backend.poll() in ([], [Report("toy", ANY)])
-        time.sleep(0.05)
-    assert backend.running()["toy"].generation == 1
-    assert backend.finished("toy", 2) == backend.finished("other", 1) == set()
-    [worker] = [
-        process for process in processes_of(state_dir.path) if process.environ().get("RANK") == "0"
-    ]
-    worker.suspend()
-    assert backend.finished("toy", 1) == {1}, "one that is frozen has not ended"
-    assert backend.kill("toy", "it was frozen")
-    exited = wait_for(backend, Exited)
-    assert isinstance(exited, Exited)
-    assert exited.outcome is Outcome.FAILED
 
 
 def test_stubborn_processes_are_killed(backend: LocalBackend, state_dir: StateDir) -> None:

@@ -150,6 +150,12 @@ if __name__ == "__main__":
     print(inspect.getsource(square))
     sys.exit(7)
 """
+ASKING = """
+import atexit, sys
+atexit.register(lambda: print("ended by", repr(sys.last_value)))
+raise KeyError("x")
+"""
+
 ENDS = {
     "syntax": ("def f(:\n", 1, ("SyntaxError: invalid syntax (File ", True)),
     "nul": ("x = 1\0\n", 1, ("", True)),
@@ -158,6 +164,7 @@ ENDS = {
     "raised": ("def f():\n    1 / 0\nf()\n", 1, ("ZeroDivisionError: division by zero", False)),
     "lines": ("raise ValueError('one\\ntwo')\n", 1, ("ValueError: one", False)),
     "hook": ("import sys\nsys.excepthook = lambda *_: print('mine')\n1 / 0\n", 1, ("Zero", False)),
+    "at exit": (ASKING, 1, ("KeyError: 'x'", False)),
     "exit": ("raise SystemExit(3)\n", 3, None),
     "end": ("print('done')\n", 0, None),
     "killed": ("import os\nos.kill(os.getpid(), 9)\n", -9, None),
