@@ -74,6 +74,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     assert "no scheduler serves" in one_sentence(cli("cancel", "long"), 1)
 
 
+@pytest.mark.exhaustive
 def test_a_scheduler_that_was_killed(cli: Cli) -> None:
     """What it left running runs on, and the next one looks after it as if nothing had happened."""
     cli.serve()

@@ -97,6 +97,7 @@ def test_plan_without_files(store: Store, capsys: pytest.CaptureFixture[str]) ->
     assert "by the policy fifo" in say(capsys, "plan", "--diff", "--policy", "fifo")
 
 
+@pytest.mark.exhaustive
 def test_apply_asks_and_lets_the_scheduler_do_it(cli: Cli) -> None:
     hints = cli.folder / "hints.json"
     hints.write_text(json.dumps(HINTS))

@@ -82,6 +82,7 @@ def elsewhere(cli: Cli, tmp_path: Path) -> Iterator[Elsewhere]:
     assert list(elsewhere.folder.glob(".local/**/pipollux*")) == []
 
 
+@pytest.mark.exhaustive
 def test_the_life_of_two_jobs_from_elsewhere(elsewhere: Elsewhere, cli: Cli) -> None:
     assert elsewhere.well("jobs") == "No jobs yet; submit some with: pipollux submit FILE\n"
     assert [node["name"] for node in elsewhere.data("nodes")] == ["node-a", "node-b"]

@@ -186,6 +186,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader.close()
 
 
+@pytest.mark.exhaustive
 def test_every_step_of_the_tutorial(reader: Reader, repository: Path) -> None:
     """What the job says of its speed is given, so that it grows and shrinks by construction."""
     page = (repository / "docs/tutorial.md").read_text()

@@ -8,6 +8,7 @@ generation to ``$RESULTS/sums.txt`` as (generation, K, step, sum).
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 SIZE = 64
 WIDTH = 24
+PAUSE = 0.02
+"""Seconds between steps, as whoever waits for the job also needs a processor."""
 
 
 def main() -> None:
@@ -55,6 +58,7 @@ def main() -> None:
                     pipollux.report(loss=loss)
                     where = generation, model.num_stages, metrics.step, epoch
                     print(*where, *indices.tolist(), file=file, flush=True)
+                    time.sleep(PAUSE)
     finally:
         write_sum()
 

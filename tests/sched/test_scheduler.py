@@ -280,9 +280,9 @@ def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) 
 
 def test_cancelling(directory: Path) -> None:
     """One that runs saves and ends; one that waits just ends; both can be submitted again."""
-    with scheduler_on(directory) as scheduler:
+    one_node = ClusterSpec(nodes=CLUSTER.nodes[:1])
+    with Scheduler(directory, one_node, Wish(), interval=0.3) as scheduler:
         scheduler.submit(toy("runs", num_stages=2, min_replicas=1))
-        scheduler.submit(toy("fills", num_stages=2))
         scheduler.submit(toy("waits", num_stages=2))
         assert scheduler.wait(
             lambda jobs: training("runs")(jobs) and jobs["waits"].phase is Phase.QUEUED, timeout=240

@@ -28,6 +28,7 @@ from pipollux_hybrid.elastic.step_boundary import StepBoundary
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT, forget_failure
+from tests.extent import first
 from tests.hybrid.replicas import free_port, run_replicas
 
 
@@ -210,16 +211,18 @@ print("the script's last line", flush=True)
 """
 
 
-def test_a_script_whose_last_checkpoint_is_lost(directory: Path, tmp_path: Path) -> None:
-    """Under torchrun, in real processes: the script saves its model, and the status tells."""
+@pytest.mark.parametrize("launcher", first(1, ["python", "torchrun"]))
+def test_a_script_whose_last_checkpoint_is_lost(
+    directory: Path, tmp_path: Path, launcher: str
+) -> None:
+    """In a real process: the script saves its model, and the status tells; also torchrun's."""
     script, saved = tmp_path / "script.py", tmp_path / "mine.pt"
     script.write_text(SCRIPT)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIPOLLUX")}
+    agent = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    agent.append(f"--master-port={free_port()}")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
-            *("--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), str(saved)),
-        ],
+        [sys.executable, *(agent if launcher == "torchrun" else []), str(script), str(saved)],
         env={**kept, "PIPOLLUX_CHECKPOINT_DIR": str(directory), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -228,8 +231,11 @@ def test_a_script_whose_last_checkpoint_is_lost(directory: Path, tmp_path: Path)
     )
     lines = done.stdout.splitlines()
     assert saved.exists(), done.stdout
-    assert done.returncode == 1, "torchrun's own, whatever the script's was"
-    assert f"exitcode  : {LOST_CHECKPOINT}" in done.stdout
+    if launcher == "torchrun":
+        assert done.returncode == 1, "torchrun's own, whatever the script's was"
+        assert f"exitcode  : {LOST_CHECKPOINT}" in done.stdout
+    else:
+        assert done.returncode == LOST_CHECKPOINT
     places = [
         next(i for i, line in enumerate(lines) if words in line)
         for words in (

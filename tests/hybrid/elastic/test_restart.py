@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.extent import first
 from tests.hybrid.elastic.training import EPOCHS, SIZE
 from tests.hybrid.models import assert_close
 from tests.programs import LIMIT, Command, Replicas, Started, free_port
@@ -132,25 +133,25 @@ def samples(rows: list[list[int]], epoch: int) -> Counter[int]:
     return Counter(index for _, e, *indices in rows if e == epoch for index in indices)
 
 
+@pytest.mark.parametrize("launcher", first(1, ["forked", "torchrun"]))
 def test_stopped_and_resumed_as_if_nothing_had_been(
-    job: Job, tmp_path: Path, repository: Path
+    job: Job, tmp_path: Path, repository: Path, launcher: str
 ) -> None:
     """Twice stopped by SIGTERM, with two replicas: same parameters, each sample once an epoch.
 
-    First below torchrun, whose agent is sent the signal.
+    Below torchrun it is the agent that is first sent the signal.
     """
     steady = Job(tmp_path / "steady", repository)
     steady.run(2)
     job.hold(8)
-    with job.start_torchrun(2) as agent:
-        stop(job, agent, 2, 8)
-    first = job.marker()
+    with job.start_torchrun(2) if launcher == "torchrun" else job.start(2) as started:
+        stop(job, started, 2, 8)
+    markers = [job.marker()]
     run_and_stop(job, 2, 25)
-    second = job.marker()
+    markers.append(job.marker())
     job.run(2)
-    assert first["generation"] == 1
-    assert second["generation"] == 2
-    assert 8 <= int(str(first["step"])) <= 10
+    assert [marker["generation"] for marker in markers] == [1, 2]
+    assert 8 <= int(str(markers[0]["step"])) <= 10
     assert_close(job.final(), steady.final(), 0.0)
     rows = [row for generation in (1, 2, 3) for row in job.rows(generation)]
     steps = sorted({row[0] for row in rows})

@@ -370,6 +370,7 @@ def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_live(browser: Browser, tmp_path: Path) -> None:
     """Two real jobs come, train and are suspended before the reader's eyes, without a reload."""
     cluster = ClusterSpec(nodes=NODES)

@@ -25,6 +25,7 @@ from pipollux_sched.simulator import (
 from pipollux_sched.simulator.applications.gpt import gpt_profile
 from pipollux_sched.simulator.applications.pipeline_job import UNKNOWN, price
 from pipollux_sched.simulator.applications.pipeline_truth import HANDOVER, PipelineTruth
+from tests.extent import first
 
 PLACEMENTS = [(1,), (2,), (4,), (1, 1), (2, 2), (4, 4), (1, 1, 1), (4, 4, 4), (2, 2, 2, 2)]
 
@@ -233,7 +234,7 @@ def _error(application: PipelineApplication, model: PipelineJobModel, running: R
 
 
 @pytest.mark.parametrize("name", ["gpt-1.3b", "gpt-6.7b"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", first(1, [1, 2, 3]))
 def test_predictions_come_close_to_the_truth(name: str, seed: int) -> None:
     application = PipelineApplication(name, seed=seed)
     model = PipelineJobModel(application.job)
