@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +16,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     cli = Cli(tmp_path)
     yield cli
     for server in cli.servers:
-        if server.poll() is None:
-            server.terminate()
-            try:
-                server.wait(240)
-            except subprocess.TimeoutExpired:
-                server.kill()
-        if server.stdout is not None:
-            server.stdout.close()
+        with server:
+            server.send_signal(signal.SIGTERM)
+            server.wait()
     assert cli.alive() == []

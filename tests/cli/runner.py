@@ -13,7 +13,7 @@ import psutil
 
 from pipollux_sched.store import Store
 from tests import programs
-from tests.programs import run_pipollux
+from tests.programs import Forked, run_pipollux
 from tests.sched.scripts import TOY
 
 PIPOLLUX = str(programs.PIPOLLUX)
@@ -39,34 +39,29 @@ class Cli:
         self.environment.pop("COLUMNS", None)
         (folder / "cluster.yaml").write_text(CLUSTER)
         (folder / "jobs.yaml").write_text(JOBS)
-        self.servers: list[subprocess.Popen[str]] = []
+        self.servers: list[Forked] = []
         self.said: list[str] = []
         """What the last scheduler said before it served."""
 
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return run_pipollux(*args, environment=self.environment, folder=self.folder, stdin=stdin)
 
-    def serve(self, *args: str, cluster: str | None = "cluster.yaml") -> subprocess.Popen[str]:
+    def serve(self, *args: str, cluster: str | None = "cluster.yaml") -> Forked:
         """Start a scheduler, and return when it answers."""
         file = ["--cluster", cluster] if cluster else []
         serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
-        server = subprocess.Popen(
-            [PIPOLLUX, "serve", *file, *args],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["serve", *file, *args]
+        server = Forked(programs.PIPOLLUX, command, self.environment, self.folder)
         self.servers.append(server)
-        assert server.stdout is not None
-        said = []
-        while line := server.stdout.readline():
-            said.append(line)
-            if line.startswith(serving) and " at http://127.0.0.1:" in line:
-                self.said = said
-                return server
-        raise AssertionError(f"it does not serve: {said}")
+
+        def serves() -> bool:
+            assert server.poll() is None, f"it does not serve: {server.output}{server.errors}"
+            *self.said, _ = server.output.split("\n")  # the last one may be half a line
+            told = [line for line in self.said if line.startswith(serving)]
+            return any(" at http://127.0.0.1:" in line for line in told)
+
+        wait_until(serves)
+        return server
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """What the store knows; read here, as starting `pipollux` takes longer than the reading."""

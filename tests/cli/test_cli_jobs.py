@@ -65,8 +65,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     server.send_signal(signal.SIGTERM)
     assert server.wait(240) == 0
     assert cli.alive() == []
-    assert server.stdout is not None
-    said = server.stdout.read()
+    said = server.output
     assert "short: complete at step 5, epochs done: 1" in said
     assert "Stopping: jobs save" in said
     assert cli.jobs()["long"]["reason"] == "SchedulerStopped"
@@ -82,7 +81,7 @@ def test_a_scheduler_that_was_killed(cli: Cli) -> None:
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
     wait_until(lambda: cli.jobs()["short"]["phase"] == "Complete")
     before = cli.jobs()["long"]
-    cli.servers[0].kill()
+    cli.servers[0].send_signal(signal.SIGKILL)
     cli.servers[0].wait(240)
     alive = {process.pid for process in cli.alive()}
     assert alive
@@ -112,7 +111,7 @@ def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cl
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-    cli.servers[0].kill()
+    cli.servers[0].send_signal(signal.SIGKILL)
     cli.servers[0].wait(240)
     cli.serve("--port", str(port))
     assert any("ended what an earlier scheduler had left" in line for line in cli.said)

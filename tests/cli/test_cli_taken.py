@@ -26,8 +26,7 @@ def test_whoever_lost_the_store_leaves_the_jobs_alone(cli: Cli) -> None:
         changed = other.execute("UPDATE meta SET value = 'another' WHERE key = 'scheduler'")
         assert changed.rowcount == 1
     assert server.wait(240) == 1
-    assert server.stdout is not None
-    said = server.stdout.read().splitlines()
+    said = (server.output + server.errors).splitlines()
     [sentence] = [line for line in said if line.startswith("Error: ")]
     assert sentence.startswith(f"Error: {TAKEN} ")
     assert sentence.endswith("may not write to it any more, and ends without touching the jobs")

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.report.charts.specs import LIBRARY, SCRIPTS
+from tests.programs import LIMIT, Forked
 from tests.sched.supervised import ADMIN, Service, detail, report
 
 PIPOLLUX = str(Path(sys.executable).with_name("pipollux"))
@@ -182,8 +184,11 @@ def test_the_link_is_for_terminals_alone(tmp_path: Path) -> None:
             except OSError:
                 break
     os.close(ours)
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith("Serving 1 node with")
+    with Forked(Path(PIPOLLUX), command[1:], folder=tmp_path) as server:
+        deadline = time.monotonic() + LIMIT
+        while not server.output.startswith("Serving 1 node with"):
+            assert time.monotonic() < deadline, server.errors
+            time.sleep(0.05)
         server.send_signal(signal.SIGTERM)
-        assert "token" not in server.stdout.read()
+        assert server.wait() == 0, server.errors
+        assert "token" not in server.output

@@ -110,6 +110,7 @@ def test_the_order_of_the_rows_does_not_matter() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_and_jobs_keep_to_their_nodes() -> None:
     jobs = [(name, 100.0 * index) for index, name in enumerate("jkmn")]
     first, second = (simulate(PolluxPolicy(seed=3), *jobs) for _ in range(2))
