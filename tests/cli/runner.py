@@ -56,9 +56,10 @@ class Cli:
 
         def serves() -> bool:
             assert server.poll() is None, f"it does not serve: {server.output}{server.errors}"
-            *self.said, _ = server.output.split("\n")  # the last one may be half a line
-            told = [line for line in self.said if line.startswith(serving)]
-            return any(" at http://127.0.0.1:" in line for line in told)
+            *told, _ = server.output.split("\n")  # the last one may be half a line
+            self.said = [*server.errors.splitlines(), *told]
+            begun = [line for line in told if line.startswith(serving)]
+            return any(" at http://127.0.0.1:" in line for line in begun)
 
         wait_until(serves)
         return server
