@@ -12,9 +12,7 @@ Five threads share the work, and meet in the store alone:
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,9 +33,11 @@ from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
 from pipollux_sched.controller.takeover import take_over
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT, Watchdog
+from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from pipollux_sched.store.event_feed import EventFeed, Listener
+from pipollux_sched.store.waiting import wait_until
 from pipollux_sched.utils.units import check_seconds
 from pipollux_sched.utils.vital_thread import VitalThreads
 
@@ -53,7 +53,7 @@ from .policy import (
     make_policy,
 )
 from .server import create_app, end_waiting
-from .store import JobRecord, ServerInfo, StateDir, Store
+from .store import JobRecord, StateDir, Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,15 +81,13 @@ class Scheduler:
         heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
         open_metrics: whether `/metrics` is answered without a token.
         pass_environment: variables of this process that jobs get, besides the usual ones.
-        host: address for jobs and users to ask at.
-        port: port for the same; 0 for any that is free.
+        address: where to listen, and where jobs and users are told to ask.
         on_event: called with every event, in order, by a thread of its own.
         event_types: only with events of these types; None: with all.
         autoscaling: between which bounds the number of nodes is looked after; with `expander`.
         expander: asked for nodes.
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
-        allowed_hosts: names besides `host` and the loopback interface's that requests may ask for.
         store: URL of the store's database, kept for later; None: what was kept, else SQLite.
 
     Raises:
@@ -110,14 +108,12 @@ class Scheduler:
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         open_metrics: bool = False,
         pass_environment: Collection[str] = (),
-        host: str = "127.0.0.1",
-        port: int = 0,
+        address: ServerAddress | None = None,
         on_event: Listener | None = None,
         event_types: Collection[str] | None = None,
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
-        allowed_hosts: Sequence[str] = (),
         store: str | None = None,
     ) -> None:
         check_seconds(interval=interval, hints_interval=hints_interval)
@@ -138,7 +134,7 @@ class Scheduler:
             self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
         self._interval, self._restart_seconds = interval, restart_seconds
         self._heartbeat_timeout, self._open_metrics = heartbeat_timeout, open_metrics
-        self._address, self._hosts = (host, port), (host, *allowed_hosts)
+        self._address = address or ServerAddress()
         self._grace, self._pass_on = grace, pass_environment
         self._on_event, self._event_types = on_event, event_types
         self._environment = {
@@ -163,6 +159,7 @@ class Scheduler:
             StateDirError: another scheduler serves it, or it cannot be written.
             StoreError: its store cannot be used by this version.
             HttpServerError: the address cannot be listened on.
+            TlsError: the certificate cannot be used.
             BackendError: processes of an earlier scheduler are left and cannot be ended.
         """
         if self._started:
@@ -182,7 +179,7 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
-            take_over(self._store, self._backend, self._executor, self._server.url, self._grace)
+            take_over(self._store, self._backend, self._executor, self.url, self._grace)
             self._control.expect_replicas()
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
@@ -228,7 +225,12 @@ class Scheduler:
 
     @property
     def url(self) -> str:
-        """Where the scheduler answers."""
+        """Where jobs and users ask the scheduler."""
+        return self._address.advertised(self._server.port)
+
+    @property
+    def listening_url(self) -> str:
+        """The same by the address that it listens on."""
         return self._server.url
 
     @property
@@ -275,15 +277,7 @@ class Scheduler:
         Returns:
             Whether it came true.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            version = self._store.version
-            if predicate(self.jobs()):
-                return True
-            left = 1.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._store.wait(version, min(left, 1.0))
+        return wait_until(self._store, lambda: predicate(self.jobs()), timeout)
 
     # How it starts
 
@@ -347,17 +341,18 @@ class Scheduler:
             admin_token=self.admin_token,
             metrics=self._metrics,
             open_metrics=self._open_metrics,
-            hosts=self._hosts,
+            hosts=self._address.hosts(),
         )
         killed = self.state_dir.read_server()  # its jobs still report where it listened
         preferred = killed.port if killed else 0
-        self._server = HttpServer(app, *self._address, preferred=preferred)
+        at = self._address
+        self._server = HttpServer(app, at.host, at.port, preferred, tls=at.tls)
         resources.callback(self._server.stop)
         resources.callback(end_waiting, app)
         self._server.start()
         self._threads.watch(self._server.thread)
-        self._environment["PIPOLLUX_SUPERVISOR_URL"] = self._server.url
-        self.state_dir.write_server(ServerInfo(self._server.url, os.getpid(), self.admin_token))
+        self._environment |= at.environment(self._server.port)
+        self.state_dir.write_server(at.server_info(self._server.port, self.admin_token))
         # Jobs that are left running report where this one listened.
         resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 

@@ -46,8 +46,10 @@ class Cli:
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return run_pipollux(*args, environment=self.environment, folder=self.folder, stdin=stdin)
 
-    def serve(self, *args: str, cluster: str | None = "cluster.yaml") -> Forked:
-        """Start a scheduler, and return when it answers."""
+    def serve(
+        self, *args: str, cluster: str | None = "cluster.yaml", at: str = "http://127.0.0.1:"
+    ) -> Forked:
+        """Start a scheduler, and return when it answers `at` a URL that begins so."""
         file = ["--cluster", cluster] if cluster else []
         serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
         command = ["serve", *file, *args]
@@ -59,7 +61,7 @@ class Cli:
             *told, _ = server.output.split("\n")  # the last one may be half a line
             self.said = [*server.errors.splitlines(), *told]
             begun = [line for line in told if line.startswith(serving)]
-            return any(" at http://127.0.0.1:" in line for line in begun)
+            return any(f" at {at}" in line for line in begun)
 
         wait_until(serves)
         return server

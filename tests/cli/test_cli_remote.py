@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Elsewhere:
     def __init__(self, cli: Cli, folder: Path) -> None:
         info = StateDir(cli.state_dir).read_server()
         assert info is not None
+        vouching = {"PIPOLLUX_CA_FILE": info.ca_file} if info.ca_file else {}
         self.url, self.token = info.url, info.token
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
@@ -44,6 +46,7 @@ class Elsewhere:
             "HOME": str(folder),
             "PIPOLLUX_SERVER": self.url,
             "PIPOLLUX_TOKEN": self.token,
+            **vouching,
         }
 
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -71,19 +74,32 @@ class Elsewhere:
         return process
 
 
+@contextmanager
+def being_elsewhere(cli: Cli, folder: Path) -> Iterator[Elsewhere]:
+    elsewhere = Elsewhere(cli, folder)
+    try:
+        yield elsewhere
+    finally:
+        for process in elsewhere.started:
+            process.kill()
+            process.communicate(timeout=240)
+    assert list(folder.glob(".local/**/pipollux*")) == []
+
+
 @pytest.fixture
 def elsewhere(cli: Cli, tmp_path: Path) -> Iterator[Elsewhere]:
     cli.serve("--interval", "1")
-    elsewhere = Elsewhere(cli, tmp_path / "elsewhere")
-    yield elsewhere
-    for process in elsewhere.started:
-        process.kill()
-        process.communicate(timeout=240)
-    assert list(elsewhere.folder.glob(".local/**/pipollux*")) == []
+    with being_elsewhere(cli, tmp_path / "elsewhere") as elsewhere:
+        yield elsewhere
 
 
 @pytest.mark.exhaustive
 def test_the_life_of_two_jobs_from_elsewhere(elsewhere: Elsewhere, cli: Cli) -> None:
+    live_two_jobs(elsewhere, cli)
+
+
+def live_two_jobs(elsewhere: Elsewhere, cli: Cli) -> None:
+    """Run every command that a scheduler answers; it has ended afterwards."""
     assert elsewhere.well("jobs") == "No jobs yet; submit some with: pipollux submit FILE\n"
     assert [node["name"] for node in elsewhere.data("nodes")] == ["node-a", "node-b"]
     (elsewhere.folder / "jobs.yaml").write_text("jobs:\n- {name: short, script: toy.py}\n")

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -111,8 +112,10 @@ class Supervisor:
             import httpx
 
             headers = {"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"}
+            authority = os.environ.get("PIPOLLUX_CA_FILE")
+            verify = ssl.create_default_context(cafile=authority) if authority else True
             self.client = httpx.Client(
-                base_url=self.url, headers=headers, timeout=5, trust_env=False
+                base_url=self.url, headers=headers, timeout=5, trust_env=False, verify=verify
             )
 
     def report(self, step: int) -> None:

@@ -7,6 +7,7 @@ without a scheduler, and one started with ``torchrun`` is as many replicas as it
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,9 @@ class JobEnvironment:
     """Where hints are sent (``PIPOLLUX_SUPERVISOR_URL``)."""
     token: str | None = None
     """The job's own token (``PIPOLLUX_TOKEN``)."""
+    ca_file: Path | None = None
+    """Certificates of the authorities that vouch for the scheduler (``PIPOLLUX_CA_FILE``); None:
+    those that httpx knows."""
     num_stages: int | None = None
     """Number K of stages the scheduler chose (``PIPOLLUX_NUM_STAGES``)."""
     devices: tuple[str, ...] = ()
@@ -101,6 +105,7 @@ class JobEnvironment:
             checkpoint_dir=_path(env, "PIPOLLUX_CHECKPOINT_DIR"),
             supervisor_url=env.get("PIPOLLUX_SUPERVISOR_URL") or None,
             token=env.get("PIPOLLUX_TOKEN") or None,
+            ca_file=_certificates(env, "PIPOLLUX_CA_FILE"),
             num_stages=_integer(env, "PIPOLLUX_NUM_STAGES", 1, minimum=1) if stages else None,
             devices=tuple(
                 name.strip() for name in env.get("PIPOLLUX_DEVICES", "").split(",") if name.strip()
@@ -167,6 +172,21 @@ def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     if text not in ("", "0", "1"):
         raise ConfigurationError(f"environment variable {name}={text!r}: 0 and 1 are allowed")
     return default if not text else text == "1"
+
+
+def _certificates(env: Mapping[str, str], name: str) -> Path | None:
+    path = _path(env, name)
+    if path is None:
+        return None
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl's own is one, too
+        reason = error.strerror if not isinstance(error, ssl.SSLError) else "it holds none"
+        raise ConfigurationError(
+            f"environment variable {name}={str(path)!r}: a file of certificates in PEM format is "
+            f"needed, on storage that all nodes see ({reason})"
+        ) from None
+    return path
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

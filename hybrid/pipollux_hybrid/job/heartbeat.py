@@ -83,15 +83,14 @@ class Heartbeat:
         self._thread.join(patience)
 
     def _run(self) -> None:
-        import httpx  # a third of a second that the script need not wait for
+        # A third of a second that the script need not wait for.
+        import httpx
 
-        with httpx.Client(
-            timeout=REQUEST_TIMEOUT,
-            headers={"Authorization": f"Bearer {self._env.token or ''}"},
-            # A connection that is kept would mostly have been closed by the next time.
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,  # loopback and cluster addresses are not for proxies
-        ) as client:
+        from .supervisor_client import supervisor_client
+
+        # A connection that is kept would mostly have been closed by the next time.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with supervisor_client(self._env, timeout=REQUEST_TIMEOUT, limits=limits) as client:
             while not self._stop.is_set():
                 delay = self._beat(client)
                 if delay is None:

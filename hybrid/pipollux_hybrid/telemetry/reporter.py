@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.supervisor_client import supervisor_client
 from pipollux_perfmodel import StageEvent
 
 from . import unsent_report
@@ -163,9 +164,7 @@ class Reporter:
             self._thread.start()
 
     def _run(self) -> None:
-        headers = {"Authorization": f"Bearer {self._context.env.token or ''}"}
-        # Loopback and cluster addresses are not for proxies.
-        with httpx.Client(timeout=REQUEST_TIMEOUT, headers=headers, trust_env=False) as client:
+        with supervisor_client(self._context.env, timeout=REQUEST_TIMEOUT) as client:
             # The first point goes out at once: the scheduler waits to see the job train.
             while not self._stop.is_set():
                 self._safely(self._turn, client)

@@ -20,7 +20,7 @@ from pipollux_sched.errors import PipolluxError
 
 from .checked_command import CheckedCommand
 from .console import FAILED, USAGE, complain
-from .options import ServerUrl, TokenFile
+from .options import AuthorityFile, ServerUrl, TokenFile
 
 
 class _Entry(NamedTuple):
@@ -103,6 +103,7 @@ def pipollux(
     context: typer.Context,
     server: ServerUrl = None,  # noqa: ARG001  # read by `choose_server`, from the context
     token_file: TokenFile = None,  # noqa: ARG001
+    ca_file: AuthorityFile = None,  # noqa: ARG001
     _version: Annotated[
         bool,
         typer.Option(

@@ -98,6 +98,11 @@ def complain(*sentences: str) -> None:
         typer.echo(f"Error: {shortened(sentence, MOST_SAID)}", err=True)
 
 
+def warn(sentence: str) -> None:
+    """Print a warning on standard error."""
+    typer.echo(f"Warning: {shortened(sentence, MOST_SAID)}", err=True)
+
+
 def shortened(text: str, most: int) -> str:
     """Return a text, without its middle if it is longer than `most` characters.
 

@@ -43,6 +43,17 @@ TokenFile: TypeAlias = Annotated[
     ),
 ]
 
+AuthorityFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        envvar="PIPOLLUX_CA_FILE",
+        metavar="FILE",
+        help="Certificates of the authorities to trust for it.",
+        show_default="those of the system",
+    ),
+]
+
 ClusterFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -24,8 +24,16 @@ from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
-
-_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
+from .serve_address import (
+    AdvertiseUrl,
+    AllowHost,
+    Host,
+    Port,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    server_address,
+)
 
 
 def serve(
@@ -77,14 +85,6 @@ def serve(
         ),
     ] = None,
     pass_environment: PassEnvironment = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Answer to this name, too, say that of a proxy; may be repeated.",
-            show_default="names of the loopback interface",
-        ),
-    ] = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -94,9 +94,13 @@ def serve(
             show_default="SQLite in the state directory",
         ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")
-    ] = 0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    advertise_url: AdvertiseUrl = None,
+    allow_host: AllowHost = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
@@ -112,6 +116,15 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     nodes = this_machine() if cluster is None else load_cluster(cluster)
     rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
+    address = server_address(
+        host=host,
+        port=port,
+        advertise_url=advertise_url,
+        allowed_hosts=allow_host or (),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
+    )
     directory = StateDir.choose(state_dir)
     scheduler = Scheduler(
         directory,
@@ -124,12 +137,11 @@ def serve(
         heartbeat_timeout=heartbeat_timeout,
         open_metrics=open_metrics,
         pass_environment=pass_environment or (),
-        port=port,
+        address=address,
         autoscaling=rules,
         expander=expander,
         on_event=_print_event,
         event_types=TELLING_TYPES,
-        allowed_hosts=_host_names(allow_host or []),
         store=store,
     )
     with Interruption() as interruption:
@@ -137,7 +149,7 @@ def serve(
         slots = sum(node.slots for node in nodes.nodes)
         typer.echo(
             f"Serving {count(len(nodes.nodes), 'node')} with {count(slots, 'slot')} at "
-            f"{scheduler.url}, "
+            f"{scheduler.url}{_listening(scheduler)}, "
             f"state in {directory.path}. Ctrl-C ends it."
         )
         if sys.stdout.isatty():  # a log must not contain the token
@@ -147,15 +159,10 @@ def serve(
         scheduler.stop(hurry=lambda: interruption.count > 1)
 
 
-def _host_names(names: Sequence[str]) -> Sequence[str]:
-    for name in names:
-        if not _HOST_NAME.fullmatch(name):
-            raise typer.BadParameter(
-                f"{name[:60]!r} is no name of a host; give it without port, as in "
-                "pipollux.example.com or *.example.com",
-                param_hint="'--allow-host'",
-            )
-    return names
+def _listening(scheduler: Scheduler) -> str:
+    """Return where it listens, if its URL does not say so."""
+    where = scheduler.listening_url
+    return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
 
 def _autoscaling(

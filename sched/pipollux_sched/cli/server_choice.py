@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .console import USAGE, CommandError
+from .console import USAGE, CommandError, warn
 
 if TYPE_CHECKING:
     from pipollux_sched.client.client import Client
@@ -24,21 +24,29 @@ class ServerChoice(NamedTuple):
     """Whether it was given on the command line, not in the environment."""
     timeout: float | None
     """Seconds to wait for an answer; None: the usual."""
+    ca_file: Path | None = None
+    """Certificates of the authorities to trust; None: those of the system."""
 
     def client(self) -> Client:
         """Return a client of it.
 
         Raises:
-            CommandError: the URL or the token is invalid, or the token file cannot be read.
+            CommandError: the URL or the token is invalid, or a file cannot be read.
         """
         from pipollux_sched.client.client import Client
-        from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url
+        from pipollux_sched.client.connection import TIMEOUT, ClientError, checked_url, is_loopback
 
         try:
             url = checked_url(self.url)  # before a message shows it
-            return Client.at(url, self._token(url), timeout=self.timeout or TIMEOUT)
+            token, timeout = self._token(url), self.timeout or TIMEOUT
+            client = Client.at(url, token, timeout=timeout, ca_file=self.ca_file)
         except ClientError as error:
             raise CommandError(str(error), USAGE) from error
+        if url.startswith("http://") and not is_loopback(url):
+            _warn_once(
+                f"the token travels in clear to {url}, and opens everything; use https, or a tunnel"
+            )
+        return client
 
     def _token(self, url: str) -> str:
         if self.token_file is None:
@@ -62,6 +70,7 @@ class ServerChoice(NamedTuple):
             ) from None
 
 
+_WARNED: ContextVar[bool] = ContextVar("warned", default=False)
 _CHOSEN: ContextVar[ServerChoice | None] = ContextVar("server", default=None)
 
 
@@ -84,7 +93,10 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
             machine alone.
     """
     root = context.find_root()
-    url, token_file = root.params.get("server"), root.params.get("token_file")
+    url, token_file, ca_file = (
+        root.params.get(name) for name in ("server", "token_file", "ca_file")
+    )
+    _WARNED.set(False)
     by_flag = _by_flag(root, "server")
     by_directory = _by_flag(context, "state_dir")
     name = context.info_name
@@ -101,10 +113,16 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
     if not url or by_directory:
         found = None
     else:
-        found = ServerChoice(
-            url, None if token_file is None else Path(token_file), by_flag, timeout
-        )
+        token_path, ca_path = (None if f is None else Path(f) for f in (token_file, ca_file))
+        found = ServerChoice(url, token_path, by_flag, timeout, ca_path)
     _CHOSEN.set(found)
+
+
+def _warn_once(sentence: str) -> None:
+    """Print a warning, once for each command however many clients it makes."""
+    if not _WARNED.get():
+        _WARNED.set(True)
+        warn(sentence)
 
 
 def refuse_server(what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -47,18 +48,21 @@ class Client:
         self._connection = connection
 
     @classmethod
-    def at(cls, url: str, token: str, *, timeout: float = TIMEOUT) -> Self:
+    def at(
+        cls, url: str, token: str, *, timeout: float = TIMEOUT, ca_file: Path | None = None
+    ) -> Self:
         """Return a client of the scheduler at a URL.
 
         Args:
             url: URL of the scheduler, of a tunnel to it, or of a proxy in front of it.
             token: the admin token.
             timeout: seconds to wait for an answer.
+            ca_file: certificates of the authorities to trust; None: those of the system.
 
         Raises:
-            ClientError: the URL or the token is malformed.
+            ClientError: the URL or the token is malformed, or the file holds no certificates.
         """
-        return cls(Connection(url, token, timeout))
+        return cls(Connection(url, token, timeout, ca_file=ca_file))
 
     @classmethod
     def of(cls, state_dir: StateDir, *, timeout: float = TIMEOUT) -> Self:
@@ -78,7 +82,8 @@ class Client:
         info = state_dir.read_server()
         if info is None:
             raise UnreachableError(nobody)
-        return cls(Connection(info.url, info.token, timeout, nobody))
+        ca_file = None if info.ca_file is None else Path(info.ca_file)
+        return cls(Connection(info.url, info.token, timeout, nobody, ca_file))
 
     def close(self) -> None:
         """Close the connection."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -37,13 +39,19 @@ class Connection:
         token: the admin token.
         timeout: seconds to wait for an answer.
         nobody: error text when nothing answers.
+        ca_file: certificates of the authorities to trust; None: those of the system.
 
     Raises:
-        ClientError: the URL or the token is malformed.
+        ClientError: the URL or the token is malformed, or the file holds no certificates.
     """
 
     def __init__(
-        self, url: str, token: str, timeout: float = TIMEOUT, nobody: str | None = None
+        self,
+        url: str,
+        token: str,
+        timeout: float = TIMEOUT,
+        nobody: str | None = None,
+        ca_file: Path | None = None,
     ) -> None:
         self.url = checked_url(url)
         """Where the scheduler is reached."""
@@ -57,10 +65,14 @@ class Connection:
                 "admin.token in the scheduler's state directory"
             )
         # Requests to the loopback interface bypass any proxy.
-        trust_env = not _is_loopback(urlsplit(self.url).hostname or "")
+        trust_env = not is_loopback(self.url)
         headers = {"Authorization": f"Bearer {token}"}
         self._client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout, trust_env=trust_env
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            trust_env=trust_env,
+            verify=True if ca_file is None else _trusting(ca_file),
         )
 
     def close(self) -> None:
@@ -103,10 +115,16 @@ class Connection:
         try:
             yield
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as error:
+            if "mismatch" in str(error).lower():
+                raise UnreachableError(
+                    f"the certificate of {self.url} is for another name ({error}); give a URL with "
+                    "a name that it is for"
+                ) from None
             if "certificate" in str(error).lower():
                 raise UnreachableError(
                     f"the certificate of {self.url} cannot be verified ({error}); where an "
-                    "authority of your own has signed it, name its file in SSL_CERT_FILE"
+                    "authority of your own has signed it, name its file with --ca-file or in "
+                    "PIPOLLUX_CA_FILE"
                 ) from None
             raise UnreachableError(self._nobody) from None
         except httpx.HTTPError as error:
@@ -174,8 +192,22 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Return whether a URL names this machine by its loopback interface."""
+    host = urlsplit(url).hostname or ""
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _trusting(ca_file: Path) -> ssl.SSLContext:
+    """Return a context that trusts the certificates of a file, and no others."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl's own is one, too
+        reason = "it holds none" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ClientError(
+            f"--ca-file: {ca_file} cannot be used ({reason}); give a file of certificates in PEM "
+            "format, in the option or in PIPOLLUX_CA_FILE"
+        ) from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -15,6 +17,7 @@ from pipollux_sched.errors import SchedulerError
 from pipollux_sched.utils.vital_thread import VitalThread
 
 from .connections import HEAD_TIMEOUT, BoundedConfig, Repeats, most_connections
+from .tls import Tls
 
 START_TIMEOUT = 10.0
 STOP_TIMEOUT = 5.0
@@ -34,11 +37,13 @@ class HttpServer:
         host: address to listen on.
         port: port to listen on; 0: any free one.
         preferred: port to prefer for 0, if it is free; 0: any.
+        tls: certificate to show; None: plain HTTP.
         most: limit on concurrent connections; None: derived from the process's descriptors.
         head_timeout: seconds that the head of a request may take.
 
     Raises:
         HttpServerError: the address cannot be listened on.
+        TlsError: the certificate cannot be used.
     """
 
     def __init__(
@@ -48,9 +53,12 @@ class HttpServer:
         port: int,
         preferred: int = 0,
         *,
+        tls: Tls | None = None,
         most: int | None = None,
         head_timeout: float = HEAD_TIMEOUT,
     ) -> None:
+        if tls is not None:
+            tls.check()
         self._socket = _listen_preferably(host, preferred) if not port else _listen(host, port)
         config = BoundedConfig(
             app,
@@ -63,6 +71,8 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = _Server(config)
         self._repeats = Repeats()
@@ -71,9 +81,16 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """URL of the server."""
+        """URL of the server, by the address that it listens on."""
         host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._server.config.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        port: int = self._socket.getsockname()[1]
+        return port
 
     def start(self) -> None:
         """Start serving; return once requests are answered."""
@@ -107,7 +124,12 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start serving; log failures to accept a connection without a traceback each."""
-        asyncio.get_running_loop().set_exception_handler(self._note_failure)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._note_failure)
+        if self.config.is_ssl:
+            # A handshake has the time of a request's head; asyncio's own limit is a minute.
+            limit = {"ssl_handshake_timeout": self.config.head_timeout}
+            loop.create_server = partial(loop.create_server, **limit)  # type: ignore[method-assign]
         await super().startup(sockets)
         # asyncio uses the number accepted at a turn as the length of the kernel's queue too.
         for listener in sockets or ():
@@ -146,7 +168,12 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise HttpServerError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for "
-            "any that is free"
+            f"cannot listen on {host}:{port} ({error.strerror}); {_advice(error)}"
         ) from error
     return listener
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "choose as --host an address of this machine, or 0.0.0.0 for all of them"
+    return "choose another --port, or 0 for any that is free"

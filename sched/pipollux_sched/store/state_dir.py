@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
@@ -53,11 +52,10 @@ class ServerInfo:
     pid: int
     token: str
     """The admin token."""
-
-    @property
-    def port(self) -> int:
-        """The port of the URL."""
-        return urlsplit(self.url).port or 80
+    port: int = 0
+    """The port that it listens on, which the URL need not name; 0: unknown."""
+    ca_file: str | None = None
+    """Certificates that vouch for the URL; None: those of the system."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,15 @@ class StateDir:
         """Return the recorded address of the scheduler; None if there is none."""
         try:
             content = json.loads(self.server.read_text(encoding="utf-8"))
-            return ServerInfo(str(content["url"]), int(content["pid"]), str(content["token"]))
+            url, pid, token = content["url"], content["pid"], content["token"]
+            authority = content.get("ca_file")
+            return ServerInfo(
+                str(url),
+                int(pid),
+                str(token),
+                int(content.get("port", 0)),
+                None if authority is None else str(authority),
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

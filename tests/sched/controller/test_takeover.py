@@ -48,6 +48,7 @@ KILLED_AS_IT_TAKES_OVER = """
 import os, sys
 from pathlib import Path
 from pipollux_sched.backend.local import processes
+from pipollux_sched.server.address import ServerAddress
 from tests.sched.test_scheduler import scheduler_on
 
 def die(find, grace):
@@ -55,7 +56,7 @@ def die(find, grace):
     os._exit(9)
 
 processes.end = die
-scheduler_on(Path(sys.argv[1]), port=int(sys.argv[2])).start()
+scheduler_on(Path(sys.argv[1]), address=ServerAddress(port=int(sys.argv[2]))).start()
 """
 """A scheduler at another address, which dies when it has just killed what it cannot look after."""
 

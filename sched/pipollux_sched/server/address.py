@@ -1,0 +1,119 @@
+"""Where a scheduler listens, and where jobs and users are told to find it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import psutil
+
+from pipollux_sched.store import ServerInfo
+
+from .tls import Tls
+
+__all__ = ["ServerAddress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Where a scheduler listens, and the URL that jobs report to.
+
+    Example:
+        >>> ServerAddress(host="10.0.0.5", port=7070).advertised(7070)
+        'http://10.0.0.5:7070'
+
+    Raises:
+        ValueError: the certificate is for https, and `advertise_url` is not.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 or ::, all of the machine's."""
+    port: int = 0
+    """Port to listen on; 0: any free one."""
+    advertise_url: str | None = None
+    """What jobs and commands use; None: the address itself, or for all addresses the host name."""
+    allowed_hosts: Sequence[str] = ()
+    """Further names that requests may ask for."""
+    tls: Tls | None = None
+    """The certificate; None: plain HTTP."""
+
+    def __post_init__(self) -> None:
+        if self.tls and self.advertise_url and urlsplit(self.advertise_url).scheme != "https":
+            raise ValueError(
+                f"{self.advertise_url} begins with http://, but with a certificate the scheduler "
+                "speaks https alone; give a URL that begins with https://"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine can reach it."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it is all addresses of the machine."""
+        try:
+            return ip_address(self.host).is_unspecified
+        except ValueError:
+            return self.host == ""
+
+    def advertised(self, port: int) -> str:
+        """Return the URL that jobs report to, without a trailing slash.
+
+        Args:
+            port: the port that is listened on.
+        """
+        if self.advertise_url is not None:
+            return self.advertise_url.rstrip("/")
+        host = socket.gethostname() if self.is_wildcard else self.host
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def advertised_host(self) -> str:
+        """The host of the URL that jobs report to."""
+        return urlsplit(self.advertised(0)).hostname or ""
+
+    def hosts(self) -> list[str]:
+        """Return the names that requests may ask for, besides those of the loopback interface.
+
+        No web page can let a name of its own stand for an address that a request names itself, so
+        all addresses of the machine may be asked for where all are listened on.
+        """
+        names = [self.host, *self.allowed_hosts, self.advertised_host]
+        if self.is_wildcard:
+            names += (
+                entry.address.partition("%")[0]
+                for entries in psutil.net_if_addrs().values()
+                for entry in entries
+                if entry.family in (socket.AF_INET, socket.AF_INET6)
+            )
+        return list(dict.fromkeys(name for name in names if name))
+
+    def server_info(self, port: int, token: str) -> ServerInfo:
+        """Return what commands of this machine need to ask the scheduler.
+
+        Args:
+            port: the port that is listened on.
+            token: the admin token.
+        """
+        authority = self.environment(port).get("PIPOLLUX_CA_FILE")
+        return ServerInfo(self.advertised(port), os.getpid(), token, port, authority)
+
+    def environment(self, port: int) -> dict[str, str]:
+        """Return the variables that tell a job where to report.
+
+        Args:
+            port: the port that is listened on.
+        """
+        found = {"PIPOLLUX_SUPERVISOR_URL": self.advertised(port)}
+        if self.tls is not None and self.tls.authority is not None:
+            found["PIPOLLUX_CA_FILE"] = str(self.tls.authority.absolute())
+        return found

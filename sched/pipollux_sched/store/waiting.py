@@ -1,0 +1,35 @@
+"""Waiting until something is true of a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .store import Store
+
+__all__ = ["wait_until"]
+
+LONGEST = 1.0
+"""Seconds after which the predicate is called again, whether anything has changed or not."""
+
+
+def wait_until(store: Store, predicate: Callable[[], bool], timeout: float | None) -> bool:
+    """Wait until a predicate is true; it is called whenever something has changed.
+
+    Args:
+        store: the store whose changes are waited for.
+        predicate: returns whether the wait is over.
+        timeout: seconds after which to give up; None: never.
+
+    Returns:
+        Whether it became true.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        version = store.version
+        if predicate():
+            return True
+        left = LONGEST if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return False
+        store.wait(version, min(left, LONGEST))
