@@ -36,7 +36,9 @@ def init_process_group(
     Args:
         backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL
             where there are CUDA devices, else gloo.
-        timeout: Seconds to wait for peers, here and in every collective.
+        timeout: Seconds to wait for a slow replica, here and in every collective, where
+            ``PIPOLLUX_TIMEOUT`` does not say. A host that is lost is found sooner, after the
+            seconds of ``PIPOLLUX_HOST_TIMEOUT``.
 
     Raises:
         ConfigurationError: The environment is not what torchrun sets, differs between replicas,
@@ -56,6 +58,7 @@ def init_process_group(
     if env.num_threads is not None:
         torch.set_num_threads(env.num_threads)
     # Until handlers are there a signal ends the process: there is nothing to lose yet.
+    timeout = env.timeout or timeout
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)

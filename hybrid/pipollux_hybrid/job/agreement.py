@@ -85,6 +85,8 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
         "PIPOLLUX_CHECK_REPLICAS": env.check_replicas or None,
         "PIPOLLUX_JOB_ID": env.job_id,
         "PIPOLLUX_GENERATION": env.generation or None,
+        "PIPOLLUX_TIMEOUT": env.timeout,
+        "PIPOLLUX_HOST_TIMEOUT": env.host_timeout,
     }
 
 

@@ -22,6 +22,7 @@ from .batch import BatchConfig
 from .control_plane import ControlPlane
 from .env import JobEnvironment
 from .heartbeat import Heartbeat
+from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
 __all__ = ["JobContext", "context", "current", "reset"]
@@ -29,7 +30,7 @@ __all__ = ["JobContext", "context", "current", "reset"]
 T = TypeVar("T")
 
 PEER_TIMEOUT = 1800.0
-"""Seconds that a replica waits for a silent peer before it gives up, torch's own default for gloo:
+"""Seconds that a replica waits for a slow peer before it gives up, torch's own default for gloo:
 one replica may evaluate or save for minutes while the others wait."""
 
 
@@ -81,7 +82,8 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
     """Return the context of this process, made from the environment at the first call.
 
     Args:
-        timeout: Seconds to wait for silent peers; the first call decides.
+        timeout: Seconds to wait for slow peers where ``PIPOLLUX_TIMEOUT`` does not say; the first
+            call decides.
 
     Raises:
         ConfigurationError: There are other replicas, and the script has not joined them yet.
@@ -94,17 +96,21 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
                 f"this is replica {env.rank} of {env.num_replicas}, which has not joined the "
                 "others: call pipollux.init_process_group() at the beginning of the script"
             )
+        timeout = env.timeout or timeout
         control = ControlPlane(env.num_replicas, timeout)
         agree(control, "their environment", environment_settings(env))
-        _context = _begin(env, control)
+        _context = _begin(env, control, timeout)
     return _context
 
 
-def _begin(env: JobEnvironment, control: ControlPlane) -> JobContext:
+def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobContext:
     ctx = JobContext(env=env, control=control)
+    watch = PeerWatch.start(env, timeout)
+    if watch is not None:
+        ctx.closers.append(watch.close)
     heartbeat = Heartbeat.start(env, lambda: ctx.step)
     if heartbeat is not None:
-        ctx.closers.append(heartbeat.close)  # the first, so that it ends last
+        ctx.closers.append(heartbeat.close)  # of the first, so that it ends late
     return ctx
 
 

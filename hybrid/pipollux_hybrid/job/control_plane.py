@@ -30,6 +30,8 @@ import torch.distributed as dist
 
 from pipollux_hybrid.errors import SynchronizationError
 
+from .peers import lost_peers
+
 __all__ = ["ControlMessage", "ControlPlane"]
 
 _MARK = 0xFFFFF
@@ -100,7 +102,7 @@ class ControlPlane:
 
     Args:
         num_replicas: Number R of replicas; with one, messages come back as they are.
-        timeout: Seconds after which a silent peer ends the job.
+        timeout: Seconds after which a slow peer ends the job.
     """
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
@@ -204,7 +206,8 @@ class ControlPlane:
         try:
             dist.all_gather(everyone, tensor, group=self._group)
         except RuntimeError as error:
-            raise self._lost("while comparing what all must have in common", error) from error
+            when = "while comparing what all must have in common"
+            raise lost_peers(when, error) from error
         return everyone
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
@@ -259,11 +262,4 @@ class ControlPlane:
         try:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise self._lost("at a step boundary", error) from error
-
-    def _lost(self, when: str, error: RuntimeError) -> SynchronizationError:
-        return SynchronizationError(
-            f"replica {dist.get_rank()} of {self._num_replicas} lost its peers {when} (waited up "
-            f"to {self._timeout:.0f} s over gloo). Another replica has ended or hangs; its log "
-            f"says why. ({error})"
-        )
+            raise lost_peers("at a step boundary", error) from error

@@ -67,6 +67,11 @@ class JobEnvironment:
     """Where time lines of steps are written (``PIPOLLUX_TRACE_DIR``)."""
     num_threads: int | None = None
     """Threads of a CPU replica (``OMP_NUM_THREADS``, of a list the first); None: torch's choice."""
+    timeout: float | None = None
+    """Seconds to wait for a replica that is slow (``PIPOLLUX_TIMEOUT``); None: the script's."""
+    host_timeout: float = 60.0
+    """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it
+    is like a slow one."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
@@ -118,6 +123,8 @@ class JobEnvironment:
             tensorboard_dir=_path(env, "PIPOLLUX_TENSORBOARD_DIR"),
             trace_dir=_path(env, "PIPOLLUX_TRACE_DIR"),
             num_threads=_threads(env),
+            timeout=_seconds(env, "PIPOLLUX_TIMEOUT", 0.0) or None,
+            host_timeout=_seconds(env, "PIPOLLUX_HOST_TIMEOUT", 60.0, or_none=True),
             check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 

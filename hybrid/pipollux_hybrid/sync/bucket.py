@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.peers import lost_peers
 
 __all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
 
@@ -87,17 +88,15 @@ class Bucket:
         """Wait for the sums; on a CUDA device its current stream waits, and not the host.
 
         Raises:
-            SynchronizationError: A peer is gone, or silent for longer than the group's timeout.
+            SynchronizationError: A peer is gone, or takes longer than the group's timeout.
         """
         if self._work is None:
             return
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise SynchronizationError(
-                f"replica {dist.get_rank()} lost its peers while averaging the gradients of stage "
-                f"{self.stage}: another replica has ended or hangs; its log says why. ({error})"
-            ) from error
+            when = f"while averaging the gradients of stage {self.stage}"
+            raise lost_peers(when, error) from error
         self._work = None
 
     def write_back(self, factor: float, present: Sequence[bool]) -> None:

@@ -9,6 +9,7 @@ normalisation that adds its sums up over the replicas, name the buffers they loo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.job.peers import lost_peers
 
 __all__ = ["BufferSynchronizer", "CombinesBuffers", "all_reduce_sum", "broadcast_tensors"]
 
@@ -121,7 +123,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
         # As bytes all types go together, also those that cannot be added.
         pieces = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in chunk]
         flat = torch.cat(pieces).to(device)
-        dist.broadcast(flat, src=0)
+        with _reaching_peers("while taking what replica 0 has"):
+            dist.broadcast(flat, src=0)
         if dist.get_rank() == 0:
             continue
         parts = flat.split([piece.numel() for piece in pieces])
@@ -148,9 +151,18 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.all_reduce(flat)
+        with _reaching_peers("while summing over replicas"):
+            dist.all_reduce(flat)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+@contextmanager
+def _reaching_peers(when: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_peers(when, error) from error
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

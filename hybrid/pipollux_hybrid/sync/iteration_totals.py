@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.job.peers import lost_peers
 
 __all__ = ["IterationTotals"]
 
@@ -40,16 +39,15 @@ class IterationTotals:
     """For each parameter, in the order of buckets, replicas with a gradient that counts."""
 
     def sum_over_replicas(
-        self, add_up: Callable[[Sequence[float]], list[float]], num_replicas: int
+        self, add_up: Callable[[Sequence[float]], list[float]]
     ) -> IterationTotals:
         """Return the sums over all replicas, each of which calls this.
 
         Args:
             add_up: Adds numbers up over the replicas.
-            num_replicas: Their number.
 
         Raises:
-            SynchronizationError: A peer is gone, or silent for longer than the group's timeout, or
+            SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
                 sent a summary of other parameters.
         """
         head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
@@ -59,11 +57,8 @@ class IterationTotals:
         except SynchronizationError:
             raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
-            raise SynchronizationError(
-                f"replica {dist.get_rank()} of {num_replicas} lost its peers while averaging "
-                "gradients: another replica has ended, hangs, or trains other parameters; its log "
-                f"says why. ({error})"
-            ) from error
+            # Or one trains other parameters, which gloo says by itself.
+            raise lost_peers("while averaging gradients", error) from error
         first, second = len(head) + len(self.buffers), len(numbers) - len(self.present)
         return IterationTotals(
             samples=totals[0],

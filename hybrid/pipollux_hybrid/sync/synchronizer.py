@@ -298,7 +298,7 @@ class GradientSynchronizer:
         self._comm_timer.start()
         with self._lock:
             reducer.flush()
-        total = self._summary().sum_over_replicas(self._add_up, self._num_replicas)
+        total = self._summary().sum_over_replicas(self._add_up)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "

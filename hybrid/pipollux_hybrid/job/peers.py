@@ -1,0 +1,223 @@
+"""Finds out which replicas are gone, also those whose host can no longer tell.
+
+A process that ends resets its connections, and its peers learn of it at once. A host that loses its
+power or its network sends nothing more. Whoever waits for it waits for the group's timeout, which
+has to be long, as a living replica may evaluate or compile for minutes.
+
+So a group of its own connects all replicas, over which nothing is sent once they have met. While a
+connection is idle the kernels at its ends probe it (TCP keepalive). They answer for a process that
+is busy, stopped or hangs: only a host that does not answer is lost. A thread then shuts down what
+connects this process with other replicas, and whatever waits for one of them ends with an error.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipollux_hybrid.errors import SynchronizationError
+
+from .env import JobEnvironment
+
+__all__ = ["PeerWatch", "lost_peers"]
+
+PROBES = 3
+"""Probes without an answer after which the kernel gives a connection up."""
+TELLS_SOON = 1.0
+"""Seconds between the end of one connection with a replica and that of another, at most."""
+_LAST_DATA, _LAST_ACK = 52, 56
+"""Where Linux's `struct tcp_info` has the milliseconds since data and an acknowledgement came."""
+
+Address = tuple[str, int]
+"""Of one end of a connection: IP address and port."""
+
+_watch: PeerWatch | None = None
+
+
+class PeerWatch:
+    """The thread that watches the connections with the other replicas.
+
+    Args:
+        env: who this replica is, and after how many seconds a host that does not answer is lost.
+        timeout: seconds that replicas wait for each other, for messages.
+    """
+
+    def __init__(self, env: JobEnvironment, timeout: float) -> None:
+        self.timeout = timeout
+        self._env = env
+        self._lost: dict[int, float] = {}
+        """Replicas whose hosts are lost, and the seconds since they were last heard of."""
+        self._ended: set[int] = set()
+        before = _sockets()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        opened = [connection for name, connection in _sockets().items() if name not in before]
+        everyone: list[tuple[str, list[Address]]] = [("", [])] * env.num_replicas
+        here = (socket.gethostname(), [_address(x.getsockname()) for x in opened])
+        dist.all_gather_object(everyone, here, group=group)
+        self._hosts = [name for name, _ in everyone]
+        ranks = {address: rank for rank, (_, ends) in enumerate(everyone) for address in ends}
+        peers = {ranks.get(_address(x.getpeername())): x for x in opened}
+        self._connections = {rank: x for rank, x in peers.items() if rank is not None}
+        self._addresses = {_address(x.getpeername())[0] for x in self._connections.values()}
+        for connection in {*before.values(), *opened} - {*self._connections.values()}:
+            connection.close()  # not of this group
+        for connection in self._connections.values():
+            self._probe(connection)
+        self._news = threading.Event()
+        self._end, self._ended_here = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="pipollux-peers", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, env: JobEnvironment, timeout: float) -> PeerWatch | None:
+        """Start it where there are peers to watch; all replicas call it at the same place."""
+        global _watch
+        if env.num_replicas > 1 and env.host_timeout > 0:
+            _watch = cls(env, timeout)
+        return _watch
+
+    def close(self) -> None:
+        """End the thread."""
+        global _watch
+        _watch = None
+        self._end.close()
+        self._thread.join()
+        self._ended_here.close()
+        for connection in self._connections.values():
+            connection.close()
+
+    def explain(self) -> str:
+        """Return what is known of the replicas that somebody waits for in vain."""
+        self._news.wait(TELLS_SOON)
+        for rank, connection in self._connections.items():
+            # The others' threads may have seen it a probe earlier, and ended their processes.
+            age = _silence(connection)
+            if rank not in self._ended and age >= self._env.host_timeout / 2:
+                self._lost.setdefault(rank, age)
+        if self._lost:
+            names = self._names(self._lost)
+            verb, its = ("has", "its host") if len(self._lost) == 1 else ("have", "their hosts")
+            return (
+                f"{names} {verb} not been heard of for {max(self._lost.values()):.0f} s: {its}, or "
+                f"the network there, must be down. {self._advice()}"
+            )
+        if self._ended:
+            verb = (
+                "has ended: its log says" if len(self._ended) == 1 else "have ended: their logs say"
+            )
+            return f"{self._names(self._ended)} {verb} why"
+        return (
+            "all hosts answer and no replica has ended, so one hangs, or does something alone for "
+            f"longer than the {self.timeout:.0f} s of PIPOLLUX_TIMEOUT; its log says why"
+        )
+
+    def _advice(self) -> str:
+        again = "Start the job again on the hosts that are left: it"
+        if self._env.checkpoint_dir is None:
+            return f"{again} begins anew, as PIPOLLUX_CHECKPOINT_DIR is not set"
+        return f"{again} resumes from the newest checkpoint in {self._env.checkpoint_dir}"
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        hosts: dict[str, list[str]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(self._hosts[rank], []).append(str(rank))
+        return " and ".join(
+            f"replica{'s' if len(found) > 1 else ''} {', '.join(found)} on {host}"
+            for host, found in hosts.items()
+        )
+
+    def _probe(self, connection: socket.socket) -> None:
+        """Have the kernel probe a connection, and give it up when its peer has been silent."""
+        pause = max(1, round(self._env.host_timeout / (PROBES + 1)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._ended_here, select.POLLIN)
+        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        for number in ranks:
+            poll.register(number, select.POLLRDHUP)
+        while True:
+            for number, _ in poll.poll():
+                if number not in ranks:
+                    return  # the job ends here
+                poll.unregister(number)
+                self._note(ranks[number])
+
+    def _note(self, rank: int) -> None:
+        """Note that a connection is at its end: it was closed, or given up."""
+        age = _silence(self._connections[rank])
+        if age < self._env.host_timeout / 2:
+            self._ended.add(rank)
+        else:
+            self._lost[rank] = age
+            self._shut_down()
+        self._news.set()
+
+    def _shut_down(self) -> None:
+        """End this process's connections with other replicas, whatever waits for them."""
+        for connection in _sockets().values():
+            with connection, suppress(OSError):  # it was closed meanwhile
+                if _address(connection.getpeername())[0] in self._addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
+        if (world := dist.group.WORLD) is not None and dist.get_backend() == "nccl":
+            world._get_backend(torch.device("cuda")).abort()  # its kernels wait on the device
+
+
+def lost_peers(when: str, error: BaseException) -> SynchronizationError:
+    """Return the error of a replica that waited in vain for others.
+
+    Args:
+        when: at what, as in "while averaging gradients".
+        error: what the library says that carries messages.
+    """
+    here = f"replica {dist.get_rank()} of {dist.get_world_size()}"
+    why = "another replica has ended or hangs; its log says why"
+    if _watch is not None:
+        why = _watch.explain()
+    return SynchronizationError(f"{here} lost its peers {when}: {why}. ({error})")
+
+
+def _sockets() -> dict[str, socket.socket]:
+    """Return this process's TCP connections by the kernel's names of them: copies, to be closed."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it was closed meanwhile, or is no connection
+            name = os.readlink(entry)
+            if not name.startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            try:
+                is_tcp = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
+                if is_tcp == socket.IPPROTO_TCP and connection.getpeername():
+                    found[name] = connection
+            finally:
+                if name not in found:
+                    connection.close()
+    return found
+
+
+def _address(name: tuple[str, int]) -> Address:
+    """Return an end of a connection; what IPv6 makes of an IPv4 address is that address."""
+    host, port = name[:2]
+    return host.removeprefix("::ffff:"), port
+
+
+def _silence(connection: socket.socket) -> float:
+    """Return the seconds since the other end was last heard of."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+    ages = (struct.unpack_from("I", info, offset)[0] for offset in (_LAST_DATA, _LAST_ACK))
+    return float(min(ages)) / 1000

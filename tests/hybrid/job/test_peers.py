@@ -1,0 +1,95 @@
+"""A replica that waits in vain says for whom: one that has ended, or one that hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipollux_hybrid import (
+    ConfigurationError,
+    SynchronizationError,
+    destroy_process_group,
+    init_process_group,
+)
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.env import JobEnvironment
+from tests.hybrid.replicas import run_replicas
+
+
+def meet() -> str:
+    """Wait for all replicas; what is said if they do not come."""
+    try:
+        context().control.barrier()
+    except SynchronizationError as error:
+        return str(error)
+    return "all came"
+
+
+def one_ends() -> str:
+    init_process_group("gloo")
+    assert meet() == "all came"
+    if context().env.rank == 1:
+        os._exit(3)
+    return meet()
+
+
+@pytest.mark.parametrize("watched", ["60", "0"])
+def test_a_replica_that_ended_is_named(watched: str) -> None:
+    environment = {"PIPOLLUX_HOST_TIMEOUT": watched}
+    message, _ = run_replicas(one_ends, 2, environment=environment, exit_codes=(3,))
+    assert "replica 0 of 2 lost its peers at a step boundary" in message
+    if watched == "0":
+        assert "another replica has ended or hangs; its log says why" in message
+    else:
+        assert f"replica 1 on {socket.gethostname()} has ended: its log says why" in message
+
+
+def one_hangs(folder: Path) -> str:
+    """The environment's timeout holds, whatever the script says."""
+    init_process_group("gloo", timeout=1000)
+    if context().env.rank == 1:
+        while not (folder / "said").exists():
+            time.sleep(0.01)
+        return ""
+    said = meet()
+    (folder / "said").touch()
+    return said
+
+
+def test_a_replica_that_hangs_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
+    environment = {"PIPOLLUX_TIMEOUT": "1", "PIPOLLUX_HOST_TIMEOUT": "1"}
+    message, _ = run_replicas(one_hangs, 2, tmp_path, environment=environment)
+    assert "all hosts answer and no replica has ended, so one hangs, or does something" in message
+    assert "longer than the 1 s of PIPOLLUX_TIMEOUT" in message
+
+
+def threads() -> list[list[str]]:
+    """Names of threads while a job runs, and when it has ended."""
+    init_process_group("gloo")
+    found = [[x.name for x in threading.enumerate()]]
+    destroy_process_group()
+    return [*found, [x.name for x in threading.enumerate()]]
+
+
+def test_the_watch_ends_with_the_job() -> None:
+    for during, after in run_replicas(threads, 2):
+        assert "pipollux-peers" in during
+        assert "pipollux-peers" not in after
+
+
+def test_seconds_to_wait() -> None:
+    assert JobEnvironment.read({}).timeout is None
+    assert JobEnvironment.read({}).host_timeout == 60
+    env = JobEnvironment.read({"PIPOLLUX_TIMEOUT": "300", "PIPOLLUX_HOST_TIMEOUT": "0"})
+    assert (env.timeout, env.host_timeout) == (300, 0)
+    for name in ("PIPOLLUX_TIMEOUT", "PIPOLLUX_HOST_TIMEOUT"):
+        with pytest.raises(ConfigurationError, match=re.escape(f"{name}='soon': a positive")):
+            JobEnvironment.read({name: "soon"})
+    with pytest.raises(ConfigurationError, match="PIPOLLUX_TIMEOUT='0'"):
+        JobEnvironment.read({"PIPOLLUX_TIMEOUT": "0"})
