@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.harness.hosts import TIMEOUT, Hosts
-from tests.hosts.job import Agents, torchrun
+from tests.hosts.job import PORT, Agents, torchrun
 from tests.hybrid.elastic import test_loss_curve as curves
 from tests.hybrid.elastic import training
 from tests.services import require_hosts
@@ -51,6 +51,30 @@ def test_the_losses_are_those_of_one_host(
         assert set(agents.wait().values()) == {0}, agents.logs
     assert curves.curve(several) == pytest.approx(curves.curve(one), rel=1e-9)
     assert len(list(several.glob("losses-*.txt"))) == len(names)
+
+
+def test_few_ports_and_an_interface_by_name(hosts: Hosts, tmp_path: Path) -> None:
+    """Hosts whose own names lead to the loopback, as many installations have it."""
+    ports = range(40000, 40200)
+    for host in hosts.names:
+        own = tmp_path / f"hosts-{host}"
+        known = (hosts.folder / "hosts").read_text()
+        own.write_text(known.replace(f"{hosts.address(host)}\t", "127.0.1.1\t"))
+        hosts.call(host, "mount", "--bind", str(own), "/etc/hosts")
+        kept = f"net.ipv4.ip_local_port_range={ports[0]} {ports[-1]}"
+        hosts.call(host, "sysctl", "--write", kept)
+    environment = {"RESULTS": str(tmp_path), "GLOO_SOCKET_IFNAME": "eth0"}
+    gate = tmp_path / f"hold-{STOPPED_AT}"
+    gate.touch()
+    with torchrun(hosts, hosts.names, TRAINING, tmp_path, environment) as agents:
+        wait_until_held(agents, tmp_path, 3)
+        for host in hosts.names:
+            lines = hosts.call(host, "ss", "--no-header", "--listening", "--tcp", "-n").splitlines()
+            listening = {int(line.split()[3].rpartition(":")[2]) for line in lines}
+            assert listening - set(ports) == ({PORT} if host == "n1" else set())
+            assert listening & set(ports)
+        gate.unlink()
+        assert set(agents.wait().values()) == {0}, agents.logs
 
 
 def wait_until_held(agents: Agents, results: Path, num_replicas: int) -> None:

@@ -58,9 +58,12 @@ class PeerWatch:
         self._lost: dict[int, float] = {}
         """Replicas whose hosts are lost, and the seconds since they were last heard of."""
         self._ended: set[int] = set()
+        self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
+        """Whole seconds between two probes."""
         before = _sockets()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        opened = [connection for name, connection in _sockets().items() if name not in before]
+        after = _sockets()
+        opened = [after[name] for name in after.keys() - before.keys()]
         everyone: list[tuple[str, list[Address]]] = [("", [])] * env.num_replicas
         here = (socket.gethostname(), [_address(x.getsockname()) for x in opened])
         dist.all_gather_object(everyone, here, group=group)
@@ -69,7 +72,7 @@ class PeerWatch:
         peers = {ranks.get(_address(x.getpeername())): x for x in opened}
         self._connections = {rank: x for rank, x in peers.items() if rank is not None}
         self._addresses = {_address(x.getpeername())[0] for x in self._connections.values()}
-        for connection in {*before.values(), *opened} - {*self._connections.values()}:
+        for connection in {*before.values(), *after.values()} - {*self._connections.values()}:
             connection.close()  # not of this group
         for connection in self._connections.values():
             self._probe(connection)
@@ -102,7 +105,7 @@ class PeerWatch:
         for rank, connection in self._connections.items():
             # The others' threads may have seen it a probe earlier, and ended their processes.
             age = _silence(connection)
-            if rank not in self._ended and age >= self._env.host_timeout / 2:
+            if rank not in self._ended and self._is_silent(age):
                 self._lost.setdefault(rank, age)
         if self._lost:
             names = self._names(self._lost)
@@ -138,9 +141,8 @@ class PeerWatch:
 
     def _probe(self, connection: socket.socket) -> None:
         """Have the kernel probe a connection, and give it up when its peer has been silent."""
-        pause = max(1, round(self._env.host_timeout / (PROBES + 1)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._pause)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -160,12 +162,16 @@ class PeerWatch:
     def _note(self, rank: int) -> None:
         """Note that a connection is at its end: it was closed, or given up."""
         age = _silence(self._connections[rank])
-        if age < self._env.host_timeout / 2:
-            self._ended.add(rank)
-        else:
+        if self._is_silent(age):
             self._lost[rank] = age
             self._shut_down()
+        else:
+            self._ended.add(rank)
         self._news.set()
+
+    def _is_silent(self, age: float) -> bool:
+        """Whether a probe at least has had no answer, given when the last one came."""
+        return age >= 2 * self._pause
 
     def _shut_down(self) -> None:
         """End this process's connections with other replicas, whatever waits for them."""
@@ -197,7 +203,7 @@ def _sockets() -> dict[str, socket.socket]:
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it was closed meanwhile, or is no connection
             name = os.readlink(entry)
-            if not name.startswith("socket:"):
+            if not name.startswith("socket:") or name in found:
                 continue
             connection = socket.socket(fileno=os.dup(int(entry.name)))
             try:
