@@ -61,9 +61,11 @@ class ReplicaProgram:
     """The generation that the present run began with: each run has a folder of its own to save in,
     so that what is run from the start finds nothing to go on from."""
     cpus: int = 0
-    """CPUs that one replica holds on its node; 0: as many as it takes."""
+    """CPUs that one replica holds on its node besides those of its stages."""
     memory: int = 0
-    """Bytes of main memory that one replica holds on its node; 0: as many as it takes."""
+    """Bytes of main memory that one replica holds on its node besides those of its stages."""
+    cpus_per_stage: int = 0
+    memory_per_stage: int = 0
 
     @property
     def supervisor_url(self) -> str:
@@ -179,7 +181,9 @@ class Node:
     """A node that replicas can be started on, as the cluster has it now."""
 
     spec: NodeSpec
-    """Its slots are those that we may use: what others hold of the node is left out."""
+    """What it is when nobody else is on it."""
+    taken: int = 0
+    """Slots that others hold, whom this scheduler does not know."""
     ready: bool = True
     """False: it is down, or does not answer; what runs there is lost."""
     draining: bool = False
@@ -189,15 +193,15 @@ class Node:
 
     @property
     def slots(self) -> int:
-        """Number of devices."""
-        return self.spec.slots
+        """Number of devices that replicas may have."""
+        return max(self.spec.slots - self.taken, 0)
 
 
 class Engine(ABC):
     """Starts, signals and lists single replicas on one kind of cluster.
 
-    One thread at a time calls it. No call waits for a replica; a call that asks a cluster has a
-    timeout of its own, and raises `UnavailableError` when that is over.
+    One thread at a time calls it, except `fetch_log`. No call waits for a replica; a call that asks
+    a cluster has a timeout of its own, and raises `UnavailableError` when that is over.
     """
 
     name: str = "engine"
@@ -260,10 +264,22 @@ class Engine(ABC):
         generation of the job, or `recover`, removes it.
         """
 
+    def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
+        """Return whether a generation's slots still stand for the devices that it runs on.
+
+        It is asked before a generation is adopted. Where the cluster itself gives out devices,
+        they do.
+        """
+        return True
+
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
         """Bring the output of a replica so far into its log in the state directory.
 
-        Engines whose replicas write there themselves have nothing to do.
+        It is called when somebody reads the log, by any thread, and before the end of a generation
+        is reported. Engines whose replicas write there themselves have nothing to do.
+
+        Raises:
+            UnavailableError: the cluster does not answer.
         """
 
     @abstractmethod

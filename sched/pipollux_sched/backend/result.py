@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Result", "ScriptError"]
@@ -38,6 +39,14 @@ class Result(NamedTuple):
     """The step at which the replicas agreed to stop, and saved; None if they did not."""
     report: Mapping[str, Any] | None = None
     """The training report that could not be sent, unchecked."""
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Read a result from a file; where there is none, the agent was killed."""
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return cls()
 
     @classmethod
     def parse(cls, text: str) -> Result:
