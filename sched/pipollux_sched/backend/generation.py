@@ -80,7 +80,6 @@ class RunningGeneration:
         self._clock = clock
         self._to_start = set() if program is None else set(launch.keys)
         self._states = dict.fromkeys(launch.keys, _UNSEEN)
-        self._version = -1
         self._started = program is None
         self._start_by = clock() + start_timeout
         self._start_timeout = start_timeout
@@ -104,16 +103,17 @@ class RunningGeneration:
         self._why = self._why or why
         self._end_within(0.0)
 
-    def step(self, version: int, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
+    def begin(self) -> None:
+        """Start the replicas, as far as the cluster answers; `step` starts the rest."""
+        self._start_rest()
+
+    def step(self, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
         """Continue; return how the generation ended, None while anything of it is left.
 
         Args:
-            version: of the listing; one that is not newer than the last says nothing.
-            listed: all replicas that the engine knows.
+            listed: all replicas that the engine knows, each time newer than the last.
         """
-        if version > self._version:
-            self._version = version
-            self._note(listed)
+        self._note(listed)
         self._start_rest()
         self._watch_start()
         self._notice_failure()
@@ -124,7 +124,8 @@ class RunningGeneration:
 
     def take_started(self) -> Started | None:
         """Return, once, that all replicas run."""
-        if self._started or self._to_start or any(s.waiting for s in self._states.values()):
+        there = all(state.handle and not state.waiting for state in self._states.values())
+        if self._started or self._why or not there:
             return None
         self._started = True
         return Started(

@@ -28,6 +28,7 @@ from .base import (
     Node,
     ReplicaKey,
     ReplicaProgram,
+    Signal,
     UnavailableError,
 )
 from .generation import START_TIMEOUT, RunningGeneration
@@ -111,6 +112,7 @@ class Generations:
         self._pending: dict[str, _Pending] = {}
         self._reports: list[Report] = []
         self._away = False
+        self._version = -1
         self._lock = threading.RLock()
 
     @property
@@ -124,8 +126,7 @@ class Generations:
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes as they were seen last."""
-        with self._lock:
-            return dict(self._nodes)
+        return self._nodes
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots of each node."""
@@ -201,10 +202,11 @@ class Generations:
     def poll(self) -> list[Report]:
         """Continue what is under way; return what has happened since the last call."""
         self._look_at_nodes()
-        listing = self._list() if self._running else None
+        listing = self._list()
         with self._lock:
             if listing is not None:
                 self._step_all(listing)
+                self._end_strays(listing)
             for job in list(self._pending):
                 self._start_pending(job)
             reports, self._reports = self._reports, []
@@ -279,17 +281,31 @@ class Generations:
         self._engine.close()
 
     def _list(self) -> Listing | None:
+        """Return a listing, None where there is none that is newer than the last."""
         try:
             listing = self._engine.listing()
         except UnavailableError as error:
             self._note_away(error)
             return None
         self._note_back()
-        return listing
+        newer = listing.version > self._version
+        self._version = max(self._version, listing.version)
+        return listing if newer else None
+
+    def _end_strays(self, listing: Listing) -> None:
+        """Kill replicas that belong to no generation here.
+
+        The request to start one may arrive when it has been given up already.
+        """
+        expected = {(job, entry.launch.generation) for job, entry in self._running.items()}
+        for key, state in listing.replicas.items():
+            if state.ended is None and key[:2] not in expected:
+                with suppress(UnavailableError):  # the next listing shows it again
+                    self._engine.signal(key, Signal.KILL)
 
     def _step_all(self, listing: Listing) -> None:
         for job, running in list(self._running.items()):
-            exited = running.step(listing.version, listing.replicas)
+            exited = running.step(listing.replicas)
             started = running.take_started()
             if started is not None:
                 self._reports.append(Report(job, started))
@@ -330,7 +346,7 @@ class Generations:
             raise
         del self._pending[job]
         self._running[job] = self._generation(launch, program)
-        self._running[job].step(-1, {})
+        self._running[job].begin()
 
     def _generation(self, launch: Launch, program: ReplicaProgram | None) -> RunningGeneration:
         return RunningGeneration(
@@ -360,7 +376,7 @@ class Generations:
             self._note_away(error)
             return
         with self._lock:
-            self._nodes = nodes
+            self._nodes = nodes  # a new one each time: those who read it need no lock
             self._ledger.resize({name: node.slots for name, node in nodes.items()})
 
     def _note_away(self, error: UnavailableError) -> None:
