@@ -174,13 +174,7 @@ class Scheduler:
         with ExitStack() as resources:
             # What is entered here is left in the opposite order, whatever happens.
             resources.enter_context(self.state_dir.lock())
-            where = self.state_dir.store if self._store_url is None else self._store_url
-            self._store = resources.enter_context(Store(where, create=True))
-            self._store.acquire_leader_lock()
-            if self._store_url is None:
-                self.state_dir.check_known(where, self._store.last_event())
-            if self._store_url is not None:
-                self.state_dir.keep_store(self._store_url)
+            self._open_store(resources)
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
@@ -263,10 +257,6 @@ class Scheduler:
         """Take a job in: see `Control.submit`."""
         return self._control.submit(spec)
 
-    def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes: see `Control.cancel`."""
-        return self._control.cancel(name)
-
     def jobs(self) -> dict[str, JobRecord]:
         """Return all jobs by name, in the order they came."""
         return {job.name: job for job in self._store.jobs()}
@@ -286,6 +276,15 @@ class Scheduler:
         return wait_until(self._store, lambda: predicate(self.jobs()), timeout)
 
     # How it starts
+
+    def _open_store(self, resources: ExitStack) -> None:
+        where = self._store_url or self.state_dir.store
+        self._store = resources.enter_context(Store(where, create=True))
+        self._store.acquire_leader_lock()
+        if self._store_url is None:
+            self.state_dir.check_known(where, self._store.last_event())
+        else:
+            self.state_dir.keep_store(self._store_url)
 
     def _start_feed(self, resources: ExitStack) -> None:
         if self._on_event is not None:

@@ -9,7 +9,7 @@ outcome.
 
 Messages to a cluster get lost, are delayed, and arrive twice. So `start` and `signal` may be
 repeated, and a listing says how old it is. `generations` repeats a signal until the replica has
-ended, and a start that failed with `UnavailableError` until it succeeds or its time is over.
+ended, and a start that failed with `ClusterUnavailableError` until it succeeds or its time is over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
 
-from .result import Result
+from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
 """Seconds between two calls of `Generations.poll`."""
@@ -34,7 +34,7 @@ class BackendError(SchedulerError):
     """A backend cannot do what was asked; the text is one sentence for the user."""
 
 
-class UnavailableError(BackendError):
+class ClusterUnavailableError(BackendError):
     """The cluster does not answer now; the same request may succeed later."""
 
 
@@ -146,7 +146,7 @@ class Ended(NamedTuple):
 
     status: int | None = None
     """Exit status, negative for a signal; None where nobody knows."""
-    result: Result = Result()
+    result: ReplicaResult = ReplicaResult()
     """What its agent has left."""
     lost: str = ""
     """Why the cluster ended it, in one sentence ("Node n2 is down."): that is no failure of the
@@ -201,7 +201,7 @@ class Engine(ABC):
     """Starts, signals and lists single replicas on one kind of cluster.
 
     One thread at a time calls it, except `fetch_log`. No call waits for a replica; a call that asks
-    a cluster has a timeout of its own, and raises `UnavailableError` when that is over.
+    a cluster has a timeout of its own, and raises `ClusterUnavailableError` when that is over.
     """
 
     name: str = "engine"
@@ -219,7 +219,7 @@ class Engine(ABC):
         """Return the nodes that there are now, by name; they come and go.
 
         Raises:
-            UnavailableError: the cluster does not answer.
+            ClusterUnavailableError: the cluster does not answer.
         """
 
     @abstractmethod
@@ -235,7 +235,7 @@ class Engine(ABC):
         """Start one replica; if it is there already, do nothing.
 
         Raises:
-            UnavailableError: the cluster did not answer; it may or may not have been started.
+            ClusterUnavailableError: the cluster did not answer; it may have been started or not.
             BackendError: it was not started, and would not be the next time; also OSError,
                 and ValueError for what the system does not accept as an argument.
         """
@@ -245,7 +245,7 @@ class Engine(ABC):
         """Send a signal to a replica, if it is there. A repeated STOP does nothing more.
 
         Raises:
-            UnavailableError: the cluster did not answer; the signal may or may not have arrived.
+            ClusterUnavailableError: the cluster did not answer; it may have arrived or not.
         """
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Engine(ABC):
         """Return all replicas of ours.
 
         Raises:
-            UnavailableError: the cluster does not answer.
+            ClusterUnavailableError: the cluster does not answer.
         """
 
     @abstractmethod
@@ -279,7 +279,7 @@ class Engine(ABC):
         is reported. Engines whose replicas write there themselves have nothing to do.
 
         Raises:
-            UnavailableError: the cluster does not answer.
+            ClusterUnavailableError: the cluster does not answer.
         """
 
     @abstractmethod

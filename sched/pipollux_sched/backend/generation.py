@@ -22,6 +22,7 @@ from pipollux_sched.utils.text import count
 
 from .base import (
     BackendError,
+    ClusterUnavailableError,
     Ended,
     Engine,
     Launch,
@@ -29,10 +30,9 @@ from .base import (
     ReplicaProgram,
     ReplicaState,
     Signal,
-    UnavailableError,
 )
 from .replica.last_words import last_words
-from .result import Result
+from .result import ReplicaResult
 
 __all__ = ["START_TIMEOUT", "RunningGeneration"]
 
@@ -157,7 +157,7 @@ class RunningGeneration:
         for key in sorted(self._to_start):
             try:
                 self._engine.start(self._program, self.launch, key.replica)
-            except UnavailableError as error:
+            except ClusterUnavailableError as error:
                 _LOG.debug("replica %d of job %s: %s", key.replica, key.job, error)
                 return
             except (BackendError, OSError, ValueError) as error:  # ValueError: NUL in an argument
@@ -212,7 +212,7 @@ class RunningGeneration:
                 continue
             try:
                 self._engine.signal(key, signal)
-            except UnavailableError as error:
+            except ClusterUnavailableError as error:
                 _LOG.debug("%s for replica %d of %s: %s", signal, key.replica, key.job, error)
                 return
             self._sent[key] = signal, now
@@ -228,7 +228,7 @@ class RunningGeneration:
                 return Exited(generation, Outcome.COMPLETE)
             step = _agreed_step(ends)
             # An image's own entry point, without our agent, tells by its status alone.
-            alone = all(_stopped(end) and end.result == Result() for end in ends.values())
+            alone = all(_stopped(end) and end.result == ReplicaResult() for end in ends.values())
             if (alone or step is not None) and not self._broke(ends):
                 return Exited(generation, Outcome.STOPPED, step)
             lost = next((end.lost for end in ends.values() if end.lost), "")

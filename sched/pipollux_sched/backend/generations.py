@@ -22,6 +22,7 @@ from pipollux_sched.store import StateDir
 from .base import (
     POLL_INTERVAL,
     BackendError,
+    ClusterUnavailableError,
     Engine,
     Launch,
     Listing,
@@ -29,7 +30,6 @@ from .base import (
     ReplicaKey,
     ReplicaProgram,
     Signal,
-    UnavailableError,
 )
 from .generation import START_TIMEOUT, RunningGeneration
 from .slots import SlotLedger
@@ -284,7 +284,7 @@ class Generations:
         """Return a listing, None where there is none that is newer than the last."""
         try:
             listing = self._engine.listing()
-        except UnavailableError as error:
+        except ClusterUnavailableError as error:
             self._note_away(error)
             return None
         self._note_back()
@@ -300,7 +300,7 @@ class Generations:
         expected = {(job, entry.launch.generation) for job, entry in self._running.items()}
         for key, state in listing.replicas.items():
             if state.ended is None and key[:2] not in expected:
-                with suppress(UnavailableError):  # the next listing shows it again
+                with suppress(ClusterUnavailableError):  # the next listing shows it again
                     self._engine.signal(key, Signal.KILL)
 
     def _step_all(self, listing: Listing) -> None:
@@ -372,14 +372,14 @@ class Generations:
         self._looked_at = now
         try:
             nodes = dict(self._engine.nodes())
-        except UnavailableError as error:
+        except ClusterUnavailableError as error:
             self._note_away(error)
             return
         with self._lock:
             self._nodes = nodes  # a new one each time: those who read it need no lock
             self._ledger.resize({name: node.slots for name, node in nodes.items()})
 
-    def _note_away(self, error: UnavailableError) -> None:
+    def _note_away(self, error: ClusterUnavailableError) -> None:
         if not self._away:
             _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
         self._away = True

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Result", "ScriptError"]
+__all__ = ["ReplicaResult", "ScriptError"]
 
 _NO_REMEDY = frozenset(("SyntaxError", "ImportError"))
 """Exceptions that a restart of the same script would raise again, including subclasses."""
@@ -28,7 +28,7 @@ class ScriptError(NamedTuple):
     the script has come further before."""
 
 
-class Result(NamedTuple):
+class ReplicaResult(NamedTuple):
     """What the agent of a replica has left; the defaults are those of an agent that was killed."""
 
     error: ScriptError | None = None
@@ -41,7 +41,7 @@ class Result(NamedTuple):
     """The training report that could not be sent, unchecked."""
 
     @classmethod
-    def read(cls, path: Path) -> Result:
+    def read(cls, path: Path) -> ReplicaResult:
         """Read a result from a file; where there is none, the agent was killed."""
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ class Result(NamedTuple):
             return cls()
 
     @classmethod
-    def parse(cls, text: str) -> Result:
+    def parse(cls, text: str) -> ReplicaResult:
         """Read a result; what is not one counts as none."""
         try:
             data = json.loads(text)

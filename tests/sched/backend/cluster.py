@@ -6,8 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from pipollux_sched.backend import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
-from pipollux_sched.backend.base import Ended, Listing, ReplicaState, Signal, UnavailableError
-from pipollux_sched.backend.result import Result
+from pipollux_sched.backend.base import (
+    ClusterUnavailableError,
+    Ended,
+    Listing,
+    ReplicaState,
+    Signal,
+)
+from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.spec.job import JobSpec
 from tests.sched.backends import cpu_nodes
 
@@ -34,9 +40,9 @@ class Cluster(Engine):
     """Runs nothing.
 
     Args:
-        fault: asked at each message; returns "" (all is well), "lost", "unanswered" (it arrives, but
-            the answer does not), "late" (it arrives with the next `settle`), or "old" (a listing of
-            before, once more).
+        fault: asked at each message; returns "" (all is well), "lost", "unanswered" (it arrives,
+            but the answer does not), "late" (it arrives with the next `settle`), or "old" (a
+            listing of before, once more).
     """
 
     name = "memory"
@@ -75,7 +81,7 @@ class Cluster(Engine):
 
         try:
             self._deliver("start", arrive)
-        except UnavailableError:
+        except ClusterUnavailableError:
             self.ambiguous.add(key)
             raise
 
@@ -91,7 +97,7 @@ class Cluster(Engine):
     def listing(self) -> Listing:
         fault = self.fault("listing")
         if fault in ("lost", "unanswered"):
-            raise UnavailableError("the cluster in memory does not answer")
+            raise ClusterUnavailableError("the cluster in memory does not answer")
         if fault == "old":
             return self._listings[-1]
         states = {
@@ -108,7 +114,7 @@ class Cluster(Engine):
         for key in [key for key in self.there if key[:2] == (job, generation)]:
             del self.there[key]
 
-    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002
         left = [key for key in self.there if key[:2] not in adopted]
         for key in left:
             del self.there[key]
@@ -138,7 +144,7 @@ class Cluster(Engine):
         one = self.there[key]
         if one.ended is None:
             asked = Signal.STOP in one.told
-            one.ended = Ended(status, Result(asked=asked, stopped_step=step), lost)
+            one.ended = Ended(status, ReplicaResult(asked=asked, stopped_step=step), lost)
 
     def obey(self) -> None:
         """Let all that were told to stop save at step 7 and end."""
@@ -157,4 +163,4 @@ class Cluster(Engine):
         elif fault != "lost":
             arrive()
         if fault in ("lost", "unanswered", "late"):
-            raise UnavailableError("the cluster in memory does not answer")
+            raise ClusterUnavailableError("the cluster in memory does not answer")

@@ -26,13 +26,13 @@ from pipollux_sched.backend.base import (
     Signal,
 )
 from pipollux_sched.backend.replica.command import agent_command
-from pipollux_sched.backend.result import Result
+from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import processes
 from .environment import Devices, marks, replica_environment
-from .generation_folder import GenerationFolder, Placement, remove, replicas_in
+from .generation_folder import GenerationFolder, LocalPlacement, remove, replicas_in
 from .hardware import check_gpus
 from .ports import LOOPBACK, free_port
 from .replica import LocalReplica
@@ -185,11 +185,11 @@ class LocalEngine(Engine):
         folder = GenerationFolder(self._state_dir, key.job, key.generation)
         return LocalReplica(
             process,
-            lambda: Result.read(folder.result(key.replica)),
+            lambda: ReplicaResult.read(folder.result(key.replica)),
             marks(str(self._state_dir.path), key),
         )
 
-    def _place(self, folder: GenerationFolder, launch: Launch) -> Placement:
+    def _place(self, folder: GenerationFolder, launch: Launch) -> LocalPlacement:
         """Return where a generation runs; written to disk the first time."""
         placement = folder.placement()
         if placement is None:
@@ -197,7 +197,7 @@ class LocalEngine(Engine):
             for needed in (Path(launch.checkpoints), logs):
                 needed.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.create()
-            placement = Placement(devices=self._devices_of(launch), port=free_port())
+            placement = LocalPlacement(devices=self._devices_of(launch), port=free_port())
             folder.write(placement)
         return placement
 

@@ -20,13 +20,13 @@ from pipollux_sched.backend.base import ReplicaKey
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
-__all__ = ["GenerationFolder", "Placement"]
+__all__ = ["GenerationFolder", "LocalPlacement"]
 
 _NAME = re.compile(r"gen-(\d+)/replica-(\d+)\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class LocalPlacement:
     """Where the replicas of a generation run on this machine."""
 
     devices: tuple[Mapping[str, str], ...]
@@ -66,7 +66,7 @@ class GenerationFolder:
             if other != self.path:
                 remove(other)
 
-    def write(self, placement: Placement) -> None:
+    def write(self, placement: LocalPlacement) -> None:
         """Write the placement; it is on the disk when this returns.
 
         Raises:
@@ -75,12 +75,12 @@ class GenerationFolder:
         data = json.dumps(asdict(placement)) + "\n"
         write_aside(self.path / "generation.json", data.encode(), PRIVATE)
 
-    def placement(self) -> Placement | None:
+    def placement(self) -> LocalPlacement | None:
         """Read the placement; None if it was never written, or not by this version."""
         try:
             text = (self.path / "generation.json").read_text(encoding="utf-8")
             data: dict[str, Any] = json.loads(text)
-            return Placement(
+            return LocalPlacement(
                 devices=tuple(dict(told) for told in data["devices"]), port=int(data["port"])
             )
         except (OSError, ValueError, KeyError, TypeError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from pipollux_sched.backend.base import Ended, ReplicaState, Signal
-from pipollux_sched.backend.result import Result
+from pipollux_sched.backend.result import ReplicaResult
 
 from . import processes
 from .replica_process import ReplicaProcess
@@ -35,7 +35,7 @@ class LocalReplica:
     def __init__(
         self,
         process: ReplicaProcess,
-        result: Callable[[], Result],
+        result: Callable[[], ReplicaResult],
         marks: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -7,8 +7,8 @@ Run as a file or as a module, in a process of the job. It is ``torchrun`` with t
 * a rendezvous backend (``--rdzv-backend=pipollux``) that meets at ``--rdzv-endpoint`` or, without
   one, where replica 0 is found through the scheduler (`meeting`);
 * a second SIGTERM changes nothing: whoever stops a replica may repeat it until it arrives;
-* at its end it leaves a `Result` in the file that PIPOLLUX_RESULT_FILE names, and ends with the
-  status of the script: 143 after an agreed stop.
+* at its end it leaves a `ReplicaResult` in the file that PIPOLLUX_RESULT_FILE names, and ends with
+  the status of the script: 143 after an agreed stop.
 
 torch's own store listens on every interface of the machine, whatever address it is given, without
 authentication. The store here listens at the address where the replicas meet, alone.

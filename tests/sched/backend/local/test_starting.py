@@ -19,7 +19,7 @@ from pipollux_sched.backend.local.environment import loopback_interface
 from pipollux_sched.backend.local.inherited import inherited
 from pipollux_sched.backend.local.ports import free_port
 from pipollux_sched.backend.replica import agent, rendezvous, script_main
-from pipollux_sched.backend.result import Result, ScriptError
+from pipollux_sched.backend.result import ReplicaResult, ScriptError
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.test_backend import wait_for, wait_for_text
@@ -173,7 +173,7 @@ ENDS = {
 
 def error_in(path: Path) -> ScriptError | None:
     """Return what the agent brings of an error file."""
-    return Result.parse(json.dumps(agent.result_of(path, {}))).error
+    return ReplicaResult.parse(json.dumps(agent.result_of(path, {}))).error
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
