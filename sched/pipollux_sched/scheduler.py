@@ -126,17 +126,14 @@ class Scheduler:
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url, self._cluster = store, cluster
         self._backend_name, self._backend_options = backend, backend_options
+        policy, fixed = policy or make_policy(DEFAULT_POLICY), allocations is not None
+        self._strategy: Strategy = (
+            FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
+        )
+        self._policy_name = "fixed" if fixed else type(policy).__name__
         self._autoscaler: Autoscaler | None = None
-        if allocations is None:
-            policy = policy or make_policy(DEFAULT_POLICY)
-            self._strategy: Strategy = PolicyStrategy(policy)
-            self._policy_name = type(policy).__name__
-            if autoscaling is not None and expander is not None:
-                self._autoscaler = Autoscaler(
-                    autoscaling, expander, policy, on_change=self._note_nodes
-                )
-        else:
-            self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
+        if not fixed and autoscaling is not None and expander is not None:
+            self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)
         self._interval, self._restart_seconds = interval, restart_seconds
         self._heartbeat_timeout, self._open_metrics = heartbeat_timeout, open_metrics
         self._address = address or ServerAddress()
