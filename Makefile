@@ -9,12 +9,13 @@ STAMP := $(VENV)/.installed
 # Tests start Python some hundred times: it is not to compile the sources each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-exhaustive lint format docs clean
+.PHONY: help setup demo test test-exhaustive test-kubernetes lint format docs clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
 	@echo "make test    lint, types, layers, and the tests: the same verdict each time"
 	@echo "make test-exhaustive  what that leaves out: whole grids, fresh seeds, long runs"
+	@echo "make test-kubernetes  the tests on real kubelets, which .ci/kubernetes builds"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the API reference, in site/"
@@ -46,6 +47,10 @@ test: lint
 test-exhaustive: SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-exhaustive: $(STAMP)
 	$(PYTEST) --exhaustive --hypothesis-seed=$(SEED)
+
+# One cluster for all of them, so one process.
+test-kubernetes: $(STAMP)
+	$(BIN)/python -m pytest -n 0 --kubernetes
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.extent import explores, is_exhaustive, load_profile
+from tests.extent import explores, is_exhaustive, load_profile, needs_kubelets
+
+pytest_plugins = ["tests.kubernetes.fixtures"]
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run what `make test` leaves out: whole grids, long runs, hypothesis with fresh seeds",
     )
+    parser.addoption(
+        "--kubernetes",
+        action="store_true",
+        help="run the tests that need real kubelets, and only these",
+    )
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -49,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = config.getoption("exhaustive")
     chosen = [x for x in items if is_exhaustive(x) == exhaustive or (exhaustive and explores(x))]
+    real = config.getoption("kubernetes")
+    chosen = [x for x in (items if real else chosen) if needs_kubelets(x) == real]
     config.hook.pytest_deselected(items=[x for x in items if x not in set(chosen)])
     items[:] = chosen
 

@@ -87,3 +87,8 @@ def is_exhaustive(item: pytest.Item) -> bool:
 def explores(item: pytest.Item) -> bool:
     """Whether a test finds something else to try with other seeds."""
     return is_hypothesis_test(getattr(item, "function", None))
+
+
+def needs_kubelets(item: pytest.Item) -> bool:
+    """Whether a test runs in `make test-kubernetes` alone."""
+    return item.get_closest_marker("kubernetes") is not None

@@ -8,6 +8,7 @@ from typing import NoReturn
 import pytest
 
 from tests.hosts.harness import hosts, slurm
+from tests.kubernetes.harness import installation
 
 
 def service_missing(reason: str, remedy: str = ".ci/services installs it") -> NoReturn:
@@ -32,3 +33,15 @@ def require_slurm() -> None:
     """Skip a test where there can be no Slurm on such hosts."""
     if reason := slurm.why_not():
         service_missing(reason, "run pytest as root, where .ci/services has installed slurm-wlm")
+
+
+def require_kubernetes(*, nodes: bool = False) -> None:
+    """Skip a test where there can be no real Kubernetes.
+
+    In continuous integration too: there it is built apart, and the cluster in memory does instead.
+
+    Args:
+        nodes: with kubelets, which take root.
+    """
+    if reason := installation.why_not(nodes=nodes):
+        pytest.skip(f"{reason}; .ci/kubernetes builds it")

@@ -14,7 +14,7 @@ from lightkube import Client, KubeConfig
 from lightkube.core.exceptions import ApiError
 from lightkube.generic_resource import create_global_resource
 from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.core_v1 import Namespace, Node, Pod, PodEviction, ServiceAccount
+from lightkube.resources.core_v1 import Namespace, Node, Pod, ServiceAccount
 
 GPU = "nvidia.com/gpu"
 IMAGE = "docker.io/pipollux/test:1"
@@ -53,6 +53,13 @@ class Cluster(ABC):
 
     kubeconfig: Path
     """How clients reach it."""
+
+    shared: Path
+    """A folder that containers can mount (`hostPath`), at the same path."""
+    address: str
+    """Where containers reach what listens on this machine, such as a scheduler."""
+
+    _asking: Client | None = None
 
     @property
     @abstractmethod
@@ -100,6 +107,8 @@ class Cluster(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._asking is not None:
+            self._asking.close()
         self.stop()
 
     def client(self, namespace: str = "default") -> Client:
@@ -114,15 +123,32 @@ class Cluster(ABC):
             client.create(Namespace(metadata=ObjectMeta(name=name)))
             until(lambda: client.get(ServiceAccount, "default", namespace=name), "an account")
 
-    def declare(self, *paths: Path) -> None:
-        """Create the CustomResourceDefinitions of YAML files; return when they are served."""
+    def delete_namespace(self, name: str) -> None:
+        """Delete a namespace; return when it is gone, with its pods at once."""
         with self.client() as client:
-            for path in paths:
-                for document in yaml.safe_load_all(path.read_text()):
-                    self._declare(client, document)
+            client.deletecollection(Pod, namespace=name, grace_period=0)
+            client.delete(Namespace, name)
+            until(lambda: not _has(client, Namespace, name), f"namespace {name} is gone")
 
-    def _declare(self, client: Client, document: Mapping[str, Any]) -> None:
-        client.create(Definition(**document))
+    def declare(self, *definitions: Path | Mapping[str, Any]) -> None:
+        """Create CustomResourceDefinitions; return when they are served.
+
+        Args:
+            definitions: each, or a YAML file of some. One that is there is brought up to date.
+        """
+        for definition in definitions:
+            if isinstance(definition, Path):
+                self.declare(*yaml.safe_load_all(definition.read_text()))
+            else:
+                self._declare(definition)
+
+    def _declare(self, definition: Mapping[str, Any]) -> None:
+        with self.client() as client:
+            client.apply(Definition(**definition), force=True)
+        self._await_definition(definition)
+
+    def _await_definition(self, document: Mapping[str, Any]) -> None:
+        """Return when the kind of a CustomResourceDefinition is served."""
         group, names = document["spec"]["group"], document["spec"]["names"]
         for version in document["spec"]["versions"]:
             url = f"/apis/{group}/{version['name']}/{names['plural']}"
@@ -136,10 +162,11 @@ class Cluster(ABC):
         content_type: str = "application/json",
     ) -> tuple[int, Any]:
         """Send a request as it stands; return the HTTP status and the body."""
-        with self.client() as client:
-            answer = client._client._client.request(  # its HTTP client, with keys and address
-                method, path, json=body, headers={"Content-Type": content_type}
-            )
+        if self._asking is None:
+            self._asking = self.client()
+        answer = self._asking._client._client.request(  # its HTTP client, with keys and address
+            method, path, json=body, headers={"Content-Type": content_type}
+        )
         kind = answer.headers.get("Content-Type", "")
         return answer.status_code, answer.json() if "json" in kind else answer.text
 
@@ -150,10 +177,20 @@ class Cluster(ABC):
 
     def evict(self, namespace: str, name: str) -> None:
         """Evict a pod, as a drain does."""
-        with self.client(namespace) as client:
-            client.create(PodEviction(metadata=ObjectMeta(name=name, namespace=namespace)), name)
+        eviction = {
+            "apiVersion": "policy/v1beta1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+        }
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
+        code, said = self.ask("POST", path, eviction)
+        assert code == 201, said
 
     def pods(self, namespace: str, **labels: str) -> dict[str, Pod]:
         """Return the pods of a namespace by name."""
         with self.client(namespace) as client:
             return {pod.metadata.name: pod for pod in client.list(Pod, labels=labels or None)}
+
+
+def _has(client: Client, resource: Any, name: str) -> bool:
+    return any(thing.metadata.name == name for thing in client.list(resource))

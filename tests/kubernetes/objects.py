@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightkube.generic_resource import create_namespaced_resource
@@ -110,6 +111,7 @@ def pod(
     grace: int = 30,
     labels: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
     """Return a pod of one container that is started once.
@@ -122,6 +124,7 @@ def pod(
         grace: seconds between SIGTERM and SIGKILL.
         labels: of the pod.
         environment: of the container.
+        folder: of the node, mounted at the same path.
         spec: further fields of its spec.
     """
     container: dict[str, Any] = {
@@ -129,8 +132,12 @@ def pod(
         "image": IMAGE,
         "imagePullPolicy": "Never",
         "command": list(command),
-        "env": [{"name": key, "value": value} for key, value in (environment or {}).items()],
     }
+    if environment:
+        container["env"] = [{"name": k, "value": v} for k, v in environment.items()]
+    if folder is not None:
+        container["volumeMounts"] = [{"name": "folder", "mountPath": str(folder)}]
+        spec["volumes"] = [{"name": "folder", "hostPath": {"path": str(folder)}}]
     if gpus:
         container["resources"] = {"limits": {GPU: str(gpus)}}
     return {

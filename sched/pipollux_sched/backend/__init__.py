@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .base import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
-from .generations import Generations, Report, Running
+from pipollux_sched.backend.local.backend import LocalBackend, check_local
+
+from .base import Backend, BackendError, Node, ReplicaProgram, Report, Running
 
 __all__ = [
+    "Backend",
     "BackendError",
-    "Engine",
-    "Generations",
-    "Launch",
+    "LocalBackend",
     "Node",
-    "ReplicaKey",
     "ReplicaProgram",
     "Report",
     "Running",
+    "check_local",
 ]

@@ -42,8 +42,8 @@ class Started:
     """The processes of a generation are there."""
 
     generation: int
-    replicas: tuple[str, ...]
-    """What the cluster's own tools know each replica by: a process id, a step, a pod."""
+    pids: tuple[int, ...]
+    port: int
 
 
 @dataclass(frozen=True)

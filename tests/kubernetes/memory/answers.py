@@ -40,8 +40,10 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.code, self.reason, self.message = code, reason, message
-        self.details = dict(details or {})
+        self.details = None if details is None else dict(details)
         self.headers = dict(headers or {})
+        self.text: str | None = None
+        """What is answered instead of a `Status`."""
 
     @property
     def status(self) -> Object:
@@ -52,10 +54,11 @@ class ApiError(Exception):
             "metadata": {},
             "status": "Failure",
             "message": self.message,
-            "reason": self.reason,
             "code": self.code,
         }
-        if self.details:
+        if self.reason:
+            body["reason"] = self.reason
+        if self.details is not None:
             body["details"] = self.details
         return body
 
@@ -83,7 +86,14 @@ def not_found(resource: Resource, name: str) -> ApiError:
 
 def no_such_path() -> ApiError:
     """Return the answer for a path that leads nowhere."""
-    return ApiError(404, "NotFound", "the server could not find the requested resource")
+    return ApiError(404, "NotFound", "the server could not find the requested resource", {})
+
+
+def no_such_group() -> ApiError:
+    """Return the answer for a path of a group that is not there, which is no `Status`."""
+    error = no_such_path()
+    error.text = "404 page not found\n"
+    return error
 
 
 def already_exists(resource: Resource, name: str) -> ApiError:

@@ -12,6 +12,7 @@ from tests.kubernetes.cluster import GPU, IMAGE, Cluster
 
 from .answers import ApiError, Object
 from .controllers import Controllers
+from .defaults import NODE_INFO
 from .failures import Failures
 from .http import Front
 from .kubelet import Kubelet, read_log
@@ -22,16 +23,11 @@ from .resources import NAMESPACES, NODES, PODS
 from .store import Change, now
 
 _NODE_INFO = {
+    **dict.fromkeys(NODE_INFO, ""),
     "architecture": "amd64",
-    "bootID": "",
     "containerRuntimeVersion": "memory://1",
-    "kernelVersion": "",
-    "kubeProxyVersion": "v1.20.2",
     "kubeletVersion": "v1.20.2",
-    "machineID": "",
     "operatingSystem": "linux",
-    "osImage": "memory",
-    "systemUUID": "",
 }
 UNREACHABLE = "node.kubernetes.io/unreachable"
 
@@ -49,18 +45,22 @@ class MemoryCluster(Cluster):
         images: the entry point of each image that can be pulled.
         environment: of all containers.
         orphan_seconds: how long pods stay whose node was deleted.
+        kubelets: whether anybody runs the pods of its nodes.
     """
 
     def __init__(
         self,
         folder: Path,
-        nodes: Sequence[str] = ("node1", "node2"),
+        nodes: Sequence[str] = ("n1", "n2"),
         gpus: int = 4,
         images: Mapping[str, Sequence[str]] | None = None,
         environment: Mapping[str, str] | None = None,
         orphan_seconds: float = 0.5,
+        kubelets: bool = True,
     ) -> None:
         self.folder = folder
+        self.shared = folder / "shared"
+        self.address = "127.0.0.1"
         self.kubeconfig = folder / "kubeconfig"
         self.registry = Registry()
         self.front = Front(self.registry, self._logs)
@@ -70,6 +70,7 @@ class MemoryCluster(Cluster):
         self._kubelets: dict[str, Kubelet] = {}
         self._lost: list[Kubelet] = []
         self._controllers = Controllers(self.registry, orphan_seconds)
+        self._has_kubelets = kubelets
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="memory-cluster")
 
@@ -89,7 +90,7 @@ class MemoryCluster(Cluster):
             self.registry.create(NAMESPACES, "", {"metadata": {"name": name}})
             self._controllers.make_service_account(name)
         self.front.start()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.shared.mkdir(parents=True)
         self.kubeconfig.write_text(yaml.safe_dump(_kubeconfig(self.front.url)))
         for name, gpus in self._first:
             self.add_node(name, gpus)
@@ -143,12 +144,13 @@ class MemoryCluster(Cluster):
                     {"type": "InternalIP", "address": kubelet.address},
                     {"type": "Hostname", "address": name},
                 ],
-                "nodeInfo": _NODE_INFO,
+                "nodeInfo": dict(_NODE_INFO),
             },
         }
         set_condition(node, "Ready", "True", reason="KubeletReady", message="kubelet is ready")
         with self.registry.store.lock:
-            self._kubelets[name] = kubelet
+            if self._has_kubelets:
+                self._kubelets[name] = kubelet
             self.registry.create(NODES, "", node)
 
     def delete_node(self, name: str) -> None:
@@ -185,7 +187,9 @@ class MemoryCluster(Cluster):
 
     def _end_machine(self, name: str) -> None:
         with self.registry.store.lock:
-            kubelet = self._kubelets.pop(name)
+            kubelet = self._kubelets.pop(name, None)
+            if kubelet is None:
+                return
             self._lost.append(kubelet)
         kubelet.lose()
         kubelet.join()

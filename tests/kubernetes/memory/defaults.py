@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from .answers import Cause, Object, invalid
-from .resources import BUILT_IN, DEFINITIONS, NAMESPACES, NODES, PODS, SERVICES, Resource
+from .resources import BUILT_IN, DEFINITIONS, EVENTS, NAMESPACES, NODES, PODS, SERVICES, Resource
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -25,6 +25,18 @@ _LABEL_RULE = (
 )
 # What alone may change of a pod's spec.
 _POD_MAY_CHANGE = ("activeDeadlineSeconds", "tolerations", "terminationGracePeriodSeconds")
+NODE_INFO = (
+    "architecture",
+    "bootID",
+    "containerRuntimeVersion",
+    "kernelVersion",
+    "kubeProxyVersion",
+    "kubeletVersion",
+    "machineID",
+    "operatingSystem",
+    "osImage",
+    "systemUUID",
+)
 _ADDRESSES = itertools.count(1)
 
 
@@ -39,9 +51,14 @@ def fill_in(resource: Resource, thing: Object) -> None:
         _fill_in_pod(thing)
     elif resource == NODES:
         thing.setdefault("spec", {})
-        status = thing.setdefault("status", {})
-        status.setdefault("capacity", {})
-        status.setdefault("allocatable", dict(status["capacity"]))
+        thing.setdefault("status", {})
+        complete(resource, thing)
+    elif resource == EVENTS:
+        for key in ("eventTime", "firstTimestamp", "lastTimestamp"):
+            thing.setdefault(key, None)
+        thing.setdefault("source", {})
+        thing.setdefault("reportingComponent", "")
+        thing.setdefault("reportingInstance", "")
     elif resource == NAMESPACES:
         thing.setdefault("spec", {})["finalizers"] = ["kubernetes"]
         thing["status"] = {"phase": "Active"}
@@ -49,6 +66,16 @@ def fill_in(resource: Resource, thing: Object) -> None:
         _fill_in_service(thing)
     elif resource == DEFINITIONS:
         _fill_in_definition(thing)
+
+
+def complete(resource: Resource, thing: Object) -> None:
+    """Give an object what the API server gives it each time that it is written."""
+    if resource == NODES:
+        status = thing["status"]
+        status.setdefault("daemonEndpoints", {"kubeletEndpoint": {"Port": 0}})
+        status.setdefault("nodeInfo", dict.fromkeys(NODE_INFO, ""))
+        if status.get("capacity"):
+            status["allocatable"] = status["capacity"] | status.get("allocatable", {})
 
 
 def _fill_in_pod(pod: Object) -> None:
@@ -71,6 +98,9 @@ def _fill_in_pod(pod: Object) -> None:
         latest = ":" not in container.get("image", "").rsplit("/", 1)[-1]
         latest = latest or container.get("image", "").endswith(":latest")
         container.setdefault("imagePullPolicy", "Always" if latest else "IfNotPresent")
+        for key in ("env", "envFrom", "command", "args", "volumeMounts", "ports"):
+            if not container.get(key, True):
+                del container[key]
         container.setdefault("resources", {})
         container.setdefault("terminationMessagePath", "/dev/termination-log")
         container.setdefault("terminationMessagePolicy", "File")

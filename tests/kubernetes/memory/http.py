@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return
             found = answer(front.registry, request)
         except ApiError as error:
-            found = Answer(error.code, error.status, error.headers)
+            found = Answer(error.code, error.text or error.status, error.headers)
         if failure is not None and failure.what == LOSE:
             self._drop()
             return
@@ -278,7 +278,11 @@ def _seen(change: Change, watch: Watch) -> bytes | None:
     if not is_meant and not was_meant:
         return None
     kind = "ADDED" if not was_meant else "MODIFIED" if is_meant else "DELETED"
-    return _line(kind, change.new)
+    shown = change.new
+    if kind == "DELETED" and change.old is not None:  # as it was when it was meant
+        version = {"resourceVersion": shown["metadata"]["resourceVersion"]}
+        shown = change.old | {"metadata": change.old["metadata"] | version}
+    return _line(kind, shown)
 
 
 def _line(kind: str, thing: Object) -> bytes:

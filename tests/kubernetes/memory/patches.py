@@ -104,8 +104,10 @@ def json_patch(target: Any, operations: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _unpatched(message: str) -> ApiError:
-    text = f"the server rejected our request due to an error in our request: {message}"
-    return ApiError(422, "Invalid", text, {})
+    text = "the server rejected our request due to an error in our request"
+    error = ApiError(422, "Invalid", text, {})
+    error.add_note(message)
+    return error
 
 
 def _at(document: Any, steps: Sequence[str], path: str, kind: str) -> Any:

@@ -11,7 +11,7 @@ from .registry import Registry, set_condition
 from .resources import NODES, PODS
 
 # Their order is that of the checks.
-_SELECTOR = "node(s) didn't match node selector"
+_SELECTOR = "node(s) didn't match Pod's node affinity"
 _UNSCHEDULABLE = "node(s) were unschedulable"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import answers, defaults, patches, schema
@@ -109,7 +112,8 @@ class Registry:
                 metadata = thing["metadata"]
                 metadata["generation"] = 1
             if dry_run:
-                return thing
+                new = {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
+                return thing | {"metadata": thing["metadata"] | new}
             created = self.store.create(resource, thing)
             self._owners[created["metadata"]["uid"]].note(manager, None, _owned_part(created))
             return created
@@ -121,17 +125,16 @@ class Registry:
         thing = copy.deepcopy(body)
         version, kind = thing.get("apiVersion"), thing.get("kind")
         if resource.custom and not (version and kind):
-            missing = "apiVersion not set" if kind else "Object 'Kind' is missing in '{}'"
-            raise answers.bad_request(missing)
+            raise answers.bad_request(_incomplete(resource, body, bool(kind)))
         if version not in (None, resource.api_version):
-            raise answers.bad_request(
-                f"the API version in the data ({version}) does not match the expected API "
-                f"version ({resource.api_version})"
-            )
+            raise answers.bad_request(_wrong_version(resource, str(version), str(kind)))
         if kind not in (None, resource.kind):
-            raise answers.bad_request(
-                f'{kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
-            )
+            if resource.custom:
+                said = f'Invalid value: "{kind}": must be {resource.kind}'
+                cause = Cause("kind", "FieldValueInvalid", said)
+                name = thing.get("metadata", {}).get("name", "")
+                raise answers.invalid(replace(resource, kind=str(kind)), name, [cause])
+            raise answers.bad_request(_wrong_kind(resource, str(kind)))
         thing = {"kind": resource.kind, "apiVersion": resource.api_version} | thing
         metadata = thing["metadata"] = dict(thing.get("metadata") or {})
         if resource.namespaced:
@@ -203,18 +206,16 @@ class Registry:
         """Put an object, or its status, in the place of what is there."""
         thing = self._read(resource, namespace, body)
         if thing["metadata"].get("name") != name:
-            raise answers.bad_request(
-                f"the name of the object ({thing['metadata'].get('name', '')}) does not match the "
-                f"name on the URL ({name})"
-            )
+            raise answers.bad_request(_wrong_name(thing["metadata"].get("name", ""), name))
         with self.store.lock:
             old = self.store.get(resource, namespace, name)
             if "resourceVersion" not in thing["metadata"] and (
                 resource.custom or resource in (LEASES, DEFINITIONS)
             ):
-                said = "Invalid value: 0x0: must be specified for an update"
+                zero = "0" if resource.custom else "0x0"
+                said = f"Invalid value: {zero}: must be specified for an update"
                 cause = Cause("metadata.resourceVersion", "FieldValueInvalid", said)
-                raise answers.invalid(resource, name, [cause])
+                raise answers.invalid(replace(resource, kind=resource.plural), name, [cause])
             return self._write(resource, old, thing, status=status, manager=manager, strict=strict)
 
     def patch(
@@ -339,6 +340,7 @@ class Registry:
                     if key in metadata:
                         changed["metadata"][key] = metadata[key]
             new = changed
+            defaults.complete(resource, new)
         elif resource.status:
             new = {key: value for key, value in new.items() if key != "status"}
             if "status" in old:
@@ -375,9 +377,7 @@ class Registry:
             )
             raise answers.conflict(resource, name, why)
         if metadata.get("name") != name:
-            said = f'Invalid value: "{metadata.get("name", "")}": field is immutable'
-            cause = Cause("metadata.name", "FieldValueInvalid", said)
-            raise answers.invalid(resource, name, [cause])
+            raise answers.bad_request(_wrong_name(metadata.get("name", ""), name))
 
     # -- delete ------------------------------------------------------------------------------
 
@@ -404,9 +404,14 @@ class Registry:
             grace = self._grace(resource, thing, options.get("gracePeriodSeconds"))
             if grace or finalizers or resource == NAMESPACES:
                 return self._mark(resource, thing, grace)
-            self.store.remove(resource, namespace, name)
             if resource == PODS:
+                # What is deleted at once is said to be deleted, too.
+                metadata |= {"deletionTimestamp": metadata.get("deletionTimestamp", now())}
+                metadata |= {"deletionGracePeriodSeconds": 0}
+                thing = self.store.replace(resource, thing)
+                self.store.remove(resource, namespace, name)
                 return thing
+            self.store.remove(resource, namespace, name)
             about = {"name": name, "kind": resource.plural, "uid": metadata["uid"]}
             return answers.success(about | ({"group": resource.group} if resource.group else {}))
 
@@ -417,10 +422,13 @@ class Registry:
             wanted = preconditions.get(key)
             if wanted not in (None, metadata[key]):
                 why = (
-                    f"Precondition failed: {word} in precondition: {wanted}, {word} in object "
-                    f"meta: {metadata[key]}"
+                    f"the {word} in the precondition ({wanted}) does not match the {word} in "
+                    f"record ({metadata[key]}). The object might have been deleted and then "
+                    "recreated"
                 )
-                raise answers.conflict(resource, metadata["name"], why)
+                raise answers.conflict(
+                    replace(resource, plural=resource.kind), metadata["name"], why
+                )
 
     def _grace(self, resource: Resource, thing: Object, asked: int | None) -> int:
         """Return the seconds that something has to end."""
@@ -438,6 +446,8 @@ class Registry:
         if "deletionTimestamp" not in metadata or (before is not None and grace < before):
             end = time.gmtime(time.time() + grace)
             metadata["deletionTimestamp"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", end)
+            if resource.generation and before is None:
+                metadata["generation"] = metadata.get("generation", 1) + 1
             if resource != NAMESPACES:
                 metadata["deletionGracePeriodSeconds"] = grace
         if resource == NAMESPACES:
@@ -462,7 +472,7 @@ class Registry:
             pod = self.store.get(PODS, namespace, name)
             if pod["spec"].get("nodeName"):
                 why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
-                raise answers.conflict(PODS, name, why)
+                raise answers.conflict(replace(PODS, plural="pods/binding"), name, why)
             pod["spec"]["nodeName"] = node
             set_condition(pod, "PodScheduled", "True")
             self.store.replace(PODS, pod)
@@ -487,6 +497,36 @@ def set_condition(thing: Object, kind: str, status: str, **more: str | None) -> 
         found.pop(key, None)
         if more.get(key):
             found[key] = more[key]
+
+
+def _incomplete(resource: Resource, body: Any, has_kind: bool) -> str:
+    text = json.dumps(body, separators=(",", ":"))
+    missing = "apiVersion not set" if has_kind else f"Object 'Kind' is missing in '{text}'"
+    said = f"the object provided is unrecognized (must be of type {resource.kind})"
+    return f"{said}: {missing} ({text[:30]} ...)"
+
+
+def _wrong_name(name: str, wanted: str) -> str:
+    return f"the name of the object ({name}) does not match the name on the URL ({wanted})"
+
+
+def _wrong_version(resource: Resource, version: str, kind: str) -> str:
+    if resource.custom:
+        return (
+            f"the API version in the data ({version}) does not match the expected API version "
+            f"({resource.api_version})"
+        )
+    return (
+        f'{kind} in version "{version}" cannot be handled as a {resource.kind}: no kind "{kind}" '
+        f'is registered for version "{version}" in scheme '
+        '"k8s.io/kubernetes/pkg/api/legacyscheme/scheme.go:30"'
+    )
+
+
+def _wrong_kind(resource: Resource, kind: str) -> str:
+    said = f'{kind} in version "{resource.version}" cannot be handled as a {resource.kind}'
+    inside, outside = f"core.{resource.kind}", f"{resource.version}.{kind}"
+    return f"{said}: converting ({outside}) to ({inside}): unknown conversion"
 
 
 def _owned_part(thing: Object) -> Object:

@@ -95,7 +95,7 @@ def answer(registry: Registry, request: Request) -> Answer | Watch | LogStream:
     handler = handlers.get((request.method, bool(target.name)))
     if handler is None:
         text = "the server does not allow this method on the requested resource"
-        raise ApiError(405, "MethodNotAllowed", text)
+        raise ApiError(405, "MethodNotAllowed", text, {})
     return handler(registry, request, target)
 
 
@@ -154,6 +154,8 @@ def _target(registry: Registry, path: str) -> _Target:
         namespace, rest = rest[1], rest[2:]
     if len(rest) > 3:
         raise answers.no_such_path()
+    if group and group not in {resource.group for resource in registry.resources()}:
+        raise answers.no_such_group()
     resource = registry.resource(group, version, rest[0])
     name, subresource = (*rest[1:], "", "")[:2]
     if resource.namespaced != bool(namespace) and (name or not resource.namespaced):
@@ -195,7 +197,8 @@ def _list(registry: Registry, request: Request, target: _Target) -> Answer | Wat
     if query.get("watch") in ("true", "1"):
         text = query.get("resourceVersion", "")
         if text and not text.isdigit():
-            raise answers.bad_request(f'Invalid value: "{text}": strconv.ParseUint: invalid syntax')
+            said = f'"{text}": strconv.ParseUint: parsing "{text}": invalid syntax'
+            raise ApiError(500, "", f"resourceVersion: Invalid value: {said}")
         seconds = query.get("timeoutSeconds")
         return Watch(
             resource,
@@ -206,26 +209,30 @@ def _list(registry: Registry, request: Request, target: _Target) -> Answer | Wat
             query.get("allowWatchBookmarks") in ("true", "1"),
         )
     with registry.store.lock:
-        things = registry.store.list(resource, target.namespace, matches)
+        things = registry.store.list(resource, target.namespace)
         version = registry.store.version
     listed: Object = {"resourceVersion": str(version)}
-    limit = int(query.get("limit") or 0)
+    if resource.custom:
+        listed["continue"] = ""
     if query.get("continue"):
         begun, after = json.loads(base64.urlsafe_b64decode(query["continue"]))
         registry.store.since(begun)
         things = [thing for thing in things if _place(thing) > after]
         listed["resourceVersion"] = str(begun)
-    if limit and len(things) > limit:
-        listed["remainingItemCount"] = len(things) - limit
-        things = things[:limit]
-        token = json.dumps([int(listed["resourceVersion"]), _place(things[-1])])
+    chosen = [thing for thing in things if matches(thing)]
+    limit = int(query.get("limit") or 0)
+    if limit and len(chosen) >= limit and chosen[limit - 1] != things[-1]:
+        chosen = chosen[:limit]
+        if not (query.get("labelSelector") or query.get("fieldSelector")):
+            listed["remainingItemCount"] = len(things) - limit
+        token = json.dumps([int(listed["resourceVersion"]), _place(chosen[-1])])
         listed["continue"] = base64.urlsafe_b64encode(token.encode()).decode()
-    for thing in things:
+    for thing in chosen:
         if not resource.custom:  # the kind of the list says it
             thing.pop("kind", None)
             thing.pop("apiVersion", None)
     body = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
-    return Answer(200, body | {"metadata": listed, "items": things})
+    return Answer(200, body | {"metadata": listed, "items": chosen})
 
 
 def _place(thing: Mapping[str, Any]) -> list[str]:
@@ -262,8 +269,7 @@ def _replace(registry: Registry, request: Request, target: _Target) -> Answer:
 def _patch(registry: Registry, request: Request, target: _Target) -> Answer:
     kind = request.content_type.split(";")[0]
     if kind not in _PATCHES:
-        text = "the body of the request was in an unknown format - accepted media types include: "
-        raise ApiError(415, "UnsupportedMediaType", text + ", ".join(_PATCHES))
+        raise ApiError(415, "UnsupportedMediaType", "415: Unsupported Media Type", {})
     if kind == patches.APPLY and not request.query.get("fieldManager"):
         cause = answers.Cause(
             "fieldManager", "FieldValueRequired", "Required value: is required for apply patch"
@@ -309,6 +315,8 @@ def _delete_all(registry: Registry, request: Request, target: _Target) -> Answer
     things = registry.delete_all(target.resource, target.namespace, matches, options)
     body = {"kind": f"{target.resource.kind}List", "apiVersion": target.resource.api_version}
     metadata = {"resourceVersion": str(registry.store.version)}
+    if target.resource.custom:
+        metadata["continue"] = ""
     return Answer(200, body | {"metadata": metadata, "items": things})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cel
@@ -14,6 +14,18 @@ from .answers import Cause, Object
 
 Schema = Mapping[str, Any]
 _META = ("apiVersion", "kind", "metadata")
+# After these, rules in CEL are not looked at.
+_BLOCKING = (
+    "FieldValueNotSupported",
+    "FieldValueRequired",
+    "FieldValueTooLong",
+    "FieldValueTooMany",
+    "FieldValueTypeInvalid",
+)
+_UNCHECKED = (
+    "Invalid value: null: some validation rules were not checked because the object was invalid; "
+    "correct the existing errors to complete validation"
+)
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda x: isinstance(x, dict),
     "array": lambda x: isinstance(x, list),
@@ -75,15 +87,23 @@ def pruned(value: Any, schema: Schema, path: str = "") -> tuple[Any, list[str]]:
     return kept, unknown
 
 
-def broken_rules(value: Any, schema: Schema, old: Any = None, path: str = "") -> list[Cause]:
-    """Return what a value breaks: types, bounds, patterns, required fields and CEL rules.
+def broken_rules(value: Any, schema: Schema, old: Any = None) -> list[Cause]:
+    """Return what an object breaks: types, bounds, patterns, required fields and CEL rules.
 
     Args:
         value: what is to be written.
         schema: of the CustomResourceDefinition.
         old: what is there; None at creation, where rules with `oldSelf` do not count.
-        path: where in the object it stands.
     """
+    causes = _broken_types(value, schema, "")
+    if "x-kubernetes-validations" not in json.dumps(schema):
+        return causes
+    if any(cause.reason in _BLOCKING for cause in causes):
+        return [*causes, Cause("<nil>", "FieldValueInvalid", _UNCHECKED)]
+    return causes + _broken_cel(value, schema, old, "")
+
+
+def _broken_types(value: Any, schema: Schema, path: str) -> list[Cause]:
     if value is None and schema.get("nullable"):
         return []
     if schema.get("x-kubernetes-int-or-string"):
@@ -93,22 +113,28 @@ def broken_rules(value: Any, schema: Schema, old: Any = None, path: str = "") ->
         return [_mistyped(path, kind, value)]
     causes = _broken_bounds(value, schema, path)
     if isinstance(value, dict):
-        was = old if isinstance(old, dict) else {}
         for key in schema.get("required", []):
             if key not in value:
                 causes.append(Cause(_join(path, key), "FieldValueRequired", "Required value"))
-        other = schema.get("additionalProperties")
-        for key, inner in value.items():
-            rules = schema.get("properties", {}).get(key, other)
+    for where, inner, rules, _ in _parts(value, schema, None, path):
+        causes += _broken_types(inner, rules, where)
+    return causes
+
+
+def _parts(
+    value: Any, schema: Schema, old: Any, path: str
+) -> Iterator[tuple[str, Any, Schema, Any]]:
+    """Yield what is in a value: where it stands, itself, its schema, and what it was."""
+    if isinstance(value, dict):
+        was = old if isinstance(old, dict) else {}
+        for key, inner in sorted(value.items()):
+            rules = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
             if isinstance(rules, dict) and not (not path and key in _META):
-                causes += broken_rules(inner, rules, was.get(key), _join(path, key))
+                yield _join(path, key), inner, rules, was.get(key)
     elif isinstance(value, list):
+        rules = schema.get("items", {})
         for number, entry in enumerate(value):
-            inner = schema.get("items", {})
-            causes += broken_rules(
-                entry, inner, _counterpart(entry, old, schema), f"{path}[{number}]"
-            )
-    return causes or _broken_cel(value, schema, old, path)
+            yield f"{path}[{number}]", entry, rules, _counterpart(entry, old, schema)
 
 
 def _join(path: str, key: str) -> str:
@@ -182,10 +208,10 @@ def _broken_cel(value: Any, schema: Schema, old: Any, path: str) -> list[Cause]:
             names["oldSelf"] = old
         if cel.evaluate(rule["rule"], names) is not True:
             message = rule.get("message") or f"failed rule: {rule['rule']}"
-            where = (
-                path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").lstrip(".")
-            )
+            shown = "" if isinstance(value, dict | list) else f"{_shown(value)}: "
+            where = f"{path}{rule.get('fieldPath', '')}".lstrip(".") or "<nil>"
             reason = rule.get("reason", "FieldValueInvalid")
-            said = f"Invalid value: {_shown(value)}: {message}"
-            causes.append(Cause(where or "<nil>", reason, said))
+            causes.append(Cause(where, reason, f"Invalid value: {shown}{message}"))
+    for where, inner, rules, was in _parts(value, schema, old, path):
+        causes += _broken_cel(inner, rules, was, where)
     return causes

@@ -1,1 +1,1 @@
-"""Replicas as processes of this machine: one torchrun agent each."""
+"""Generations as processes of this machine: one torchrun agent per replica."""

@@ -1,1 +1,0 @@
-"""What runs on a replica's machine, and how engines start it there."""
