@@ -84,7 +84,7 @@ def fill(place: Path | str, num_points: int) -> None:
             for generation in range(1, GENERATIONS + 1):
                 nodes = [f"node-{(number + n) % 64:02d}" for n in range(4)]
                 store.transition(name, Allocate(nodes, "because it is free", num_stages=2))
-                store.transition(name, Started(generation, nodes, 29500))
+                store.transition(name, Started(generation, tuple(nodes)))
                 if generation < GENERATIONS:
                     store.transition(name, Exited(generation, Outcome.STOPPED, step=1))
                     store.transition(name, Recover())

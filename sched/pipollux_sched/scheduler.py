@@ -26,11 +26,12 @@ from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
-from pipollux_sched.backend.registry import DEFAULT_BACKEND, make_backend
+from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make_engine
 from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
+from pipollux_sched.controller.node_watch import NodeWatch
 from pipollux_sched.controller.takeover import take_over
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT, Watchdog
 from pipollux_sched.server.address import ServerAddress
@@ -41,7 +42,7 @@ from pipollux_sched.store.waiting import wait_until
 from pipollux_sched.utils.units import check_seconds
 from pipollux_sched.utils.vital_thread import VitalThreads
 
-from .backend import Node
+from .backend import Generations
 from .lifecycle import Allocate
 from .metrics import SchedulerMetrics
 from .policy import (
@@ -71,7 +72,7 @@ class Scheduler:
 
     Args:
         state_dir: where everything is kept; made when it is not there.
-        cluster: the nodes.
+        cluster: the nodes; None: the engine finds them itself.
         policy: decides on allocations; None: the default one.
         interval: seconds between two decisions on all jobs.
         hints_interval: seconds between two fits, and hints, of a job.
@@ -89,6 +90,8 @@ class Scheduler:
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
         store: URL of the store's database, kept for later; None: what was kept, else SQLite.
+        backend: name of the engine that runs jobs: see `backend.registry`.
+        backend_options: options of that engine alone.
 
     Raises:
         ValueError: a time is not between 0 and a week.
@@ -97,7 +100,7 @@ class Scheduler:
     def __init__(
         self,
         state_dir: Path | StateDir,
-        cluster: ClusterSpec,
+        cluster: ClusterSpec | None,
         policy: Policy | None = None,
         *,
         interval: float = 60.0,
@@ -115,23 +118,22 @@ class Scheduler:
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
         store: str | None = None,
+        backend: str = DEFAULT_BACKEND,
+        backend_options: object = None,
     ) -> None:
         check_seconds(interval=interval, hints_interval=hints_interval)
         check_seconds(checkpoint_interval=checkpoint_interval, heartbeat_timeout=heartbeat_timeout)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url, self._cluster = store, cluster
-        self._nodes = {node.name: node_info(node) for node in cluster.nodes}
+        self._backend_name, self._backend_options = backend, backend_options
+        policy, fixed = policy or make_policy(DEFAULT_POLICY), allocations is not None
+        self._strategy: Strategy = (
+            FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
+        )
+        self._policy_name = "fixed" if fixed else type(policy).__name__
         self._autoscaler: Autoscaler | None = None
-        if allocations is None:
-            policy = policy or make_policy(DEFAULT_POLICY)
-            self._strategy: Strategy = PolicyStrategy(policy)
-            self._policy_name = type(policy).__name__
-            if autoscaling is not None and expander is not None:
-                self._autoscaler = Autoscaler(
-                    autoscaling, expander, policy, on_change=self._note_nodes
-                )
-        else:
-            self._strategy, self._policy_name = FixedStrategy(allocations), "fixed"
+        if not fixed and autoscaling is not None and expander is not None:
+            self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)
         self._interval, self._restart_seconds = interval, restart_seconds
         self._heartbeat_timeout, self._open_metrics = heartbeat_timeout, open_metrics
         self._address = address or ServerAddress()
@@ -169,16 +171,11 @@ class Scheduler:
         with ExitStack() as resources:
             # What is entered here is left in the opposite order, whatever happens.
             resources.enter_context(self.state_dir.lock())
-            where = self.state_dir.store if self._store_url is None else self._store_url
-            self._store = resources.enter_context(Store(where, create=True))
-            self._store.acquire_leader_lock()
-            if self._store_url is None:
-                self.state_dir.check_known(where, self._store.last_event())
-            if self._store_url is not None:
-                self.state_dir.keep_store(self._store_url)
+            self._open_store(resources)
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
+            self._node_watch.look()
             take_over(self._store, self._backend, self._executor, self.url, self._grace)
             self._control.expect_replicas()
             if self._autoscaler is not None:
@@ -257,10 +254,6 @@ class Scheduler:
         """Take a job in: see `Control.submit`."""
         return self._control.submit(spec)
 
-    def cancel(self, name: str) -> JobRecord:
-        """End a job, and its processes: see `Control.cancel`."""
-        return self._control.cancel(name)
-
     def jobs(self) -> dict[str, JobRecord]:
         """Return all jobs by name, in the order they came."""
         return {job.name: job for job in self._store.jobs()}
@@ -281,6 +274,15 @@ class Scheduler:
 
     # How it starts
 
+    def _open_store(self, resources: ExitStack) -> None:
+        where = self._store_url or self.state_dir.store
+        self._store = resources.enter_context(Store(where, create=True))
+        self._store.acquire_leader_lock()
+        if self._store_url is None:
+            self.state_dir.check_known(where, self._store.last_event())
+        else:
+            self.state_dir.keep_store(self._store_url)
+
     def _start_feed(self, resources: ExitStack) -> None:
         if self._on_event is not None:
             after = self._store.last_event()
@@ -291,14 +293,16 @@ class Scheduler:
 
     def _start_backend(self, resources: ExitStack) -> None:
         """Open the backend, and all that acts through it."""
-        nodes = {node.name: Node(node.slots, node.kind) for node in self._cluster.nodes}
-        self._backend = make_backend(
-            DEFAULT_BACKEND,
-            nodes,
-            self.state_dir,
+        options = EngineOptions(
+            state_dir=self.state_dir,
+            cluster=self._cluster,
             grace=self._grace,
             pass_environment=self._pass_on,
+            own=self._backend_options,
         )
+        engine = make_engine(self._backend_name, options)
+        resources.callback(engine.close)
+        self._backend = Generations(engine, self._store, self.state_dir, grace=self._grace)
         self._executor = Executor(
             self._store,
             self._backend,
@@ -312,20 +316,20 @@ class Scheduler:
             self._store,
             self._executor,
             self._backend,
-            self._nodes,
+            lambda: {name: node_info(node.spec) for name, node in self._backend.nodes().items()},
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
             state_dir=self.state_dir.path,
             deletion=self._deletion,
         )
         resources.callback(self._end_processes)
-        self._store.set_nodes(
-            (node.name, node.slots, node.kind, node.model_dump(mode="json"))
-            for node in self._cluster.nodes
+        self._node_watch = NodeWatch(
+            self._store,
+            self._backend,
+            self._executor.handle,
+            settings={"policy": self._policy_name, "restart_seconds": self._restart_seconds},
+            reconsider=self._reconsider.set,
         )
-        described = {name: {"slots": node.slots, "kind": node.kind} for name, node in nodes.items()}
-        settings = {"policy": self._policy_name, "restart_seconds": self._restart_seconds}
-        self._store.add_event("cluster", {"nodes": described, **settings})
 
     def _end_processes(self) -> None:
         # Where starting fails, or the store was lost, what runs is left to the next scheduler.
@@ -364,6 +368,7 @@ class Scheduler:
             self._control.heartbeats,
             self._executor.handle,
             ending=self._ending,
+            look_at_nodes=self._node_watch.look,
             tidy=self._deletion.finish,
             heartbeat_timeout=self._heartbeat_timeout,
         )

@@ -107,7 +107,7 @@ def _train(store: Store, clock: Clock) -> None:
     store.transition("wide", wide)
     store.add_report("wide", 1, [point(1, clock.now)])
     store.transition("grown", Allocate(["node-a"], "starts on 1 replica on node-a"))
-    store.transition("grown", Started(1, (4711,), 1234))
+    store.transition("grown", Started(1, ("4711",)))
     clock.now += 5
     store.add_report("grown", 1, [point(1, clock.now, loss=4.0)])
     store.put_hints("grown", 1, HINTS)

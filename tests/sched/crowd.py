@@ -152,7 +152,7 @@ def _run(cluster: _Cluster, job: JobRow, phase: str, chance: random.Random) -> N
     nodes = cluster.place(at, until, replicas, stages)
     words = f"starts on {len(nodes)} replica{'s' * (len(nodes) > 1)}"
     cluster.happen(job, at, Allocate(nodes, words, num_stages=stages))
-    cluster.happen(job, at + 4, Started(1, (1,), 29500), FirstStep(1, 1))
+    cluster.happen(job, at + 4, Started(1, ("1",)), FirstStep(1, 1))
     entry = journal.log(cluster.session, end, "progress", job.name, 1, {})
     cluster.points.append((entry, _point(job, chance, end, len(nodes))))
     cluster.happen(job, end, *ENDINGS.get(phase, ()))

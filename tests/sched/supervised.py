@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from pipollux_sched.allocator.job_infos import node_info
-from pipollux_sched.backend import LocalBackend, Node
+from pipollux_sched.backend import Generations
+from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
@@ -68,16 +69,15 @@ class Service:
         self.state_dir.create()
         self.store = Store(self.state_dir.database, create=True)
         self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
-        backend = LocalBackend(
-            {node.name: Node(node.slots, node.kind) for node in nodes}, self.state_dir, grace=1.0
-        )
+        engine = LocalEngine(nodes, self.state_dir)
+        backend = Generations(engine, self.store, self.state_dir, grace=1.0)
         executor = Executor(self.store, backend, lambda job: program(job, {}), grace=1.0)
         self.num_reconsidered = 0
         self.control = Control(
             self.store,
             executor,
             backend,
-            {node.name: node_info(node) for node in nodes},
+            lambda: {node.name: node_info(node) for node in nodes},
             reconsider=self._reconsider,
             stopping=lambda: False,
             state_dir=self.state_dir.path,

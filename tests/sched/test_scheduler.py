@@ -164,7 +164,7 @@ def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
         policy.allocations = {"toy": []}
         assert scheduler.wait(lambda jobs: jobs["toy"].phase is Phase.SUSPENDED, timeout=240)
         assert processes_of(directory) == []
-        cancelled = scheduler.cancel("toy")
+        cancelled = scheduler.control.cancel("toy")
         assert (cancelled.phase, cancelled.state.reason) == (Phase.FAILED, "Cancelled")
         events = scheduler.store.events(job="toy")
         seconds = scheduler.store.restart_seconds("toy", default=0.0)
@@ -287,15 +287,15 @@ def test_cancelling(directory: Path) -> None:
         assert scheduler.wait(
             lambda jobs: training("runs")(jobs) and jobs["waits"].phase is Phase.QUEUED, timeout=240
         )
-        assert scheduler.cancel("waits").phase is Phase.FAILED
-        assert scheduler.cancel("runs").state.message == (
+        assert scheduler.control.cancel("waits").phase is Phase.FAILED
+        assert scheduler.control.cancel("runs").state.message == (
             "The job was cancelled and is being stopped."
         )
         assert scheduler.wait(lambda jobs: jobs["runs"].phase is Phase.FAILED, timeout=240)
         with pytest.raises(JobEndedError, match="has ended"):
-            scheduler.cancel("runs")
+            scheduler.control.cancel("runs")
         with pytest.raises(UnknownJobError):
-            scheduler.cancel("nobody")
+            scheduler.control.cancel("nobody")
         scheduler.submit(toy("runs", num_stages=2))
         assert scheduler.wait(training("runs"), timeout=240)
         assert scheduler.jobs()["runs"].state.generation == 2

@@ -93,7 +93,7 @@ def test_from_one_stage_to_two(directory: Path, tmp_path: Path) -> None:
 
     with scheduler_on(directory) as scheduler:  # which knows no more than what was stored
         assert scheduler.wait(trains_in(2, 3), timeout=240)
-        scheduler.cancel("layered")
+        scheduler.control.cancel("layered")
 
     with Store(directory / "pipollux.db") as store:
         events = store.events(job="layered")

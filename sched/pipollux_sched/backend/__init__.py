@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pipollux_sched.backend.local.backend import LocalBackend, check_local
-
-from .base import Backend, BackendError, Node, ReplicaProgram, Report, Running
+from .base import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
+from .generations import Generations, Report, Running
 
 __all__ = [
-    "Backend",
     "BackendError",
-    "LocalBackend",
+    "Engine",
+    "Generations",
+    "Launch",
     "Node",
+    "ReplicaKey",
     "ReplicaProgram",
     "Report",
     "Running",
-    "check_local",
 ]

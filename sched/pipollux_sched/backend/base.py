@@ -1,43 +1,41 @@
-"""What an engine must be able to do so that Pollux can run jobs on it.
+"""What an engine must be able to do so that Pipollux can run jobs on it.
 
-A backend has five tasks: check that a job can run here at all (`check`), list the nodes (`nodes`),
-run a job on some of them (`apply`), list what runs (`running`, `poll`), and stop (`stop`,
-`shutdown`). `apply` and `stop` return without waiting for a process. `poll`, called repeatedly by
-one thread, continues what is under way and reports the outcome as events of
-`pipollux_sched.lifecycle`.
+The unit is one replica of one generation of a job, known by its `ReplicaKey`. An engine admits a
+spec (`check`), lists its nodes (`nodes`), starts a replica (`start`), signals it (`signal`), lists
+what there is of ours (`listing`), brings a replica's output into the scheduler's log (`fetch_log`),
+and ends what nobody looks after (`recover`). What concerns a whole generation is written once, for
+all engines, in `generations`: all replicas or none, the grace period, the wait for slots, the
+outcome.
 
-A generation lives and dies as a whole: when one replica fails, the backend ends the others and
-reports one `Exited`. It is reported once, after the last process has ended and its slots are free.
+Messages to a cluster get lost, are delayed, and arrive twice. So `start` and `signal` may be
+repeated, and a listing says how old it is. `generations` repeats a signal until the replica has
+ended, and a start that failed with `ClusterUnavailableError` until it succeeds or its time is over.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.lifecycle import Exited, Started
-from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.job import JobSpec, NodeSpec
+
+from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
-"""Seconds between two calls of `poll`."""
+"""Seconds between two calls of `Generations.poll`."""
 
 
 class BackendError(SchedulerError):
     """A backend cannot do what was asked; the text is one sentence for the user."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node that a backend can start replicas on."""
-
-    slots: int
-    """Number of devices."""
-    kind: str
-    """What a slot is: "cpu" (a CPU device of one thread) or "gpu"."""
+class ClusterUnavailableError(BackendError):
+    """The cluster does not answer now; the same request may succeed later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +54,157 @@ class ReplicaProgram:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the processes."""
     directory: Path | None = None
-    """Working directory; None: that of the scheduler."""
+    """Working directory; None: that of the scheduler, or of the image."""
     checkpoints: Path | None = None
-    """Where it saves checkpoints; None: in the state directory."""
+    """Where it saves checkpoints; None: where the engine says."""
     first_generation: int = 1
-    """The generation that the present run began with: in the state directory, each run has a folder
-    of its own to save in, so that what is run from the start finds nothing to go on from."""
+    """The generation that the present run began with: each run has a folder of its own to save in,
+    so that what is run from the start finds nothing to go on from."""
+    cpus: int = 0
+    """CPUs that one replica holds on its node besides those of its stages."""
+    memory: int = 0
+    """Bytes of main memory that one replica holds on its node besides those of its stages."""
+    cpus_per_stage: int = 0
+    memory_per_stage: int = 0
+
+    @property
+    def supervisor_url(self) -> str:
+        """The URL that the job reports to; empty if to none."""
+        return self.environment.get("PIPOLLUX_SUPERVISOR_URL", "")
 
 
-class Report(NamedTuple):
-    """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
+class ReplicaKey(NamedTuple):
+    """Which replica: of which generation of which job."""
 
     job: str
-    event: Started | Exited
+    generation: int
+    replica: int
 
 
-class Running(NamedTuple):
-    """A generation whose processes run, or are about to start."""
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One generation as it was decided on; stored before its first replica is started."""
 
+    job: str
     generation: int
     nodes: tuple[str, ...]
+    """Node of each replica."""
+    slots: tuple[tuple[int, ...], ...]
+    """Slots that each replica holds of its node."""
+    supervisor_url: str
+    """The URL that its replicas report to."""
+    checkpoints: str
+    """The folder that they save in, as they see it."""
+
+    @property
+    def keys(self) -> tuple[ReplicaKey, ...]:
+        """The replicas, in order."""
+        return tuple(ReplicaKey(self.job, self.generation, r) for r in range(len(self.nodes)))
+
+    @property
+    def num_stages(self) -> int:
+        """K, the slots of one replica."""
+        return len(self.slots[0])
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Return it as the store keeps it."""
+        return {
+            "nodes": list(self.nodes),
+            "slots": [list(held) for held in self.slots],
+            "supervisor_url": self.supervisor_url,
+            "checkpoints": self.checkpoints,
+        }
+
+    @classmethod
+    def from_json_object(cls, job: str, generation: int, data: Mapping[str, Any]) -> Self:
+        """Return what `to_json_object` has returned.
+
+        Raises:
+            KeyError: something is missing; also TypeError and ValueError.
+        """
+        return cls(
+            job=job,
+            generation=generation,
+            nodes=tuple(map(str, data["nodes"])),
+            slots=tuple(tuple(map(int, held)) for held in data["slots"]),
+            supervisor_url=str(data["supervisor_url"]),
+            checkpoints=str(data["checkpoints"]),
+        )
 
 
-class Backend(ABC):
-    """An engine that runs generations of jobs, one torchrun agent per pipeline replica."""
+class Signal(Enum):
+    """What a replica is told."""
 
-    name: str = "backend"
+    STOP = "stop"
+    """To save and end: SIGTERM for its agent, which passes it on once, however often it comes."""
+    KILL = "kill"
+    """To end at once, with all its processes."""
+
+
+class Ended(NamedTuple):
+    """How a replica ended."""
+
+    status: int | None = None
+    """Exit status, negative for a signal; None where nobody knows."""
+    result: ReplicaResult = ReplicaResult()
+    """What its agent has left."""
+    lost: str = ""
+    """Why the cluster ended it, in one sentence ("Node n2 is down."): that is no failure of the
+    job's. Empty: it ended by itself, or as it was told."""
+
+
+class ReplicaState(NamedTuple):
+    """A replica as its engine sees it."""
+
+    handle: str
+    """What the cluster's own tools know it by, for people: a process id, a step, a pod. Nobody but
+    the engine may read anything from it."""
+    waiting: str = ""
+    """Why it does not run yet, in one sentence; empty: its processes run."""
+    ended: Ended | None = None
+
+
+class Listing(NamedTuple):
+    """All replicas of ours that an engine knows: that wait, run, or have ended and are not yet
+    forgotten.
+
+    It shows every replica whose start has returned before the listing was asked for.
+    """
+
+    version: int
+    """Grows from one listing to the next; a smaller one is older, and is ignored."""
+    replicas: Mapping[ReplicaKey, ReplicaState]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that replicas can be started on, as the cluster has it now."""
+
+    spec: NodeSpec
+    """What it is when nobody else is on it."""
+    taken: int = 0
+    """Slots that others hold, whom this scheduler does not know."""
+    ready: bool = True
+    """False: it is down, or does not answer; what runs there is lost."""
+    draining: bool = False
+    """True: the cluster's admin lets nothing new start there."""
+    reason: str = ""
+    """Why it is not ready, or drains, in the cluster's words."""
+
+    @property
+    def slots(self) -> int:
+        """Number of devices that replicas may have."""
+        return max(self.spec.slots - self.taken, 0)
+
+
+class Engine(ABC):
+    """Starts, signals and lists single replicas on one kind of cluster.
+
+    One thread at a time calls it, except `fetch_log`. No call waits for a replica; a call that asks
+    a cluster has a timeout of its own, and raises `ClusterUnavailableError` when that is over.
+    """
+
+    name: str = "engine"
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
@@ -93,84 +216,86 @@ class Backend(ABC):
 
     @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes that replicas can be started on, by name."""
-
-    @abstractmethod
-    def free(self) -> Mapping[str, int]:
-        """Return the number of free slots of each node."""
-
-    @abstractmethod
-    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        """Run a job as `generation`, with one replica for each entry of `nodes`.
-
-        An earlier generation of the job that still runs is stopped gracefully first, and the new
-        one waits until its slots are free. Returns at once; `poll` does the work and reports
-        `Started`, or `Exited` where nothing could be started.
+        """Return the nodes that there are now, by name; they come and go.
 
         Raises:
-            BackendError: `nodes` names a node that is not there or too small, or the engine cannot
-                run such a program.
+            ClusterUnavailableError: the cluster does not answer.
         """
 
     @abstractmethod
-    def stop(self, job: str, grace: float) -> bool:
-        """Ask a job's processes to save and end; kill them after `grace` seconds.
+    def checkpoints(self, program: ReplicaProgram) -> str:
+        """Return the folder that a job's replicas save in, as they see it.
 
-        Returns at once; `poll` does the work and reports `Exited`. Asked again, only a shorter
-        grace counts.
-
-        Returns:
-            False where nothing of the job runs, so that nothing will be reported.
+        Raises:
+            BackendError: there is none that all of them would share.
         """
 
     @abstractmethod
-    def kill(self, job: str, why: str) -> bool:
-        """Kill a job's processes immediately, as they no longer respond.
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
+        """Start one replica; if it is there already, do nothing.
 
-        Returns at once; `poll` does the work and reports `Exited`, with `why` as its message.
-
-        Returns:
-            False where nothing of the job runs, so that nothing will be reported.
+        Raises:
+            ClusterUnavailableError: the cluster did not answer; it may have been started or not.
+            BackendError: it was not started, and would not be the next time; also OSError,
+                and ValueError for what the system does not accept as an argument.
         """
 
     @abstractmethod
-    def poll(self) -> list[Report]:
-        """Continue what is under way; return what has happened since the last call."""
+    def signal(self, key: ReplicaKey, signal: Signal) -> None:
+        """Send a signal to a replica, if it is there. A repeated STOP does nothing more.
 
-    @abstractmethod
-    def running(self) -> Mapping[str, Running]:
-        """Return the running generations by job."""
-
-    @abstractmethod
-    def unsent_report(self, job: str, generation: int) -> Mapping[str, Any] | None:
-        """Return the training report that a generation which has ended could not send.
-
-        It is the body of ``POST /jobs/{name}/reports``, unchecked; None where nothing is left.
+        Raises:
+            ClusterUnavailableError: the cluster did not answer; it may have arrived or not.
         """
 
     @abstractmethod
-    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
-        """Adopt a generation that an earlier scheduler of the same state directory started.
+    def listing(self) -> Listing:
+        """Return all replicas of ours.
 
-        Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
+        Raises:
+            ClusterUnavailableError: the cluster does not answer.
+        """
+
+    @abstractmethod
+    def forget(self, job: str, generation: int) -> None:
+        """Remove what is left of a generation that has ended, except its logs.
+
+        A failure to do so is not reported: the listing goes on showing what is left, and the next
+        generation of the job, or `recover`, removes it.
+        """
+
+    def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
+        """Return whether a generation's slots still stand for the devices that it runs on.
+
+        It is asked before a generation is adopted. Where the cluster itself gives out devices,
+        they do.
+        """
+        return True
+
+    def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
+        """Bring the output of a replica so far into its log in the state directory.
+
+        It is called when somebody reads the log, by any thread, and before the end of a generation
+        is reported. Engines whose replicas write there themselves have nothing to do.
+
+        Raises:
+            ClusterUnavailableError: the cluster does not answer.
+        """
+
+    @abstractmethod
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
+        """End what an earlier scheduler left running, except the adopted generations.
 
         Args:
-            job: its name.
-            generation: which one.
-            supervisor_url: URL that jobs report to.
+            adopted: jobs and generations that are looked after.
+            grace: seconds that the others have to save.
 
         Returns:
-            None if it was adopted; else the reason why not, in one sentence.
+            One line for each replica or process found.
+
+        Raises:
+            BackendError: something is left that cannot be ended.
         """
 
-    @abstractmethod
-    def recover(self, grace: float) -> list[str]:
-        """End what an earlier scheduler of this state directory left running, if not adopted.
-
-        Returns:
-            One line for each process found.
-        """
-
-    @abstractmethod
-    def shutdown(self, grace: float = 0.0) -> None:
-        """End everything; return when nothing runs, or shortly after `grace` at the latest."""
+    def close(self) -> None:  # noqa: B027  # most have nothing to do
+        """Let go of connections, threads and temporary files; replicas are left as they are."""

@@ -1,49 +1,75 @@
-"""Generations, for all engines: replicas that start and end together.
+"""The backend: generations of jobs on the nodes of an engine.
 
-An engine starts all replicas of a generation or none (`Generations.start`), and returns them as a
-`ReplicaGroup`. This module waits for a generation's slots and for the end of the previous one,
-stops it within a grace period or kills it, and reports once how it ended.
+What is above single replicas is written once, here and in `generation`: waiting for the slots of a
+generation and for the end of the previous one, stopping one within a grace period, adopting what
+an earlier scheduler has started. `Generations.poll` does all the work, called repeatedly by one
+thread; the other methods only note what is wanted, or tell what is known, and any may call them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import StateDir
 
-from .base import POLL_INTERVAL, Backend, BackendError, Node, ReplicaProgram, Report, Running
+from .base import (
+    POLL_INTERVAL,
+    BackendError,
+    ClusterUnavailableError,
+    Engine,
+    Launch,
+    Listing,
+    Node,
+    ReplicaKey,
+    ReplicaProgram,
+    Signal,
+)
+from .generation import START_TIMEOUT, RunningGeneration
 from .slots import SlotLedger
 
-__all__ = ["Generations", "ReplicaGroup"]
+__all__ = ["STOP_GRACE", "Generations", "LaunchStore", "Report", "Running"]
+
+_LOG = logging.getLogger(__name__)
+
+STOP_GRACE = 30.0
+"""Seconds that a job has to save a checkpoint when it is asked to stop."""
+NODES_INTERVAL = 1.0
+"""Seconds between two looks at the nodes."""
+SHUTDOWN_PATIENCE = 10.0
+"""Seconds after the grace period for which `shutdown` waits for processes to end."""
 
 
-class ReplicaGroup(Protocol):
-    """The running replicas of one generation."""
+class Report(NamedTuple):
+    """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
 
-    @property
-    def generation(self) -> int:
-        """Its number."""
+    job: str
+    event: Started | Exited
+    unsent: Mapping[str, Any] | None = None
+    """Body of the training report that a generation which has ended could not send, unchecked."""
 
-    @property
-    def started(self) -> Started:
-        """The report of their start."""
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Node of each replica."""
+class Running(NamedTuple):
+    """A generation whose processes run, or are about to start."""
 
-    def stop(self, grace: float) -> None:
-        """Ask all replicas to save and end; `poll` kills what still runs after `grace` seconds."""
+    generation: int
+    nodes: tuple[str, ...]
 
-    def kill(self, why: str = "") -> None:
-        """Kill all replicas; the report gives `why` as the reason."""
 
-    def poll(self) -> Exited | None:
-        """Continue; return how the generation ended, None while a process of it is left."""
+class LaunchStore(Protocol):
+    """Keeps launches for the next scheduler; `pipollux_sched.store.Store` is one."""
+
+    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
+        """Keep a launch; it is on the disk when this returns."""
+
+    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
+        """Return a launch, None if there is none."""
 
 
 class _Pending(NamedTuple):
@@ -54,113 +80,58 @@ class _Pending(NamedTuple):
     nodes: tuple[str, ...]
 
 
-class Generations(Backend):
-    """A backend whose engine starts the replicas of a generation together.
+class Generations:
+    """Runs generations of jobs on an engine.
 
     Args:
-        nodes: the nodes that replicas can be started on, by name.
+        engine: starts, signals and lists replicas.
+        launches: where launches are kept before they are acted on.
+        state_dir: where the logs of replicas are.
         grace: seconds that a generation has to save when a newer one takes its place.
+        start_timeout: seconds in which all replicas of a generation must run, or none does.
     """
 
-    def __init__(self, nodes: Mapping[str, Node], grace: float) -> None:
-        self._nodes = dict(nodes)
+    def __init__(
+        self,
+        engine: Engine,
+        launches: LaunchStore,
+        state_dir: StateDir,
+        *,
+        grace: float = STOP_GRACE,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
+        self._engine = engine
+        self._launches = launches
+        self._state_dir = state_dir
         self._grace = grace
-        self._ledger = SlotLedger({name: node.slots for name, node in nodes.items()})
-        self._groups: dict[str, ReplicaGroup] = {}
+        self._start_timeout = start_timeout
+        self._nodes = dict(engine.nodes())
+        self._looked_at = time.monotonic()
+        self._ledger = SlotLedger({name: node.slots for name, node in self._nodes.items()})
+        self._running: dict[str, RunningGeneration] = {}
         self._pending: dict[str, _Pending] = {}
         self._reports: list[Report] = []
+        self._away = False
+        self._version = -1
         self._lock = threading.RLock()
 
-    @abstractmethod
-    def check_program(self, program: ReplicaProgram) -> None:
-        """Refuse what this engine cannot run.
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self._engine.name
 
-        Raises:
-            BackendError: one sentence.
-        """
-
-    @abstractmethod
-    def start(
-        self,
-        program: ReplicaProgram,
-        generation: int,
-        nodes: tuple[str, ...],
-        slots: Sequence[tuple[int, ...]],
-    ) -> ReplicaGroup:
-        """Start all replicas of a generation, or none.
-
-        Args:
-            program: what they run.
-            generation: its number.
-            nodes: node of each replica.
-            slots: the slots of its node that each replica holds.
-
-        Raises:
-            OSError: they cannot be started; none is left.
-            ValueError: likewise.
-        """
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job that the engine can never run: see `Engine.check`."""
+        self._engine.check(spec)
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes."""
-        return dict(self._nodes)
+        """Return the nodes as they were seen last."""
+        return self._nodes
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots of each node."""
         with self._lock:
             return self._ledger.free()
-
-    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
-        """Run a job as `generation`, one replica for each entry of `nodes`: see `Backend`."""
-        self.check_program(program)
-        if not nodes or not self._ledger.fits(nodes, program.num_stages):
-            raise BackendError(
-                f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each replica "
-                f"needs {program.num_stages} slots of its node, and the nodes have "
-                + ", ".join(f"{name}: {node.slots}" for name, node in self._nodes.items())
-            )
-        with self._lock:
-            self._pending[program.job] = _Pending(program, generation, tuple(nodes))
-            if program.job in self._groups:
-                self._groups[program.job].stop(self._grace)
-            else:
-                self._start_pending(program.job)
-
-    def stop(self, job: str, grace: float) -> bool:
-        """Ask a job's processes to save and end: see `Backend`."""
-        with self._lock:
-            pending = self._pending.pop(job, None)
-            if job in self._groups:
-                self._groups[job].stop(grace)
-                return True
-            if pending is not None:
-                message = "It was stopped before it had started."
-                exited = Exited(pending.generation, Outcome.FAILED, message=message)
-                self._reports.append(Report(job, exited))
-            return pending is not None
-
-    def kill(self, job: str, why: str) -> bool:
-        """Kill a job's processes: see `Backend`."""
-        with self._lock:
-            if job in self._groups:
-                self._groups[job].kill(why)
-                return True
-        return self.stop(job, 0.0)
-
-    def poll(self) -> list[Report]:
-        """Continue what is under way; return what has happened since the last call."""
-        with self._lock:
-            for job, group in list(self._groups.items()):
-                exited = group.poll()
-                if exited is not None:
-                    del self._groups[job]
-                    self._ledger.release(job)
-                    self._reports.append(Report(job, exited))
-                    if exited.outcome is Outcome.COMPLETE:
-                        self._pending.pop(job, None)
-            for job in list(self._pending):
-                self._start_pending(job)
-            reports, self._reports = self._reports, []
-            return reports
 
     def running(self) -> Mapping[str, Running]:
         """Return the generations that run or are about to start, by job."""
@@ -169,38 +140,251 @@ class Generations(Backend):
                 job: Running(entry.generation, entry.nodes) for job, entry in self._pending.items()
             }
             there = {
-                job: Running(group.generation, group.nodes) for job, group in self._groups.items()
+                job: Running(running.launch.generation, running.launch.nodes)
+                for job, running in self._running.items()
             }
             return waiting | there
+
+    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
+        """Run a job as `generation`, with one replica for each entry of `nodes`.
+
+        An earlier generation of the job that still runs is stopped gracefully first, and the new
+        one waits until its slots are free. `poll` does the work, and reports `Started`, or `Exited`
+        where nothing could be started.
+
+        Raises:
+            BackendError: `nodes` names a node that is not there or too small.
+        """
+        with self._lock:
+            if not nodes or not self._ledger.fits(nodes, program.num_stages):
+                raise BackendError(
+                    f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each "
+                    f"replica needs {program.num_stages} slots of its node, and the nodes have "
+                    + ", ".join(f"{name}: {node.slots}" for name, node in self._nodes.items())
+                )
+            self._pending[program.job] = _Pending(program, generation, tuple(nodes))
+            if program.job in self._running:
+                self._running[program.job].stop(self._grace)
+
+    def stop(self, job: str, grace: float) -> bool:
+        """Ask a job's processes to save and end; kill them after `grace` seconds.
+
+        `poll` does the work and reports `Exited`. Asked again, only a shorter grace counts.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+        with self._lock:
+            pending = self._pending.pop(job, None)
+            if job in self._running:
+                self._running[job].stop(grace)
+                return True
+            if pending is not None:
+                message = "It was stopped before it had started."
+                exited = Exited(pending.generation, Outcome.FAILED, message=message)
+                self._reports.append(Report(job, exited))
+            return pending is not None
+
+    def kill(self, job: str, why: str) -> bool:
+        """Kill a job's processes, as they no longer respond.
+
+        `poll` does the work and reports `Exited`, with `why` as its message.
+
+        Returns:
+            False where nothing of the job runs, so that nothing will be reported.
+        """
+        with self._lock:
+            if job in self._running:
+                self._running[job].kill(why)
+                return True
+        return self.stop(job, 0.0)
+
+    def poll(self) -> list[Report]:
+        """Continue what is under way; return what has happened since the last call."""
+        self._look_at_nodes()
+        listing = self._list()
+        with self._lock:
+            if listing is not None:
+                self._step_all(listing)
+                self._end_strays(listing)
+            for job in list(self._pending):
+                self._start_pending(job)
+            reports, self._reports = self._reports, []
+            return reports
+
+    def forget(self, job: str, generation: int) -> None:
+        """Remove what is left of a generation whose end has been stored, except its logs."""
+        self._engine.forget(job, generation)
+
+    def fetch_log(self, job: str, generation: int, replica: int) -> None:
+        """Bring a replica's output so far into its log, if its generation runs."""
+        running = self._running.get(job)
+        if running is not None and running.launch.generation == generation:
+            with suppress(BackendError):  # what was fetched before is there
+                self._engine.fetch_log(ReplicaKey(job, generation, replica))
+
+    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
+        """Adopt a generation that an earlier scheduler of the same store started.
+
+        Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
+
+        Args:
+            job: its name.
+            generation: which one.
+            supervisor_url: URL that jobs report to.
+
+        Returns:
+            None if it was adopted; else the reason why not, in one sentence.
+        """
+        launch = self._read_launch(job, generation)
+        if launch is None:
+            return "The scheduler before this one died before it had started the job."
+        listed = self._engine.listing().replicas
+        if any(key not in listed for key in launch.keys):
+            return "The scheduler before this one died while it started the job."
+        runs = any(listed[key].ended is None for key in launch.keys)
+        if runs and launch.supervisor_url != supervisor_url:
+            return (
+                f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
+                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+            )
+        with self._lock:
+            same = self._engine.holds(launch)
+            if not (same and self._ledger.restore(job, launch.nodes, launch.slots)):
+                return (
+                    "The cluster no longer has the slots that the job runs on: it is stopped, and "
+                    "goes on from its checkpoint."
+                )
+            self._running[job] = self._generation(launch, None)
+        return None
+
+    def recover(self, grace: float) -> list[str]:
+        """End what an earlier scheduler left running and was not adopted: see `Engine.recover`."""
+        with self._lock:
+            adopted = {(job, entry.launch.generation) for job, entry in self._running.items()}
+        return self._engine.recover(adopted, grace)
 
     def shutdown(self, grace: float = 0.0) -> None:
         """End everything; return when nothing runs, or 10 s after `grace` at the latest."""
         with self._lock:
             for job in list(self.running()):
                 self.stop(job, grace)
-        deadline = time.monotonic() + grace + 10.0
-        while self._groups and time.monotonic() < deadline:
+        deadline = time.monotonic() + grace + SHUTDOWN_PATIENCE
+        while self._running and time.monotonic() < deadline:
             reports = self.poll()
             with self._lock:
                 self._reports = reports + self._reports
             time.sleep(POLL_INTERVAL)
 
+    def close(self) -> None:
+        """Let go of the engine's connections; replicas are left as they are."""
+        self._engine.close()
+
+    def _list(self) -> Listing | None:
+        """Return a listing, None where there is none that is newer than the last."""
+        try:
+            listing = self._engine.listing()
+        except ClusterUnavailableError as error:
+            self._note_away(error)
+            return None
+        self._note_back()
+        newer = listing.version > self._version
+        self._version = max(self._version, listing.version)
+        return listing if newer else None
+
+    def _end_strays(self, listing: Listing) -> None:
+        """Kill replicas that belong to no generation here.
+
+        The request to start one may arrive when it has been given up already.
+        """
+        expected = {(job, entry.launch.generation) for job, entry in self._running.items()}
+        for key, state in listing.replicas.items():
+            if state.ended is None and key[:2] not in expected:
+                with suppress(ClusterUnavailableError):  # the next listing shows it again
+                    self._engine.signal(key, Signal.KILL)
+
+    def _step_all(self, listing: Listing) -> None:
+        for job, running in list(self._running.items()):
+            exited = running.step(listing.replicas)
+            started = running.take_started()
+            if started is not None:
+                self._reports.append(Report(job, started))
+            if exited is None:
+                continue
+            del self._running[job]
+            self._ledger.release(job)
+            self._reports.append(Report(job, exited, running.unsent_report()))
+            if exited.outcome is Outcome.COMPLETE:
+                self._pending.pop(job, None)
+
     def _start_pending(self, job: str) -> None:
         """Start a job's pending generation, if its slots are free."""
-        if job in self._groups:
+        if job in self._running:
             return
-        pending = self._pending[job]
-        slots = self._ledger.take(job, pending.nodes, pending.program.num_stages)
+        program, generation, nodes = self._pending[job]
+        slots = self._ledger.take(job, nodes, program.num_stages)
         if slots is None:
             return
-        del self._pending[job]
         try:
-            group = self.start(pending.program, pending.generation, pending.nodes, slots)
-        except (OSError, ValueError) as error:  # ValueError: NUL in an argument
+            launch = Launch(
+                job=job,
+                generation=generation,
+                nodes=nodes,
+                slots=tuple(slots),
+                supervisor_url=program.supervisor_url,
+                checkpoints=self._engine.checkpoints(program),
+            )
+            self._launches.note_launch(job, generation, launch.to_json_object())
+        except BackendError as error:
             self._ledger.release(job)
-            message = f"The processes could not be started: {error}"
-            exited = Exited(pending.generation, Outcome.FAILED, message=message)
+            del self._pending[job]
+            exited = Exited(generation, Outcome.FAILED, message=str(error))
             self._reports.append(Report(job, exited))
             return
-        self._groups[job] = group
-        self._reports.append(Report(job, group.started))
+        except BaseException:
+            self._ledger.release(job)
+            raise
+        del self._pending[job]
+        self._running[job] = self._generation(launch, program)
+        self._running[job].begin()
+
+    def _generation(self, launch: Launch, program: ReplicaProgram | None) -> RunningGeneration:
+        return RunningGeneration(
+            self._engine,
+            launch,
+            lambda key: self._state_dir.log(*key),
+            program=program,
+            grace=self._grace,
+            start_timeout=self._start_timeout,
+        )
+
+    def _read_launch(self, job: str, generation: int) -> Launch | None:
+        data = self._launches.launch(job, generation)
+        try:
+            return Launch.from_json_object(job, generation, data) if data else None
+        except (KeyError, TypeError, ValueError):  # of another version
+            return None
+
+    def _look_at_nodes(self) -> None:
+        now = time.monotonic()
+        if now < self._looked_at + NODES_INTERVAL:
+            return
+        self._looked_at = now
+        try:
+            nodes = dict(self._engine.nodes())
+        except ClusterUnavailableError as error:
+            self._note_away(error)
+            return
+        with self._lock:
+            self._nodes = nodes  # a new one each time: those who read it need no lock
+            self._ledger.resize({name: node.slots for name, node in nodes.items()})
+
+    def _note_away(self, error: ClusterUnavailableError) -> None:
+        if not self._away:
+            _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
+        self._away = True
+
+    def _note_back(self) -> None:
+        if self._away:
+            _LOG.warning("the cluster answers again")
+        self._away = False

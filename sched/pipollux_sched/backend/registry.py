@@ -1,53 +1,75 @@
-"""The backends by name."""
+"""The engines by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias
 
-from pipollux_sched.backend.local.backend import LocalBackend
-from pipollux_sched.backend.local.hardware import check_gpus
+from pipollux_sched.spec.job import ClusterSpec
 from pipollux_sched.store import StateDir
 
-from .base import Backend, BackendError, Node
+from .base import BackendError, Engine
+from .local.engine import LocalEngine
 
-Factory: TypeAlias = Callable[[Mapping[str, Node], StateDir, float, Collection[str]], Backend]
+__all__ = ["DEFAULT_BACKEND", "ENGINES", "EngineOptions", "make_engine"]
 
 DEFAULT_BACKEND = "local"
 
 
-def _local(
-    nodes: Mapping[str, Node], state_dir: StateDir, grace: float, variables: Collection[str]
-) -> Backend:
-    check_gpus(nodes)
-    return LocalBackend(nodes, state_dir, grace=grace, pass_environment=variables)
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is made from."""
+
+    state_dir: StateDir
+    """Where the logs of replicas go."""
+    cluster: ClusterSpec | None = None
+    """The nodes, for an engine that does not find them itself."""
+    grace: float = 30.0
+    """Seconds that a replica has to save when it is asked to stop."""
+    pass_environment: Collection[str] = ()
+    """Further variables of this process to pass to jobs."""
+    own: Any = None
+    """The options of one engine alone: what its module says."""
 
 
-BACKENDS: Mapping[str, Factory] = {"local": _local}
-"""Every backend, by name."""
+Factory: TypeAlias = Callable[[EngineOptions], Engine]
 
 
-def make_backend(
-    name: str,
-    nodes: Mapping[str, Node],
-    state_dir: StateDir,
-    *,
-    grace: float,
-    pass_environment: Collection[str] = (),
-) -> Backend:
-    """Return a new backend.
+def _local(options: EngineOptions) -> Engine:
+    if options.cluster is None:
+        raise BackendError("the local backend has no nodes; give it a cluster")
+    return LocalEngine(
+        options.cluster.nodes, options.state_dir, pass_environment=options.pass_environment
+    )
+
+
+def _later(module: str) -> Factory:
+    """Return the factory `make` of a module, which is imported only when it is needed."""
+
+    def make(options: EngineOptions) -> Engine:
+        engine: Engine = import_module(module).make(options)
+        return engine
+
+    return make
+
+
+ENGINES: Mapping[str, Factory] = {"local": _local}
+"""Every engine, by name."""
+
+
+def make_engine(name: str, options: EngineOptions) -> Engine:
+    """Return a new engine.
 
     Args:
-        name: one of `BACKENDS`.
-        nodes: the nodes that replicas can be started on, by name.
-        state_dir: where the jobs' logs and checkpoints go.
-        grace: seconds that a generation has to save when a newer one takes its place.
-        pass_environment: further variables of this process to pass to jobs.
+        name: one of `ENGINES`.
+        options: what it is made from.
 
     Raises:
-        BackendError: there is no backend of this name, or it cannot have these nodes.
+        BackendError: there is no engine of this name, or it cannot have these nodes.
     """
-    if name not in BACKENDS:
-        known = ", ".join(sorted(BACKENDS))
+    if name not in ENGINES:
+        known = ", ".join(sorted(ENGINES))
         raise BackendError(f"there is no backend {name!r}; known are: {known}")
-    return BACKENDS[name](nodes, state_dir, grace, pass_environment)
+    return ENGINES[name](options)

@@ -61,10 +61,25 @@ class SlotLedger:
         self._held[holder] = held
         return True
 
+    def resize(self, nodes: Mapping[str, int]) -> None:
+        """Set the nodes anew; slots that are held stay held, also those that are no more.
+
+        Args:
+            nodes: number of slots by node.
+        """
+        self._size = dict(nodes)
+        held = [
+            (name, slot) for entry in self._held.values() for name, taken in entry for slot in taken
+        ]
+        self._free = {name: set(range(slots)) for name, slots in nodes.items()}
+        for name, slot in held:
+            self._free.get(name, set()).discard(slot)
+
     def release(self, holder: str) -> None:
         """Free all slots of `holder`."""
         for name, slots in self._held.pop(holder, []):
-            self._free[name].update(slots)
+            there = range(self._size.get(name, 0))
+            self._free.get(name, set()).update(slot for slot in slots if slot in there)
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots by node."""

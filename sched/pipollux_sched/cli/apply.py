@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipollux_sched.backend import check_local
+from pipollux_sched.backend.local.engine import check_local
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.planning.plan import Plan
 from pipollux_sched.planning.plan import plan as make_plan

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from pipollux_sched.backend import check_local
+from pipollux_sched.backend.local.engine import check_local
 from pipollux_sched.backend.local.hardware import count_gpus
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase

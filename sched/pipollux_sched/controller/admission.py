@@ -22,7 +22,8 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     Raises:
         SpecError: the job can never run here: script or folder missing, or no node fits it.
     """
-    reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes)
+    # Without any node, some are still to come: it waits for them.
+    reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes) if nodes else None
     if reason:
         raise SpecError(reason)
     if spec.image is not None:
@@ -55,4 +56,8 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
         first_generation=job.state.first_generation,
+        cpus=spec.resources.cpus,
+        memory=spec.resources.memory,
+        cpus_per_stage=spec.resources_per_stage.cpus,
+        memory_per_stage=spec.resources_per_stage.memory,
     )

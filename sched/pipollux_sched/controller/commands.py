@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pipollux_sched.backend import Backend
+from pipollux_sched.backend import Generations
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
 from pipollux_sched.policy import NodeInfo
@@ -45,7 +45,7 @@ class Control:
         store: the scheduler's store.
         executor: applies events to jobs.
         backend: runs the jobs.
-        nodes: all configured nodes, whatever their condition.
+        nodes: returns the nodes of the cluster, whatever their condition.
         reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping.
         state_dir: state directory of the scheduler, in which jobs must not checkpoint.
@@ -57,8 +57,8 @@ class Control:
         self,
         store: Store,
         executor: Executor,
-        backend: Backend,
-        nodes: Mapping[str, NodeInfo],
+        backend: Generations,
+        nodes: Callable[[], Mapping[str, NodeInfo]],
         *,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
@@ -69,7 +69,7 @@ class Control:
         self._store = store
         self._executor = executor
         self._backend = backend
-        self._nodes = dict(nodes)
+        self._nodes = nodes
         self._reconsider = reconsider
         self._stopping = stopping
         self._state_dir = state_dir
@@ -98,7 +98,7 @@ class Control:
         fitting = []
         for spec in specs:
             self._backend.check(spec)
-            fitting.append(admitted(spec, self._nodes))
+            fitting.append(admitted(spec, self._nodes()))
         self._check_checkpoints(fitting)
         changes = self._store.submit_all(
             [
@@ -166,7 +166,7 @@ class Control:
         if job.phase.ended:
             spec = parse_job(job.spec)
             self._backend.check(spec)
-            admitted(spec, self._nodes)
+            admitted(spec, self._nodes())
             if from_scratch:
                 check_empty(spec)
         change = self._store.rerun(name, from_scratch=from_scratch)
@@ -230,6 +230,12 @@ class Control:
             generation = job.state.generation
             for replica, kept in self._store.heartbeats.of(job.name, generation).items():
                 self.heartbeats.expect(job.name, generation, replica, kept)
+
+    def fetch_logs(self, name: str) -> None:
+        """Bring the output of a job's replicas so far into their logs."""
+        state = self._store.job(name).state
+        for replica in range(len(state.running_on)):
+            self._backend.fetch_log(name, state.generation, replica)
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""

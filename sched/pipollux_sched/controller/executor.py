@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipollux_sched.backend import Backend, BackendError, ReplicaProgram, Report
+from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Report
 from pipollux_sched.backend.base import POLL_INTERVAL
 from pipollux_sched.lifecycle import (
     Action,
@@ -62,7 +62,7 @@ class Executor:
     def __init__(
         self,
         store: Store,
-        backend: Backend,
+        backend: Generations,
         program: Callable[[JobRecord], ReplicaProgram],
         *,
         grace: float,
@@ -157,8 +157,13 @@ class Executor:
         self._act()
         self._reports.extend(self._backend.poll())
         while self._reports:
-            name, event = self._reports[0]
-            self.handle(name, self._completed(name, event) if isinstance(event, Exited) else event)
+            report = self._reports[0]
+            if isinstance(report.event, Exited):
+                self.handle(report.job, self._completed(report, report.event))
+                # Not before: the next scheduler could not tell how it ended.
+                self._backend.forget(report.job, report.event.generation)
+            else:
+                self.handle(report.job, report.event)
             self._reports.popleft()
         self._act()
 
@@ -202,12 +207,14 @@ class Executor:
             gone = Exited(action.generation, Outcome.FAILED, message=action.why)
             self.handle(name, gone)
 
-    def _completed(self, name: str, event: Exited) -> Exited:
+    def _completed(self, report: Report, event: Exited) -> Exited:
         """Add the progress of the training, which the backend does not know.
 
         A script that has trained before can start: the present failure may be transient.
         """
-        take_unsent_report(self._store, self._backend, name, event.generation)
+        name = report.job
+        if report.unsent is not None:
+            take_unsent_report(self._store, report.unsent, name, event.generation)
         if event.cannot_start and any(map(_has_trained, self._store.generations(name))):
             event = replace(event, cannot_start=False)
         point = self._store.last_points().get(name)

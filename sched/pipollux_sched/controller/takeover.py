@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pipollux_sched.backend import Backend
+from pipollux_sched.backend import Generations
 from pipollux_sched.lifecycle import Adopt, NotAdopted, Recover
 from pipollux_sched.store import JobRecord, Store
 
@@ -15,7 +15,9 @@ __all__ = ["take_over"]
 _LOG = logging.getLogger(__name__)
 
 
-def take_over(store: Store, backend: Backend, executor: Executor, url: str, grace: float) -> None:
+def take_over(
+    store: Store, backend: Generations, executor: Executor, url: str, grace: float
+) -> None:
     """Adopt the generations that an earlier scheduler left running; end and restart the rest.
 
     Args:
@@ -36,7 +38,7 @@ def take_over(store: Store, backend: Backend, executor: Executor, url: str, grac
         executor.handle(name, Recover())
 
 
-def _adopt(job: JobRecord, backend: Backend, executor: Executor, url: str) -> bool:
+def _adopt(job: JobRecord, backend: Generations, executor: Executor, url: str) -> bool:
     """Adopt the running generation of a job; return whether that is possible.
 
     If not, the store records it before anything is ended: should this scheduler be killed, the

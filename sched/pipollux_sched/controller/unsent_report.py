@@ -1,16 +1,18 @@
 """The last report of a generation, when no scheduler was there to receive it.
 
-The replica leaves it on the disk (`Backend.unsent_report`). Once the generation has ended, the
-part that the store does not have yet is added, as if it had arrived in time.
+The replica leaves it on its machine, and its agent brings it (`backend.result`). Once the
+generation has ended, the part that the store does not have yet is added, as if it had arrived in
+time.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
-from pipollux_sched.backend import Backend
 from pipollux_sched.store import StaleGenerationError, Store
 
 from .training_report import TrainingReport
@@ -20,15 +22,18 @@ __all__ = ["take_unsent_report"]
 _LOG = logging.getLogger(__name__)
 
 
-def take_unsent_report(store: Store, backend: Backend, job: str, generation: int) -> None:
+def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, generation: int) -> None:
     """Add the unsent report of a generation that has ended; idempotent.
+
+    Args:
+        store: the scheduler's store.
+        body: the report as the replica left it, unchecked.
+        job: name of the job.
+        generation: the generation that has ended.
 
     Raises:
         UnknownJobError: there is no job of this name.
     """
-    body = backend.unsent_report(job, generation)
-    if body is None:
-        return
     try:
         report = TrainingReport.model_validate(body)
     except ValidationError as error:

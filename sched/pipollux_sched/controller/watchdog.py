@@ -35,6 +35,7 @@ class Watchdog:
         handle: applies an event to a job.
         ending: set when the scheduler stops.
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as lost.
+        look_at_nodes: called at each look.
         tidy: called after each pruning of the store, for further clean-up.
     """
 
@@ -46,6 +47,7 @@ class Watchdog:
         *,
         ending: threading.Event,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        look_at_nodes: Callable[[], None] = lambda: None,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
@@ -53,6 +55,7 @@ class Watchdog:
         self._handle = handle
         self._ending = ending
         self._heartbeat_timeout = heartbeat_timeout
+        self._look_at_nodes = look_at_nodes
         self._tidy = tidy
 
     def run(self) -> None:
@@ -73,6 +76,7 @@ class Watchdog:
 
     def look(self) -> None:
         """End jobs whose deadline has passed, and generations that are lost or stalled."""
+        self._look_at_nodes()
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()

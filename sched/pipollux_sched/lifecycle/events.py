@@ -42,8 +42,8 @@ class Started:
     """The processes of a generation are there."""
 
     generation: int
-    pids: tuple[int, ...]
-    port: int
+    replicas: tuple[str, ...]
+    """What the cluster's own tools know each replica by: a process id, a step, a pod."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Reco
 def _started(state: JobState, event: Started, _now: float) -> Transition:
     if event.generation != state.generation or not state.running_on:
         return state, ()
-    data = {"pids": list(event.pids), "port": event.port}
+    data = {"replicas": list(event.replicas)}
     return state, (Record("started", event.generation, data),)
 
 
@@ -207,7 +207,7 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if state.intent is not None:
         return _exited_as_asked(gone, state.intent, event, now)
     if event.outcome is Outcome.STOPPED:
-        why = "The job was stopped from outside and is started again."
+        why = event.message or "The job was stopped from outside and is started again."
         stopped = Record("stopped", event.generation, {"step": event.step})
         restarting = Record(
             "restarting", event.generation, {"why": why, "restarts": state.failures}

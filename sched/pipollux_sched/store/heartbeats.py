@@ -8,13 +8,14 @@ scheduler what was heard last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import Table, delete, or_, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from .database import Database
-from .tables import HeartbeatRow, JobRow
+from .tables import Base, HeartbeatRow, JobRow
 
 __all__ = ["HeartbeatRecords", "KeptHeartbeat", "ReceivedHeartbeat", "drop_heartbeats"]
 
@@ -70,9 +71,9 @@ class HeartbeatRecords:
         with self._database.write(durable=False) as session:
             running = _running_generations(session, {each.job for each in received})
             now = self._clock()
-            for each in received:
-                if running.get(each.job) == each.generation:
-                    _keep(session, each, now)
+            rows = [_row(x, now) for x in received if running.get(x.job) == x.generation]
+            if rows:
+                session.execute(_UPSERTS[session.get_bind().dialect.name], rows)
 
     def of(self, job: str, generation: int) -> dict[int, KeptHeartbeat]:
         """Return the last heartbeat of each replica of a generation that sent one, in order."""
@@ -102,11 +103,26 @@ def _running_generations(session: Session, names: set[str]) -> dict[str, int]:
     return {row.name: row.generation for row in rows if row.running_on}
 
 
-def _keep(session: Session, received: ReceivedHeartbeat, now: float) -> None:
-    key = (received.job, received.generation, received.replica)
-    known = session.get(HeartbeatRow, key)
-    if known is None:
-        known = HeartbeatRow(job=key[0], generation=key[1], replica=key[2], finished=False)
-        session.add(known)
-    known.time, known.step = now - received.seconds, received.step
-    known.finished = known.finished or received.finished
+def _row(received: ReceivedHeartbeat, now: float) -> dict[str, Any]:
+    row = received._asdict()
+    row["time"] = now - row.pop("seconds")
+    return row
+
+
+def _upsert(insert: Callable[[Table], Any]) -> Any:
+    """Return the statement that inserts a heartbeat, or replaces the replica's one before."""
+    statement = insert(_HEARTBEATS)
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=list(_HEARTBEATS.primary_key),
+        set_={
+            "time": new.time,
+            "step": new.step,
+            "finished": or_(_HEARTBEATS.c.finished, new.finished),
+        },
+    )
+
+
+_HEARTBEATS = Base.metadata.tables[HeartbeatRow.__tablename__]
+"""The table, not the class: hundreds of rows are written at once, and none is an object."""
+_UPSERTS = {"sqlite": _upsert(sqlite.insert), "postgresql": _upsert(postgresql.insert)}

@@ -107,7 +107,7 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
         drop_heartbeats(session, name, before.generation)
     match event:
         case Started():
-            row.started_at, row.port = now, event.port
+            row.started_at = now
         case FirstStep() if not before.training:
             row.first_step_at, row.first_step = now, event.step
             row.restart_seconds = event.restart_seconds

@@ -62,7 +62,6 @@ class GenerationRecord:
     """K of each replica."""
     created_at: float
     started_at: float | None
-    port: int | None
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None
@@ -196,7 +195,6 @@ def generation_record(row: GenerationRow) -> GenerationRecord:
         num_stages=row.num_stages,
         created_at=row.created_at,
         started_at=row.started_at,
-        port=row.port,
         first_step_at=row.first_step_at,
         first_step=row.first_step,
         restart_seconds=row.restart_seconds,

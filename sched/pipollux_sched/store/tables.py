@@ -90,7 +90,6 @@ class GenerationRow(Base):
     num_stages: Mapped[int]
     created_at: Mapped[float]
     started_at: Mapped[float | None]
-    port: Mapped[int | None]
     first_step_at: Mapped[float | None]
     first_step: Mapped[int | None]
     restart_seconds: Mapped[float | None]

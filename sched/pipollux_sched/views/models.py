@@ -95,7 +95,6 @@ class GenerationView(View):
     num_stages: int
     created_at: float
     started_at: float | None
-    port: int | None
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None

@@ -1,137 +1,272 @@
-"""What is above single replicas, with an engine that starts nothing; and the backends by name."""
+"""What is above single replicas, on a cluster in memory; and the engines by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
 
-from pipollux_sched.backend import Backend, BackendError, LocalBackend, Node, ReplicaProgram, Report
-from pipollux_sched.backend.generations import Generations
-from pipollux_sched.backend.registry import BACKENDS, make_backend
+from pipollux_sched.backend import (
+    BackendError,
+    Generations,
+    Node,
+    ReplicaKey,
+    ReplicaProgram,
+    Report,
+)
+from pipollux_sched.backend import generation as generation_module
+from pipollux_sched.backend.base import Signal
+from pipollux_sched.backend.local.engine import LocalEngine
+from pipollux_sched.backend.registry import EngineOptions, make_engine
 from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.spec.job import ClusterSpec
 from pipollux_sched.store import StateDir
-
-NODES = {"a": Node(2, "cpu"), "b": Node(1, "cpu")}
-
-
-@dataclass
-class Group:
-    """Replicas that end when they are told how."""
-
-    generation: int
-    nodes: tuple[str, ...]
-    asked: list[float] = field(default_factory=list)
-    exited: Exited | None = None
-
-    @property
-    def started(self) -> Started:
-        return Started(self.generation, (), 0)
-
-    def stop(self, grace: float) -> None:
-        self.asked.append(grace)
-
-    def kill(self, why: str = "") -> None:
-        self.exited = Exited(self.generation, Outcome.FAILED, message=why)
-
-    def poll(self) -> Exited | None:
-        return self.exited
+from tests.sched.backend.cluster import NODES, Cluster, Replica
+from tests.sched.backends import LaunchFiles, cpu_nodes
 
 
-class Engine(Generations):
-    """Starts nothing, and keeps what it was asked to start."""
+class Clock:
+    """Stands still until it is moved."""
 
     def __init__(self) -> None:
-        super().__init__(NODES, grace=7.0)
-        self.groups: dict[tuple[str, int], Group] = {}
+        self.now = 100.0
 
-    def check_program(self, program: ReplicaProgram) -> None:
-        if program.image is not None:
-            raise BackendError("no containers")
-
-    def start(
-        self,
-        program: ReplicaProgram,
-        generation: int,
-        nodes: tuple[str, ...],
-        slots: Sequence[tuple[int, ...]],
-    ) -> Group:
-        if program.job == "broken":
-            raise OSError("no such program")
-        assert len(slots) == len(nodes)
-        group = self.groups[program.job, generation] = Group(generation, nodes)
-        return group
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(Engine, "__abstractmethods__", frozenset())
-    return Engine()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(generation_module.time, "monotonic", clock)
+    monkeypatch.setattr(
+        generation_module.RunningGeneration.__init__,
+        "__kwdefaults__",
+        {
+            "start_timeout": 600.0,
+            "clock": clock,
+        },
+    )
+    return clock
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def backend(cluster: Cluster, state_dir: StateDir, clock: Clock) -> Generations:
+    return Generations(cluster, LaunchFiles(state_dir), state_dir, grace=7.0)
 
 
 def program(job: str, **fields: object) -> ReplicaProgram:
     return ReplicaProgram(job=job, script=None, **fields)  # type: ignore[arg-type]  # any of its fields
 
 
-def test_a_generation_waits_for_the_slots_of_another_job(engine: Engine) -> None:
-    engine.apply(program("one"), 1, ["a", "a"])
-    engine.apply(program("two"), 1, ["a", "b"])
-    assert engine.poll() == [Report("one", Started(1, (), 0))]
-    assert engine.free() == {"a": 0, "b": 1}
-    assert engine.running()["two"].nodes == ("a", "b")
-    engine.groups["one", 1].exited = Exited(1, Outcome.COMPLETE)
-    assert engine.poll() == [
-        Report("one", Exited(1, Outcome.COMPLETE)),
-        Report("two", Started(1, (), 0)),
-    ]
-    assert engine.free() == {"a": 1, "b": 0}
+def run(backend: Generations, cluster: Cluster) -> list[Report]:
+    """Let all that waits run; return what is reported."""
+    reports = backend.poll()
+    cluster.run_all()
+    return [*reports, *backend.poll()]
 
 
-def test_a_generation_takes_the_place_of_the_one_before(engine: Engine) -> None:
-    engine.apply(program("one"), 1, ["a"])
-    engine.apply(program("one"), 2, ["b"])
-    assert engine.groups["one", 1].asked == [7.0]
-    engine.poll()
-    assert list(engine.groups) == [("one", 1)], "one of a job at a time"
-    engine.groups["one", 1].exited = Exited(1, Outcome.STOPPED, 5)
-    engine.poll()
-    assert engine.running() == {"one": (2, ("b",))}
+def exited(reports: list[Report]) -> Exited:
+    (report,) = reports
+    return cast(Exited, report.event)
 
 
-def test_what_has_not_started_is_stopped_without_a_trace(engine: Engine) -> None:
-    engine.apply(program("one"), 1, ["a", "a"])
-    engine.apply(program("two"), 1, ["a"])
-    engine.poll()
-    assert engine.stop("two", 1.0)
-    (report,) = engine.poll()
-    assert report.job == "two"
-    assert cast(Exited, report.event).message == "It was stopped before it had started."
-    assert not engine.stop("two", 1.0)
-    assert engine.kill("one", "its node is dead")
-    (report,) = engine.poll()
-    assert cast(Exited, report.event).message == "its node is dead"
-    assert engine.free() == {"a": 2, "b": 1}
+def test_a_generation_waits_for_the_slots_of_another_job(
+    backend: Generations, cluster: Cluster
+) -> None:
+    backend.apply(program("one"), 1, ["a", "a"])
+    backend.apply(program("two"), 1, ["a", "c"])
+    assert run(backend, cluster) == [Report("one", Started(1, ("replica 0", "replica 1")))]
+    assert backend.free() == {"a": 0, "b": 2, "c": 1}
+    assert backend.running()["two"].nodes == ("a", "c")
+    for replica in range(2):
+        cluster.end(ReplicaKey("one", 1, replica))
+    assert backend.poll() == [Report("one", Exited(1, Outcome.COMPLETE))]
+    assert run(backend, cluster) == [Report("two", Started(1, ("replica 0", "replica 1")))]
+    assert backend.free() == {"a": 1, "b": 2, "c": 0}
+    backend.forget("one", 1)
+    assert cluster.forgotten == [("one", 1)]
 
 
-def test_what_cannot_be_started_gives_its_slots_back(engine: Engine) -> None:
-    engine.apply(program("broken"), 3, ["a"])
-    (report,) = engine.poll()
-    why = "The processes could not be started: no such program"
-    assert report == Report("broken", Exited(3, Outcome.FAILED, message=why))
-    assert engine.free() == {"a": 2, "b": 1}
-    with pytest.raises(BackendError, match="no containers"):
-        engine.apply(program("boxed", image="x"), 1, ["a"])
-    with pytest.raises(BackendError, match=r"each replica needs 2 slots .* a: 2, b: 1"):
-        engine.apply(program("wide", num_stages=2), 1, ["b"])
+def test_a_generation_takes_the_place_of_the_one_before(
+    backend: Generations, cluster: Cluster
+) -> None:
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    backend.apply(program("one"), 2, ["b"])
+    backend.poll()
+    assert cluster.there[ReplicaKey("one", 1, 0)].told == {Signal.STOP}
+    assert len(cluster.there) == 1, "one of a job at a time"
+    cluster.obey()
+    assert exited(backend.poll()) == Exited(1, Outcome.STOPPED, 7)
+    assert backend.running() == {"one": (2, ("b",))}
+    assert run(backend, cluster) == [Report("one", Started(2, ("replica 0",)))]
 
 
-def test_backends_by_name(state_dir: StateDir) -> None:
-    for name in BACKENDS:
-        backend = make_backend(name, NODES, state_dir, grace=1.0)
-        assert isinstance(backend, Backend)
-        assert (backend.name, backend.nodes()) == (name, NODES)
-    assert isinstance(make_backend("local", NODES, state_dir, grace=1.0), LocalBackend)
+def test_what_has_not_started_is_stopped_without_a_trace(
+    backend: Generations, cluster: Cluster
+) -> None:
+    backend.apply(program("one"), 1, ["a", "a"])
+    backend.apply(program("two"), 1, ["a"])
+    run(backend, cluster)
+    assert backend.stop("two", 1.0)
+    assert exited(backend.poll()).message == "It was stopped before it had started."
+    assert not backend.stop("two", 1.0)
+    assert backend.kill("one", "its node is dead")
+    assert backend.poll() == []
+    assert exited(backend.poll()).message == "its node is dead"
+    assert backend.free() == {"a": 2, "b": 2, "c": 1}
+
+
+def test_a_grace_period_is_enforced(backend: Generations, cluster: Cluster, clock: Clock) -> None:
+    """The signal is repeated, and a shorter grace counts."""
+    backend.apply(program("one"), 1, ["a", "b"])
+    run(backend, cluster)
+    backend.stop("one", 30.0)
+    backend.poll()
+    first, second = cluster.there.values()
+    assert first.told == second.told == {Signal.STOP}
+    first.told.clear()
+    backend.poll()
+    assert first.told == set()
+    clock.now += 2.0
+    backend.poll()
+    assert first.told == {Signal.STOP}, "it may have been lost"
+    backend.stop("one", 5.0)
+    backend.stop("one", 60.0)
+    clock.now += 5.0
+    backend.poll()
+    assert first.told == {Signal.STOP, Signal.KILL}
+    ended = exited(backend.poll())
+    assert ended.outcome is Outcome.FAILED
+    assert ended.message == "The replicas left no agreed checkpoint within 30 s."
+
+
+@pytest.mark.parametrize(
+    ("status", "lost", "outcome", "says"),
+    [
+        (3, "", Outcome.FAILED, "Replica 1 on b ended with exit status 3"),
+        (-9, "", Outcome.FAILED, "Replica 1 on b was ended by SIGKILL"),
+        (None, "Node b is down.", Outcome.STOPPED, "Node b is down."),
+        (143, "", Outcome.STOPPED, ""),
+    ],
+)
+def test_one_takes_the_others_with_it(
+    backend: Generations,
+    cluster: Cluster,
+    clock: Clock,
+    status: int | None,
+    lost: str,
+    outcome: Outcome,
+    says: str,
+) -> None:
+    """And whose fault it was is told: a node's, the job's, or nobody's."""
+    backend.apply(program("one"), 1, ["a", "b", "c"])
+    run(backend, cluster)
+    cluster.end(ReplicaKey("one", 1, 1), status, 7 if status == 143 else None, lost)
+    backend.poll()
+    assert cluster.there[ReplicaKey("one", 1, 0)].told == {Signal.STOP}
+    if status == 143:
+        cluster.obey()
+    clock.now += 5.0
+    backend.poll()
+    ended = exited(backend.poll() if backend.running() else [Report("one", Exited(1, outcome))])
+    assert ended.outcome is outcome
+    assert says in ended.message
+
+
+def test_all_run_within_a_time_or_none(
+    backend: Generations, cluster: Cluster, clock: Clock
+) -> None:
+    backend.apply(program("one"), 1, ["a", "b"])
+    backend.poll()
+    cluster.run(ReplicaKey("one", 1, 0))
+    clock.now += 599.0
+    assert backend.poll() == []
+    clock.now += 1.0
+    assert backend.poll() == []
+    ended = exited(backend.poll())
+    assert ended.outcome is Outcome.FAILED
+    assert "1 of 2 replicas did not run within 600 s" in ended.message
+    assert ended.message.endswith("Replica 1 on b: It waits.")
+    assert cluster.alive() == set()
+
+
+def test_a_replica_that_vanishes_is_lost(backend: Generations, cluster: Cluster) -> None:
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    cluster.there.clear()
+    ended = exited(backend.poll())
+    assert (ended.outcome, ended.message) == (
+        Outcome.STOPPED,
+        "replica 0 is gone without a word of how it ended.",
+    )
+
+
+def test_what_cannot_be_started_gives_its_slots_back(
+    backend: Generations, cluster: Cluster
+) -> None:
+    backend.apply(program("broken"), 3, ["a", "b"])
+    assert backend.poll() == backend.poll() == []
+    ended = exited(backend.poll())
+    assert ended.message == "The processes could not be started: no such program"
+    assert cluster.alive() == set(), "nor does the other one stay"
+    backend.apply(program("nowhere"), 1, ["a"])
+    assert exited(backend.poll()).message == "there is no folder that all nodes share"
+    assert backend.free() == {"a": 2, "b": 2, "c": 1}
+    with pytest.raises(BackendError, match=r"each replica needs 2 slots .* a: 2, b: 2, c: 1"):
+        backend.apply(program("wide", num_stages=2), 1, ["c"])
+
+
+def test_strays_are_killed(backend: Generations, cluster: Cluster) -> None:
+    """A request that had been given up arrives after all."""
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    cluster.there[ReplicaKey("one", 2, 0)] = Replica("a", (1,), runs=True)
+    cluster.there[ReplicaKey("two", 1, 0)] = Replica("b", (0,))
+    backend.poll()
+    assert cluster.alive() == {ReplicaKey("one", 1, 0)}
+
+
+def test_nodes_come_and_go(backend: Generations, cluster: Cluster, clock: Clock) -> None:
+    """Slots that are held stay held; a node's size counts as it is seen."""
+    backend.apply(program("one", num_stages=2), 1, ["a"])
+    run(backend, cluster)
+    cluster.nodes_now = {"d": Node(cpu_nodes(d=4)[0], taken=1), "b": NODES["b"]}
+    backend._looked_at = -10.0
+    backend.poll()
+    assert backend.free() == {"d": 3, "b": 2}
+    cluster.nodes_now = NODES
+    backend._looked_at = -10.0
+    backend.poll()
+    assert backend.free() == {"a": 0, "b": 2, "c": 1}
+
+
+def test_an_engine_that_does_not_answer(backend: Generations, cluster: Cluster) -> None:
+    """Nothing is concluded from silence."""
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    cluster.fault = lambda _: "lost"
+    backend.stop("one", 5.0)
+    assert backend.poll() == []
+    assert backend.running() == {"one": (1, ("a",))}
+    cluster.fault = lambda _: ""
+    backend.poll()
+    cluster.obey()
+    assert exited(backend.poll()).outcome is Outcome.STOPPED
+
+
+def test_engines_by_name(state_dir: StateDir) -> None:
+    cluster = ClusterSpec(nodes=tuple(cpu_nodes(a=2)))
+    engine = make_engine("local", EngineOptions(state_dir=state_dir, cluster=cluster))
+    assert isinstance(engine, LocalEngine)
+    assert (engine.name, list(engine.nodes())) == ("local", ["a"])
     with pytest.raises(BackendError, match="there is no backend 'mesos'; known are: local"):
-        make_backend("mesos", NODES, state_dir, grace=1.0)
+        make_engine("mesos", EngineOptions(state_dir=state_dir))
+    with pytest.raises(BackendError, match="has no nodes; give it a cluster"):
+        make_engine("local", EngineOptions(state_dir=state_dir))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
-from pipollux_sched.backend.local.generation_file import GenerationFile
+from pipollux_sched.backend import Generations, ReplicaProgram
+from pipollux_sched.backend.local.generation_folder import GenerationFolder
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.programs import Forked
 from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wait_for_text
+from tests.sched.backends import LaunchFiles, cpu_nodes, local_backend
 from tests.sched.processes import processes_of
 
 URL = "http://127.0.0.1:9"
@@ -19,22 +20,24 @@ URL = "http://127.0.0.1:9"
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
+from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.store import StateDir
+from tests.sched.backends import cpu_nodes, local_backend
 
 directory = StateDir(Path(sys.argv[1]))
-nodes = {"node-a": Node(2, "cpu"), "node-b": Node(2, "cpu")}
+nodes = cpu_nodes(node_a=2, node_b=2)
 work = ReplicaProgram(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,
                 environment={"PIPOLLUX_SUPERVISOR_URL": sys.argv[3], "PIPOLLUX_TOKEN": "t"})
-LocalBackend(nodes, directory).apply(work, 1, ["node-b", "node-a"])
+backend = local_backend(nodes, directory)
+backend.apply(work, 1, ["node-b", "node-a"])
 os._exit(9)
 """
 """Starts a generation and dies, as a scheduler does that is killed."""
 
 
 @pytest.fixture
-def backend(state_dir: StateDir) -> Iterator[LocalBackend]:
-    backend = LocalBackend(TWO_NODES, state_dir)
+def backend(state_dir: StateDir) -> Iterator[Generations]:
+    backend = local_backend(TWO_NODES, state_dir)
     yield backend
     backend.recover(0.0)
     backend.shutdown()
@@ -53,7 +56,7 @@ def wait_for_training(state_dir: StateDir) -> None:
         wait_for_text(state_dir.log("toy", 1, replica), "goes on from step 0")
 
 
-def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> None:
+def test_what_runs_is_adopted(backend: Generations, state_dir: StateDir) -> None:
     start(state_dir)
     wait_for_training(state_dir)
     assert backend.adopt("toy", 1, URL) is None
@@ -77,7 +80,7 @@ def test_what_runs_is_adopted(backend: LocalBackend, state_dir: StateDir) -> Non
     ],
 )
 def test_what_ended_meanwhile_is_told_as_it_ended(
-    backend: LocalBackend, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
+    backend: Generations, state_dir: StateDir, args: list[str], outcome: Outcome, says: str
 ) -> None:
     start(state_dir, *args)
     # Where one has failed the other goes on until somebody ends it.
@@ -89,7 +92,7 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
     assert says in exited.message
-    again = LocalBackend(TWO_NODES, state_dir)
+    again = local_backend(TWO_NODES, state_dir)
     assert again.adopt("toy", 1, "http://127.0.0.1:10") is None, (
         "who reports nowhere may have ended"
     )
@@ -98,14 +101,14 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     assert exited.outcome is outcome
 
 
-def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
+def test_what_cannot_be_looked_after_is_ended(backend: Generations, state_dir: StateDir) -> None:
     start(state_dir)
     wait_for_training(state_dir)
     assert backend.adopt("toy", 2, URL), "another generation"
     assert backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
-    smaller = LocalBackend({"node-a": Node(1, "cpu"), "node-b": Node(2, "cpu")}, state_dir)
+    smaller = local_backend(cpu_nodes(node_a=1, node_b=2), state_dir)
     assert smaller.adopt("toy", 1, URL), "its slots are gone"
-    others = LocalBackend({"node-a": Node(2, "cpu"), "node-c": Node(2, "cpu")}, state_dir)
+    others = local_backend(cpu_nodes(node_a=2, node_c=2), state_dir)
     assert others.adopt("toy", 1, URL), "its node is gone"
     assert others.free() == {"node-a": 2, "node-c": 2}
     assert backend.recover(30.0)
@@ -113,7 +116,7 @@ def test_what_cannot_be_looked_after_is_ended(backend: LocalBackend, state_dir: 
     assert (state_dir.checkpoints("toy") / "stopped.json").exists()
 
 
-def test_what_was_only_half_started_is_ended(backend: LocalBackend, state_dir: StateDir) -> None:
+def test_what_was_only_half_started_is_ended(backend: Generations, state_dir: StateDir) -> None:
     """The scheduler died between two replicas: the one that is there waits for the other."""
     start(state_dir)
     wait_for_training(state_dir)
@@ -122,30 +125,25 @@ def test_what_was_only_half_started_is_ended(backend: LocalBackend, state_dir: S
     assert backend.recover(30.0)
 
 
-def test_a_generation_that_was_only_written_down(
-    backend: LocalBackend, state_dir: StateDir
-) -> None:
-    record = GenerationFile(
-        job="toy",
-        generation=3,
-        nodes=("node-a",),
-        slots=((0,),),
-        devices=({"CUDA_VISIBLE_DEVICES": ""},),
-        port=1,
-        supervisor_url=URL,
-        checkpoints=state_dir.checkpoints("toy"),
-    )
-    folder = state_dir.generation("toy", 3)
-    record.write(folder)
-    assert GenerationFile.read(folder) == record
+def test_a_generation_that_was_only_written_down(backend: Generations, state_dir: StateDir) -> None:
+    """Or of which only the first words were written, or by another version."""
+    launches = LaunchFiles(state_dir)
+    backend.apply(ReplicaProgram(job="toy", script=TOY, args=("--steps", "1")), 2, ["node-a"])
+    assert isinstance(wait_for(backend, Exited), Exited)
+    launch = launches.launch("toy", 2)
+    assert launch is not None
+    launches.note_launch("toy", 3, launch)
     assert backend.adopt("toy", 3, URL)
-    (folder / "generation.json").write_text('{"job": "toy"}')
-    assert GenerationFile.read(folder) is None
-    assert backend.adopt("toy", 3, URL)
+    launches.note_launch("toy", 2, {"nodes": ["node-a"]})
+    assert backend.adopt("toy", 2, URL)
+    placed = GenerationFolder(state_dir, "toy", 2)
+    assert placed.placement() is not None
+    (placed.path / "generation.json").write_text('{"port": 1}')
+    assert placed.placement() is None
 
 
 def test_folders_of_earlier_generations_are_dropped(
-    backend: LocalBackend, state_dir: StateDir
+    backend: Generations, state_dir: StateDir
 ) -> None:
     for generation in (1, 2):
         work = ReplicaProgram(job="toy", script=TOY, args=("--steps", "1"))

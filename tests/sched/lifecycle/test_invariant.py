@@ -55,7 +55,7 @@ def events(generation: int) -> list[Event]:
         Exited(generation, Outcome.FAILED, cannot_start=True),
         *(kind(generation, "why") for kind in (HeartbeatLost, Stalled, NodeLost, NotAdopted)),
         *(kind(generation) for kind in (Retry, Adopt)),
-        Started(generation, (), 0),
+        Started(generation, ()),
         FirstStep(generation, 1),
     ]
 

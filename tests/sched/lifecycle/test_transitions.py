@@ -87,7 +87,7 @@ TABLE = [
         *(SUSPENDED, Allocate(AB, "free"), Phase.RUNNING, "Starting", None, AB),
         ["allocated", Start(2, AB)],
     ),
-    (STARTING, Started(1, (5, 6), 99), Phase.RUNNING, "Test", None, AB, ["started"]),
+    (STARTING, Started(1, ("5", "6")), Phase.RUNNING, "Test", None, AB, ["started"]),
     (STARTING, FirstStep(1, 1), Phase.RUNNING, "Training", None, AB, ["first_step"]),
     (STARTING, FirstStep(2, 1), Phase.RUNNING, "Test", None, AB, []),
     (STARTING, Allocate(("b", "a"), "same"), Phase.RUNNING, "Test", None, AB, []),

@@ -121,7 +121,7 @@ def _start(
     step: int,
     restart_seconds: float | None,
 ) -> None:
-    clock.say(at, "started", job, generation, pids=[4000 + generation], port=29500)
+    clock.say(at, "started", job, generation, replicas=[str(4000 + generation)])
     clock.say(first, "first_step", job, generation, step=step, restart_seconds=restart_seconds)
 
 

@@ -32,14 +32,14 @@ def keep(place: Path | str, num_points: int) -> Store:
         store.submit(name, {"name": name, "num_stages": 1}, "token", 1)
         now[0] += 10.0
         store.transition(name, Allocate(["a"], "free"))
-        store.transition(name, Started(1, (1,), 1))
+        store.transition(name, Started(1, ("1",)))
     now[0] = 40.0
     store.transition("old", Exited(1, Outcome.COMPLETE))
     store.transition("toy", FirstStep(1, 1))
     now[0] = 60.0
     store.transition("toy", Allocate(["a", "a"], "grows"))
     store.transition("toy", Exited(1, Outcome.STOPPED, step=5))
-    store.transition("toy", Started(2, (1,), 1))
+    store.transition("toy", Started(2, ("1",)))
     for number in range(num_points):
         now[0] = 60.0 + 100.0 * (number + 1) / num_points
         store.add_report("toy", 2, [point(number + 6, now[0])])

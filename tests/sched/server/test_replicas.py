@@ -13,6 +13,7 @@ import pytest
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
 from pipollux_sched.server import Limits
 from pipollux_sched.store import Store
+from pipollux_sched.views.jobs import job_details
 from tests.sched.supervised import Service, detail
 
 
@@ -157,11 +158,16 @@ def test_who_waits_learns_at_once_that_the_job_has_moved(
     assert ask(job, "moving", 2, 0).json()["complete"] is True
 
 
-def test_addresses_survive_the_scheduler(service: Service) -> None:
+def test_addresses_and_heartbeats_survive_the_scheduler(service: Service) -> None:
     job = service.submit("lasting", ["node-a", "node-b"])
     register(job, "lasting", 1, 0)
+    beat(job, "lasting", 1, 0, step=12)
+    beat(job, "lasting", 1, 1, step=12, finished=True)
     with Store(service.state_dir.database) as reopened:
         assert reopened.replicas.find("lasting", 1).addresses == {0: "10.0.0.0:29500"}
+        shown = job_details(reopened, reopened.job("lasting")).replicas
+    assert [(replica.step, replica.finished) for replica in shown] == [(12, False), (12, True)]
+    assert all(replica.heard_seconds is not None for replica in shown)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from pipollux_sched.client.client import Client
 from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from tests.sched.supervised import NODES, SCRIPT
 
@@ -42,3 +45,28 @@ def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
     assert float(figures['pipollux_jobs{phase="Complete"}']) == 1
     assert shown.phase == "Complete"
     assert shown.replicas == []
+
+
+def test_it_answers_to_the_name_that_it_advertises(tmp_path: Path) -> None:
+    url = "https://gpus.example.com"
+    address = ServerAddress(advertise_url=f"{url}/", allowed_hosts=["other.example.com"])
+    cluster = ClusterSpec(nodes=NODES)
+    with Scheduler(tmp_path / "state", cluster, interval=60.0, address=address) as scheduler:
+        assert scheduler.url == url
+        info = scheduler.state_dir.read_server()
+        assert info is not None
+        assert (info.url, info.port, info.ca_file) == (
+            url,
+            httpx.URL(scheduler.listening_url).port,
+            None,
+        )
+        with httpx.Client(base_url=scheduler.listening_url, trust_env=False, timeout=240) as client:
+            answered = {
+                host: client.get("/healthz", headers={"Host": host}).status_code
+                for host in ("gpus.example.com", "other.example.com", "elsewhere.example.com")
+            }
+    assert answered == {
+        "gpus.example.com": 200,
+        "other.example.com": 200,
+        "elsewhere.example.com": 400,
+    }

@@ -14,7 +14,7 @@ from tests.sched.store.stores import Clock, point
 
 def start(store: Store, name: str, node: str = "a") -> int:
     generation = store.transition(name, Allocate([node], "free")).job.state.generation
-    store.transition(name, Started(generation, (1,), 29500))
+    store.transition(name, Started(generation, ("1",)))
     return generation
 
 

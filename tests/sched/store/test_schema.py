@@ -170,6 +170,7 @@ def test_a_store_of_the_first_version(place: Path | str) -> None:
     for undo in (
         "DROP TABLE heartbeats",
         "ALTER TABLE generations DROP COLUMN launch",
+        "ALTER TABLE generations ADD COLUMN port BIGINT",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         execute(place, undo)

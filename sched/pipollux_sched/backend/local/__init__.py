@@ -1,1 +1,1 @@
-"""Generations as processes of this machine: one torchrun agent per replica."""
+"""Replicas as processes of this machine: one torchrun agent each."""

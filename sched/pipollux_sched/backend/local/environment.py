@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import psutil
 
-from pipollux_sched.backend.base import Node, ReplicaProgram
+from pipollux_sched.backend.base import Launch, Node, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
 
-from .generation_file import GenerationFile
 from .inherited import inherited
 
 
@@ -28,13 +27,8 @@ class Devices:
 
     def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
         """Return the variables that show a replica its devices, and hide all others."""
-        if self._nodes[node].kind == "cpu":
-            return {
-                "PIPOLLUX_DEVICES": ",".join(["cpu"] * len(slots)),
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "MKL_NUM_THREADS": "1",
-            }
+        if self._nodes[node].spec.kind == "cpu":
+            return cpu_variables(len(slots))
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         indices = [self._first_gpu[node] + slot for slot in slots]
         return {
@@ -45,47 +39,41 @@ class Devices:
         }
 
 
-def marks(state_dir: str, job: str, generation: int) -> dict[str, str]:
-    """Return the variables that identify the processes of one generation."""
+def marks(state_dir: str, key: ReplicaKey) -> dict[str, str]:
+    """Return the variables that identify the processes of one replica."""
     return {
         "PIPOLLUX_STATE_DIR": state_dir,
-        "PIPOLLUX_JOB_ID": job,
-        "PIPOLLUX_GENERATION": str(generation),
+        "PIPOLLUX_JOB_ID": key.job,
+        "PIPOLLUX_GENERATION": str(key.generation),
+        "PIPOLLUX_REPLICA": str(key.replica),
     }
 
 
 def replica_environment(
     program: ReplicaProgram,
-    record: GenerationFile,
+    launch: Launch,
     replica: int,
     *,
-    state_dir: str,
-    error_file: Path,
+    devices: Mapping[str, str],
+    marks: Mapping[str, str],
     pass_on: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the complete environment of one replica.
 
     Args:
         program: what it runs.
-        record: of its generation.
+        launch: its generation.
         replica: which of its replicas.
-        state_dir: where the scheduler keeps everything.
-        error_file: file for the exception that ends the script.
+        devices: the variables that show it its devices.
+        marks: the variables that its processes are found by.
         pass_on: variables of the scheduler passed in addition to those of `inherited`.
     """
     return {
         **inherited(os.environ, pass_on),
-        "PYTHONUNBUFFERED": "1",
         **_meet_on(loopback_interface()),
-        **record.devices[replica],
-        **program.environment,
-        # The scheduler limits the time that a replica may take to save, not torchrun.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
-        "TORCHELASTIC_ERROR_FILE": str(error_file),
-        **marks(state_dir, record.job, record.generation),
-        "PIPOLLUX_CHECKPOINT_DIR": str(record.checkpoints),
-        "PIPOLLUX_NUM_NODES": str(len(set(record.nodes))),
-        "PIPOLLUX_NUM_STAGES": str(program.num_stages),
+        **devices,
+        **replica_variables(program, launch, replica),
+        **marks,
     }
 
 
@@ -109,7 +97,7 @@ def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
     """Divide the machine's GPUs among GPU nodes: return the index of each one's first GPU."""
     first, shared = 0, {}
     for name, node in nodes.items():
-        if node.kind == "gpu":
+        if node.spec.kind == "gpu":
             shared[name] = first
             first += node.slots
     return shared

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from pipollux_sched.backend import BackendError, Node
+from pipollux_sched.backend.base import BackendError, Node
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 
 __all__ = ["check_gpus", "count_cpus", "count_gpus", "node_name", "this_machine"]
@@ -112,10 +112,10 @@ def check_gpus(nodes: Mapping[str, Node]) -> None:
     Raises:
         BackendError: with the number of GPUs needed and the number there are.
     """
-    wanted = sum(node.slots for node in nodes.values() if node.kind == "gpu")
+    wanted = sum(node.slots for node in nodes.values() if node.spec.kind == "gpu")
     there = count_gpus() if wanted else 0
     if wanted > there:
-        names = ", ".join(name for name, node in nodes.items() if node.kind == "gpu")
+        names = ", ".join(name for name, node in nodes.items() if node.spec.kind == "gpu")
         raise BackendError(
             f"the nodes {names} have {wanted} slots of kind gpu together, and this machine has "
             f"{there} GPUs that may be used; give them fewer slots, or kind: cpu"

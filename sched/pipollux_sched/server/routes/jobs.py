@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Response
 
-from pipollux_sched.backend.local.replica_log import last_lines
+from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.planning import explain
 from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
@@ -133,6 +133,7 @@ def logs(
 ) -> list[LogTail]:
     """Return the last lines of each replica of each generation whose log is kept."""
     services.store.job(name)
+    services.control.fetch_logs(name)
     return [
         LogTail(generation=number, replica=replica, lines=last_lines(path, tail))
         for number, replica, path in services.state_dir.logs(name)
@@ -153,6 +154,7 @@ def log(
     `Pipollux-Log-Offset` holds the next offset.
     """
     services.store.job(name)
+    services.control.fetch_logs(name)
     part = read_log(services.state_dir, name, generation, replica, offset)
     headers = {OFFSET_HEADER: str(part.offset)}
     return Response(part.content, media_type="application/octet-stream", headers=headers)

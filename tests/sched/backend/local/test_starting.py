@@ -14,15 +14,16 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from pipollux_sched.backend import LocalBackend, Node, ReplicaProgram
-from pipollux_sched.backend.local import agent, script_main
+from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.backend.local.environment import loopback_interface
 from pipollux_sched.backend.local.inherited import inherited
-from pipollux_sched.backend.local.script_error import ScriptError, read_error
-from pipollux_sched.backend.local.starting import free_port
+from pipollux_sched.backend.local.ports import free_port
+from pipollux_sched.backend.replica import agent, rendezvous, script_main
+from pipollux_sched.backend.result import ReplicaResult, ScriptError
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.test_backend import wait_for, wait_for_text
+from tests.sched.backends import cpu_nodes, local_backend
 from tests.sched.processes import processes_of
 from tests.sched.scripts import MEETING
 
@@ -39,10 +40,8 @@ def test_what_two_replicas_are_given(
     monkeypatch.setenv("OPERATORS_CHOICE", "passed on")
     go = tmp_path / "go"
     given = {"GO": str(go), "SEED": "3", "NCCL_DEBUG": "INFO"}
-    backend = LocalBackend(
-        {"node-a": Node(1, "cpu"), "node-b": Node(1, "cpu")},
-        state_dir,
-        pass_environment=["OPERATORS_CHOICE"],
+    backend = local_backend(
+        cpu_nodes(node_a=1, node_b=1), state_dir, pass_environment=["OPERATORS_CHOICE"]
     )
     work = ReplicaProgram(job="meeting", script=MEETING, args=ARGS, environment=given)
     try:
@@ -78,8 +77,8 @@ def test_where_the_store_of_the_agents_listens(address: str, listens_at: set[str
     """A name may stand for any address: what is to be reached over the network still is."""
     port = free_port()
     parameters = RendezvousParameters("pipollux", f"{address}:{port}", "run", 1, 1, rank="0")
-    handler = agent.create_handler(parameters)
-    assert handler.get_backend() == agent.BACKEND == parameters.backend
+    handler = rendezvous.create_handler(parameters)
+    assert handler.get_backend() == rendezvous.BACKEND == parameters.backend
     meeting = handler.next_rendezvous()
     try:
         assert (meeting.rank, meeting.world_size) == (0, 1)
@@ -172,6 +171,11 @@ ENDS = {
 """Scripts, how they end, and what is left of that on the disk."""
 
 
+def error_in(path: Path) -> ScriptError | None:
+    """Return what the agent brings of an error file."""
+    return ReplicaResult.parse(json.dumps(agent.result_of(path, {}))).error
+
+
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-u", *command],
@@ -191,12 +195,12 @@ def test_a_script_ends_as_without_us(tmp_path: Path, case: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
     plain = _run([str(script)], tmp_path)
-    assert read_error(tmp_path / "error.json") is None
+    assert error_in(tmp_path / "error.json") is None
     ours = _run([script_main.__file__, str(script)], tmp_path)
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout) == (status, ANY)
     if case != "nul":  # Python's own message has no traceback there
         assert ours.stderr == plain.stderr
-    error = read_error(tmp_path / "error.json")
+    error = error_in(tmp_path / "error.json")
     if left is None:
         assert error is None
     else:
@@ -218,7 +222,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     ours = _run([script_main.__file__, str(tmp_path / "gone.py")], tmp_path)
     assert ours.returncode == script_main.NO_SCRIPT
     assert "can't open file" in ours.stderr
-    error = read_error(tmp_path / "error.json")
+    error = error_in(tmp_path / "error.json")
     assert error is not None
     assert error.cannot_start
 
@@ -228,6 +232,6 @@ def test_error_files_of_others(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     for content in ("", "[]", '{"message": "no"}', '{"message": {"message": "Process 5"}}'):
         path.write_text(content)
-        assert read_error(path) is None
+        assert error_in(path) is None
     path.write_text('{"message": {"message": ""}, "types": [], "loaded": true}')
-    assert read_error(path) == ScriptError("", False)
+    assert error_in(path) == ScriptError("", False)

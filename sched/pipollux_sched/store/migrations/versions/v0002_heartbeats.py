@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Add the table `heartbeats` and the column `launch` of `generations`."""
+    """Add the table `heartbeats`, and `launch` to `generations` in place of `port`."""
     integer = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.create_table(
         "heartbeats",
@@ -22,3 +22,4 @@ def upgrade() -> None:
         sa.Column("finished", sa.Boolean(), nullable=False),
     )
     op.add_column("generations", sa.Column("launch", sa.JSON(), nullable=True))
+    op.drop_column("generations", "port")

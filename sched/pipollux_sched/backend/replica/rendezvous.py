@@ -1,29 +1,26 @@
-"""torchrun's agent of one replica, with a store that listens only at the address given.
+"""The rendezvous of the agents of one generation.
 
-    python -P agent.py OPTIONS -- SCRIPT ARGS...
-
-Run as a file, in a process of the job: it is ``torchrun`` with one more rendezvous backend
-(``--rdzv-backend``). torch's own store listens on every interface of the machine, whatever address
-it is given, without authentication. Where the rendezvous address is one of the loopback interface,
-the store here listens at that address alone; elsewhere it is torch's.
+The store of the agents listens at one address: the one that the command line names, or the one that
+replica 0 has announced to the scheduler.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-import sys
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import main
+
+from . import meeting
+
+__all__ = ["BACKEND", "Rendezvous", "create_handler"]
 
 BACKEND = "pipollux"
 """Name of the rendezvous backend."""
@@ -32,7 +29,7 @@ MEETING_TIMEOUT = 600
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous; on loopback only this machine can reach its store."""
+    """torch's static rendezvous, at an address that may become known only now."""
 
     def get_backend(self) -> str:
         """Return the name under which it is registered."""
@@ -40,19 +37,29 @@ class Rendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents; the one of rank 0 hosts the store."""
-        if not is_loopback(self.master_addr):
-            return super().next_rendezvous()
         serves = self.rank == 0
+        address, port = self.master_addr, self.master_port
+        listener: socket.socket | None = None
+        if port == 0 and self.world_size > 1:
+            own = meeting.own_address()
+            meeting.use_interface_of(own)
+            listener = meeting.listen(own, 0) if serves else None
+            announced = listener.getsockname()[1] if listener else 0
+            address, port = meeting.meet(self.rank, own, announced, MEETING_TIMEOUT)
+        elif not is_address(address):
+            return super().next_rendezvous()
+        elif serves:
+            listener = meeting.listen(address, port)
         store = TCPStore(
-            self.master_addr,
-            self.master_port,
+            address,
+            listener.getsockname()[1] if listener else port,
             self.world_size,
             serves,
             self.timeout,
-            master_listen_fd=_listen(self.master_addr, self.master_port) if serves else None,
+            master_listen_fd=listener.detach() if listener else None,
         )
         # Workers are clients of the agent's store.
-        info = RendezvousStoreInfo(self.master_addr, self.master_port)
+        info = RendezvousStoreInfo(address, store.port)
         return RendezvousInfo(PrefixStore(self.run_id, store), self.rank, self.world_size, info)
 
 
@@ -64,7 +71,7 @@ def create_handler(parameters: RendezvousParameters) -> Rendezvous:
     """
     address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return Rendezvous(
-        address,
+        "127.0.0.1" if port == 0 else address,
         port,
         rank=int(parameters.config["rank"]),
         world_size=parameters.max_nodes,
@@ -73,20 +80,10 @@ def create_handler(parameters: RendezvousParameters) -> Rendezvous:
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of the same machine can reach an address."""
+def is_address(text: str) -> bool:
+    """Return whether this is an address; a name may stand for several, and these may change."""
     try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name: what it stands for may change
+        ipaddress.ip_address(text)
+    except ValueError:
         return False
-
-
-def _listen(address: str, port: int) -> int:
-    """Return the descriptor of a listening socket; the store closes it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family).detach()
-
-
-if __name__ == "__main__":
-    rendezvous_handler_registry.register(BACKEND, create_handler)
-    sys.exit(main())
+    return True

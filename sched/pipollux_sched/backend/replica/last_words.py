@@ -1,7 +1,6 @@
 """Logs of replicas: find the lines that show why one failed.
 
-torchrun appends its own report to the script's output, and exits with status 1 whatever happened.
-The script's last lines and its exit status therefore have to be read from the log.
+torchrun appends its own report to the script's output; the script's last lines stand before it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import NamedTuple
 _REPORT = re.compile(
     r"^E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: (?P<status>-?\d+)\)"
 )
-_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: 15\b")
-_STOPPED = 128 + signal.SIGTERM
 _AGENT_LINE = re.compile(r"^[EWI]\d{4} .*torch/distributed/")
 
 _READ_LIMIT = 256 * 1024
@@ -29,8 +26,6 @@ class LastWords(NamedTuple):
     """Exit status, negative for a signal; None where torchrun reported none."""
     lines: list[str]
     """The last lines that it printed."""
-    asked_to_stop: bool = False
-    """Whether a SIGTERM ended it or its agent."""
 
     def describe(self) -> str:
         """Describe how it ended, in words that continue "replica 0 …"."""
@@ -64,10 +59,15 @@ def _tail(path: Path, size: int) -> bytes:
         return b""
 
 
-def last_words(path: Path, count: int = 20) -> LastWords:
+def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:
     """Read how a script ended, and the last lines it printed before torchrun's report.
 
     Where the script printed nothing and torchrun does not know how it ended, they are torchrun's.
+
+    Args:
+        path: the log.
+        status: the exit status, where torchrun's report has none.
+        count: lines at most.
     """
     lines = last_lines(path, 100_000)
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]
@@ -75,8 +75,6 @@ def last_words(path: Path, count: int = 20) -> LastWords:
     own = [line for line in lines[: reports[0] if reports else None] if not _AGENT_LINE.match(line)]
     while own and not own[-1].strip():
         own.pop()
-    asked = any(_SIGNALLED.search(line) for line in lines)
     said = own or ([] if report else lines)
     shown = [line[:_LINE_LIMIT] for line in said[-count:]]
-    status = int(report["status"]) if report else None
-    return LastWords(status, shown, asked or status in (_STOPPED, -signal.SIGTERM))
+    return LastWords(int(report["status"]) if report else status, shown)

@@ -84,7 +84,7 @@ def keep(error: BaseException, *, loaded: bool) -> None:
                 "timestamp": str(int(time.time())),
             },
         },
-        # Beyond torch's format, for `pipollux_sched.backend.local.script_error`.
+        # Beyond torch's format, for `pipollux_sched.backend.result`.
         "types": [kind.__name__ for kind in type(error).__mro__],
         "loaded": loaded,
     }

@@ -1,0 +1,274 @@
+"""One generation: replicas that start and end together, on any engine.
+
+All of its replicas run or none. A replica that fails takes the others with it; a stop is asked for
+and, after a grace period, enforced; how the generation ended is told once, when nothing of it is
+left. A replica that the cluster took away is no failure of the job's.
+
+Nothing here waits. `RunningGeneration.step` is called again and again by one thread, with the
+newest listing of the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.utils.text import count
+
+from .base import (
+    BackendError,
+    ClusterUnavailableError,
+    Ended,
+    Engine,
+    Launch,
+    ReplicaKey,
+    ReplicaProgram,
+    ReplicaState,
+    Signal,
+)
+from .replica.last_words import last_words
+from .result import ReplicaResult
+
+__all__ = ["START_TIMEOUT", "RunningGeneration"]
+
+_LOG = logging.getLogger(__name__)
+
+START_TIMEOUT = 600.0
+"""Seconds in which all replicas of a generation must run, or none does."""
+FAILURE_GRACE = 5.0
+"""Seconds that the other replicas have to end when one has failed; they can no longer save."""
+SIGNAL_INTERVAL = 2.0
+"""Seconds after which a signal is repeated, as it may have been lost."""
+STOPPED = 143
+"""Exit status of a replica that has stopped when asked to, by convention of the field."""
+_UNSEEN = ReplicaState("", waiting="It is being started.")
+
+
+class RunningGeneration:
+    """One generation that is started, runs, or ends.
+
+    Args:
+        engine: runs its replicas.
+        launch: what it is to be.
+        log: returns the log file of a replica.
+        program: what its replicas run; None: they were started by an earlier scheduler.
+        grace: seconds to save for the replicas when one was stopped from outside.
+        start_timeout: seconds in which all replicas must run.
+        clock: returns the time in seconds; must be monotonic.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        launch: Launch,
+        log: Callable[[ReplicaKey], Path],
+        *,
+        program: ReplicaProgram | None,
+        grace: float,
+        start_timeout: float = START_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.launch = launch
+        self._engine = engine
+        self._log = log
+        self._program = program
+        self._clock = clock
+        self._to_start = set() if program is None else set(launch.keys)
+        self._states = dict.fromkeys(launch.keys, _UNSEEN)
+        self._started = program is None
+        self._start_by = clock() + start_timeout
+        self._start_timeout = start_timeout
+        self._outside_grace = grace
+        self._grace = 0.0
+        self._asked = False
+        self._deadline: float | None = None
+        self._failed: ReplicaKey | None = None
+        self._why = ""
+        self._sent: dict[ReplicaKey, tuple[Signal, float]] = {}
+
+    def stop(self, grace: float) -> None:
+        """Ask all replicas to save and end; what runs after `grace` seconds is killed."""
+        if not self._asked:
+            self._asked, self._grace = True, grace
+        self._end_within(grace)
+
+    def kill(self, why: str) -> None:
+        """Kill all replicas; the report gives `why` as the reason."""
+        self._asked = True
+        self._why = self._why or why
+        self._end_within(0.0)
+
+    def begin(self) -> None:
+        """Start the replicas, as far as the cluster answers; `step` starts the rest."""
+        self._start_rest()
+
+    def step(self, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
+        """Continue; return how the generation ended, None while anything of it is left.
+
+        Args:
+            listed: all replicas that the engine knows, each time newer than the last.
+        """
+        self._note(listed)
+        self._start_rest()
+        self._watch_start()
+        self._notice_failure()
+        if not self._to_start and all(state.ended for state in self._states.values()):
+            return self._exited()
+        self._send_signals()
+        return None
+
+    def take_started(self) -> Started | None:
+        """Return, once, that all replicas run."""
+        there = all(state.handle and not state.waiting for state in self._states.values())
+        if self._started or self._why or not there:
+            return None
+        self._started = True
+        return Started(
+            self.launch.generation, tuple(state.handle for state in self._states.values())
+        )
+
+    def unsent_report(self) -> Mapping[str, Any] | None:
+        """Return the training report that a replica has left because it could not be sent."""
+        results = (state.ended.result for state in self._states.values() if state.ended)
+        return next((result.report for result in results if result.report), None)
+
+    def _note(self, listed: Mapping[ReplicaKey, ReplicaState]) -> None:
+        for key, before in self._states.items():
+            if before.ended or (key in self._to_start and key not in listed):
+                continue
+            if key in listed:
+                self._to_start.discard(key)  # its start has arrived, whatever was answered
+                self._states[key] = listed[key]
+            else:
+                lost = Ended(
+                    lost=f"{before.handle or 'It'} is gone without a word of how it ended."
+                )
+                self._states[key] = before._replace(waiting="", ended=lost)
+
+    def _start_rest(self) -> None:
+        if self._program is None or self._ending:
+            self._to_start.clear()
+            return
+        for key in sorted(self._to_start):
+            try:
+                self._engine.start(self._program, self.launch, key.replica)
+            except ClusterUnavailableError as error:
+                _LOG.debug("replica %d of job %s: %s", key.replica, key.job, error)
+                return
+            except (BackendError, OSError, ValueError) as error:  # ValueError: NUL in an argument
+                self._states[key] = ReplicaState("", ended=Ended())
+                self._to_start.discard(key)
+                self._why = f"The processes could not be started: {error}"
+                self._end_within(0.0)
+                return
+            self._to_start.discard(key)
+
+    def _watch_start(self) -> None:
+        """Give up a generation of which a replica does not run in time."""
+        if self._started or self._ending or self._clock() < self._start_by:
+            return
+        waiting = [(key, state.waiting) for key, state in self._states.items() if state.waiting]
+        if not waiting:
+            return
+        key, reason = waiting[0]
+        where = self.launch.nodes[key.replica]
+        self._why = (
+            f"{len(waiting)} of {count(len(self._states), 'replica')} did not run within "
+            f"{self._start_timeout:g} s, so none does. Replica {key.replica} on {where}: {reason}"
+        )
+        self._end_within(0.0)
+
+    def _notice_failure(self) -> None:
+        """End the other replicas when one has failed: a generation lives and dies as a whole."""
+        if self._ending:
+            return
+        for key, state in self._states.items():
+            if state.ended and (state.ended.status != 0 or state.ended.lost):
+                self._failed = key
+                self._end_within(self._outside_grace if _stopped(state.ended) else FAILURE_GRACE)
+                return
+
+    @property
+    def _ending(self) -> bool:
+        return self._deadline is not None
+
+    def _end_within(self, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _send_signals(self) -> None:
+        if self._deadline is None:
+            return
+        now = self._clock()
+        signal = Signal.KILL if now >= self._deadline else Signal.STOP
+        for key, state in self._states.items():
+            last, at = self._sent.get(key, (None, 0.0))
+            if state.ended or (last is signal and now < at + SIGNAL_INTERVAL):
+                continue
+            try:
+                self._engine.signal(key, signal)
+            except ClusterUnavailableError as error:
+                _LOG.debug("%s for replica %d of %s: %s", signal, key.replica, key.job, error)
+                return
+            self._sent[key] = signal, now
+
+    def _exited(self) -> Exited:
+        generation = self.launch.generation
+        for key in self._states:
+            with suppress(BackendError):  # how it ended is known without its last lines
+                self._engine.fetch_log(key)
+        ends = {key: state.ended for key, state in self._states.items() if state.ended}
+        if not self._why:
+            if all(end.status == 0 and not end.lost for end in ends.values()):
+                return Exited(generation, Outcome.COMPLETE)
+            step = _agreed_step(ends)
+            # An image's own entry point, without our agent, tells by its status alone.
+            alone = all(_stopped(end) and end.result == ReplicaResult() for end in ends.values())
+            if (alone or step is not None) and not self._broke(ends):
+                return Exited(generation, Outcome.STOPPED, step)
+            lost = next((end.lost for end in ends.values() if end.lost), "")
+            if lost and not self._asked:
+                return Exited(generation, Outcome.STOPPED, step, message=lost)
+        message, cannot_start = self._describe(ends)
+        return Exited(generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
+
+    def _broke(self, ends: Mapping[ReplicaKey, Ended]) -> bool:
+        """Return whether a replica failed by itself, so that the others' checkpoints are invalid.
+
+        The first to end may also have been stopped from outside, as may the others.
+        """
+        if self._failed is None:
+            return False
+        end = ends[self._failed]
+        return not (_stopped(end) or end.result.asked or end.lost)
+
+    def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> tuple[str, bool]:
+        """Return why the generation failed, and whether its script cannot start."""
+        if self._why:
+            return self._why, False
+        if self._asked:
+            return f"The replicas left no agreed checkpoint within {self._grace:g} s.", False
+        key = self._failed or self.launch.keys[0]
+        error = ends[key].result.error
+        words = last_words(self._log(key), ends[key].status)
+        head = f"Replica {key.replica} on {self.launch.nodes[key.replica]} {words.describe()}"
+        log = self._log(key).name
+        said = error.text if error else words.lines[-1].strip() if words.lines else ""
+        head += f": {said}" if said else f" and printed nothing ({log})."
+        end = [f"The end of {log}:", *words.lines] if words.lines else []
+        return "\n".join([head, *end]), error is not None and error.cannot_start
+
+
+def _stopped(end: Ended) -> bool:
+    return end.status in (STOPPED, -15)
+
+
+def _agreed_step(ends: Mapping[ReplicaKey, Ended]) -> int | None:
+    """Return the step at which the replicas agreed to stop, None if they did not."""
+    steps = (end.result.stopped_step for end in ends.values())
+    return next((step for step in steps if step is not None), None)

@@ -1,0 +1,213 @@
+"""Replicas as processes of this machine, on virtual nodes.
+
+A virtual node is a name and a number of slots. A slot of a CPU node is a CPU device of one thread;
+a slot of a GPU node is one GPU, and the GPU nodes share out the machine's GPUs in the order in
+which they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
+
+The processes do not depend on the scheduler that started them: when it is killed they go on, and
+the next scheduler of the state directory finds them by the files of their runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+from pipollux_sched.backend.base import (
+    BackendError,
+    Engine,
+    Launch,
+    Listing,
+    Node,
+    ReplicaKey,
+    ReplicaProgram,
+    Signal,
+)
+from pipollux_sched.backend.replica.command import agent_command
+from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
+from pipollux_sched.store import StateDir
+
+from . import processes
+from .environment import Devices, marks, replica_environment
+from .generation_folder import GenerationFolder, LocalPlacement, remove, replicas_in
+from .hardware import check_gpus
+from .ports import LOOPBACK, free_port
+from .replica import LocalReplica
+from .replica_process import ReplicaProcess
+
+__all__ = ["LocalEngine", "check_local"]
+
+
+def check_local(spec: JobSpec) -> None:
+    """Refuse a job that cannot run as processes of this machine: one in a container.
+
+    Raises:
+        SpecError: it has an image.
+    """
+    if spec.image is not None:
+        raise SpecError(
+            f"job '{spec.name}': image: '{spec.image}' cannot be run by the local backend, which "
+            "starts processes of this machine and no containers; remove it, and give as script the "
+            "path of a Python script"
+        )
+
+
+class LocalEngine(Engine):
+    """Runs every pipeline replica as a torchrun agent on this machine.
+
+    Args:
+        nodes: the virtual nodes.
+        state_dir: where the jobs' logs and checkpoints go.
+        pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
+
+    Raises:
+        BackendError: the machine has fewer GPUs than the nodes.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        nodes: Iterable[NodeSpec],
+        state_dir: StateDir,
+        *,
+        pass_environment: Collection[str] = (),
+    ) -> None:
+        self._nodes = {node.name: Node(node) for node in nodes}
+        check_gpus(self._nodes)
+        self._state_dir = state_dir
+        self._pass_on = frozenset(pass_environment)
+        self._devices = Devices(self._nodes)
+        self._replicas: dict[ReplicaKey, LocalReplica] = {}
+        self._version = 0
+        self._looked = False
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job with an image: see `Engine`."""
+        check_local(spec)
+
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the virtual nodes; they stay as they are."""
+        return dict(self._nodes)
+
+    def checkpoints(self, program: ReplicaProgram) -> str:
+        """Return the job's own folder, or one in the state directory."""
+        own = self._state_dir.checkpoints(program.job, program.first_generation)
+        return str(program.checkpoints or own)
+
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
+        """Start a replica; where it may run is on the disk before its first process is started."""
+        key = launch.keys[replica]
+        if key in self._replicas:
+            return
+        if program.image is not None or program.script is None:
+            raise BackendError(
+                f"job {program.job!r} cannot run in {program.image or 'an image'}: the local "
+                "backend starts processes of this machine and no containers"
+            )
+        folder = GenerationFolder(self._state_dir, launch.job, launch.generation)
+        placement = self._place(folder, launch)
+        own = {
+            **marks(str(self._state_dir.path), key),
+            "PIPOLLUX_RESULT_FILE": str(folder.result(replica)),
+        }
+        endpoint = f"{LOOPBACK}:{placement.port}"
+        process = ReplicaProcess.start(
+            agent_command(program, launch, replica, endpoint=endpoint),
+            status=folder.status(replica),
+            log=self._state_dir.log(*key),
+            environment=replica_environment(
+                program,
+                launch,
+                replica,
+                devices=placement.devices[replica],
+                marks=own,
+                pass_on=self._pass_on,
+            ),
+            directory=program.directory,
+        )
+        self._replicas[key] = self._replica(key, process)
+
+    def signal(self, key: ReplicaKey, signal: Signal) -> None:
+        """Send a signal to a replica's processes."""
+        if key in self._replicas:
+            self._replicas[key].send(signal)
+
+    def listing(self) -> Listing:
+        """Return the replicas; those of an earlier scheduler by what their runners have written."""
+        if not self._looked:
+            self._looked = True
+            for key in replicas_in(self._state_dir):
+                status = GenerationFolder(self._state_dir, key.job, key.generation).status
+                found = self._replica(key, ReplicaProcess(status(key.replica)))
+                if found.known:
+                    self._replicas.setdefault(key, found)
+        self._version += 1
+        return Listing(self._version, {key: r.state() for key, r in self._replicas.items()})
+
+    def holds(self, launch: Launch) -> bool:
+        """Return whether the slots of a generation still stand for the devices that it runs on."""
+        if not all(name in self._nodes for name in launch.nodes):
+            return False
+        placement = GenerationFolder(self._state_dir, launch.job, launch.generation).placement()
+        return placement is not None and placement.devices == self._devices_of(launch)
+
+    def forget(self, job: str, generation: int) -> None:
+        """Remove the folder of a generation that has ended."""
+        for key in [key for key in self._replicas if key[:2] == (job, generation)]:
+            del self._replicas[key]
+        remove(self._state_dir.generation(job, generation))
+
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
+        """End what an earlier scheduler left running, found by the environment of processes."""
+        place = str(self._state_dir.path)
+        spared = {(job, str(generation)) for job, generation in adopted}
+
+        def left_behind(environment: Mapping[str, str]) -> bool:
+            known = environment.get("PIPOLLUX_JOB_ID", ""), environment.get("PIPOLLUX_GENERATION")
+            here = environment.get("PIPOLLUX_STATE_DIR") == place
+            return here and known[1] is not None and known not in spared
+
+        found = [_describe(process) for process in processes.marked(left_behind)]
+        if found and not processes.end(lambda: processes.marked(left_behind), grace):
+            raise BackendError(
+                f"processes that an earlier scheduler of {place} left behind cannot be ended: "
+                + "; ".join(_describe(process) for process in processes.marked(left_behind))
+            )
+        for key in [key for key in self._replicas if key[:2] not in adopted]:
+            del self._replicas[key]
+        return found
+
+    def _replica(self, key: ReplicaKey, process: ReplicaProcess) -> LocalReplica:
+        folder = GenerationFolder(self._state_dir, key.job, key.generation)
+        return LocalReplica(
+            process,
+            lambda: ReplicaResult.read(folder.result(key.replica)),
+            marks(str(self._state_dir.path), key),
+        )
+
+    def _place(self, folder: GenerationFolder, launch: Launch) -> LocalPlacement:
+        """Return where a generation runs; written to disk the first time."""
+        placement = folder.placement()
+        if placement is None:
+            logs = self._state_dir.log(*launch.keys[0]).parent
+            for needed in (Path(launch.checkpoints), logs):
+                needed.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.create()
+            placement = LocalPlacement(devices=self._devices_of(launch), port=free_port())
+            folder.write(placement)
+        return placement
+
+    def _devices_of(self, launch: Launch) -> tuple[Mapping[str, str], ...]:
+        return tuple(map(self._devices.of, launch.nodes, launch.slots))
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        job = process.environ().get("PIPOLLUX_JOB_ID", "?")
+        return f"process {process.pid} of job {job} ({' '.join(process.cmdline())[:80]})"
+    except psutil.Error:
+        return f"process {process.pid}"

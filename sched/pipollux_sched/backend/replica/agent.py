@@ -1,0 +1,160 @@
+"""torchrun's agent of one replica, the same on every engine.
+
+    python -P agent.py OPTIONS -- SCRIPT ARGS...
+
+Run as a file or as a module, in a process of the job. It is ``torchrun`` with three additions:
+
+* a rendezvous backend (``--rdzv-backend=pipollux``) that meets at ``--rdzv-endpoint`` or, without
+  one, where replica 0 is found through the scheduler (`meeting`);
+* a second SIGTERM changes nothing: whoever stops a replica may repeat it until it arrives;
+* at its end it leaves a `ReplicaResult` in the file that PIPOLLUX_RESULT_FILE names, and ends with
+  the status of the script: 143 after an agreed stop.
+
+torch's own store listens on every interface of the machine, whatever address it is given, without
+authentication. The store here listens at the address where the replicas meet, alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit status after a stop that was asked for."""
+_asked = False
+
+
+def main() -> int:
+    """Run the agent; return its exit status."""
+    _ignore_repeated_signals()
+    script = sys.argv.index("--") + 1
+    sys.argv.insert(script, str(Path(__file__).with_name("script_main.py")))
+    with tempfile.TemporaryDirectory(prefix="pipollux-agent-") as folder:
+        # torch's agent copies there what the script's process has written into a file of its own.
+        error_file = Path(folder) / "error.json"
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+        status = _run()
+        _leave_result(result_of(error_file, os.environ))
+    return status
+
+
+def _run() -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import main as torchrun
+
+    rendezvous = import_module(f"{_package()}.rendezvous")
+    rendezvous_handler_registry.register(rendezvous.BACKEND, rendezvous.create_handler)
+    try:
+        torchrun()
+    except SignalException:
+        return STOPPED
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        return code if code >= 0 else 128 - code
+    return 0
+
+
+def _package() -> str:
+    """Return a package with the modules beside this file; loading the one they are in is slow."""
+    if __package__:
+        return __package__
+    package = ModuleType("pipollux_agent")
+    package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
+    sys.modules[package.__name__] = package
+    return package.__name__
+
+
+def _ignore_repeated_signals() -> None:
+    """Raise what torch's agent expects at the first SIGTERM, and ignore those that follow."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        global _asked
+        signal.signal(number, signal.SIG_IGN)
+        _asked = True
+        loaded = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
+        if loaded is None or not hasattr(loaded, "SignalException"):
+            sys.exit(STOPPED)  # nothing has been started yet
+        sigval = signal.Signals(number)
+        raise loaded.SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
+
+    signal.signal(signal.SIGTERM, stop)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+
+
+def result_of(error_file: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return how the script ended: see `pipollux_sched.backend.result`."""
+    result: dict[str, Any] = {"asked": _asked}
+    error = _read(error_file)
+    if error is not None:
+        with suppress(KeyError, TypeError):
+            result["error"] = {
+                "message": error["message"]["message"],
+                "types": error["types"],
+                "loaded": error["loaded"],
+            }
+    checkpoints = Path(environment.get("PIPOLLUX_CHECKPOINT_DIR", "/nowhere"))
+    generation = environment.get("PIPOLLUX_GENERATION")
+    stopped = _read(checkpoints / "stopped.json")
+    if stopped is not None and str(stopped.get("generation")) == generation:
+        result["step"] = stopped.get("step")
+    report = _read(checkpoints / "unsent_report.json")
+    own = environment.get("PIPOLLUX_REPLICA") == "0"  # it is replica 0 that reports
+    if own and report is not None and str(report.get("generation")) == generation:
+        result["report"] = report
+    return result
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _leave_result(result: dict[str, Any]) -> None:
+    path = os.environ.get("PIPOLLUX_RESULT_FILE")
+    if not path:
+        return
+    limit = int(os.environ.get("PIPOLLUX_RESULT_LIMIT") or 2**23)
+    text = json.dumps(result)
+    points = result.get("report", {}).get("points", [])
+    while len(text.encode()) > limit and points:  # the last ones say most
+        del points[: max(len(points) // 2, 1)]
+        result["report"]["timeline"] = None
+        text = json.dumps(result)
+    if len(text.encode()) > limit:
+        result.pop("report", None)
+        if "error" in result:
+            result["error"]["message"] = result["error"]["message"][-limit // 4 :]
+        text = json.dumps(result)
+    with suppress(OSError):  # the scheduler then knows the exit status alone
+        _write(Path(path), text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file at once, so that nobody reads half of it; one that is a mount is written to."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

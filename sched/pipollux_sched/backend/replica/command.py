@@ -1,0 +1,57 @@
+"""The command of a replica: torchrun's agent, and below it the job's script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipollux_sched.backend.base import Launch, ReplicaProgram
+
+__all__ = ["agent_command", "agent_in_container"]
+
+_AGENT = Path(__file__).with_name("agent.py")
+"""Not imported, as it imports torch."""
+
+
+def agent_command(
+    program: ReplicaProgram, launch: Launch, replica: int, *, endpoint: str | None = None
+) -> list[str]:
+    """Return the command of a replica where this Python and package lie at the same paths.
+
+    Args:
+        program: what the replica runs; it must have a script.
+        launch: its generation.
+        replica: which of its replicas.
+        endpoint: HOST:PORT where the agents meet; None: they find each other through the scheduler.
+    """
+    at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
+    return [sys.executable, "-P", str(_AGENT), *at, *_options(program, launch, replica)]
+
+
+def agent_in_container(
+    program: ReplicaProgram, launch: Launch, replica: int, *, python: str = "python3"
+) -> list[str]:
+    """Return the command of a replica in a container that has this package installed.
+
+    Args:
+        program: what the replica runs; it must have a script.
+        launch: its generation.
+        replica: which of its replicas.
+        python: the Python of the container.
+    """
+    module = f"{__name__.rpartition('.')[0]}.agent"
+    return [python, "-P", "-m", module, *_options(program, launch, replica)]
+
+
+def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
+    return [
+        f"--nnodes={len(launch.nodes)}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=pipollux",
+        f"--rdzv-conf=rank={replica}",
+        "--max-restarts=0",
+        # What follows is the script's, even where it looks like an option of the agent.
+        "--",
+        str(program.script),
+        *program.args,
+    ]

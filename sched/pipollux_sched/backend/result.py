@@ -1,0 +1,75 @@
+"""What the agent of a replica leaves when it ends: how the script ended, and where it stopped.
+
+The agent (`replica.agent`) writes it as JSON into the file that ``PIPOLLUX_RESULT_FILE`` names. An
+engine brings it from there to the scheduler, which may not be running at that moment: a file in the
+state directory, the termination message of a container.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["ReplicaResult", "ScriptError"]
+
+_NO_REMEDY = frozenset(("SyntaxError", "ImportError"))
+"""Exceptions that a restart of the same script would raise again, including subclasses."""
+
+
+class ScriptError(NamedTuple):
+    """The exception that ended a script."""
+
+    text: str
+    """Type and message, one line."""
+    cannot_start: bool
+    """Whether the script, or what it imports, is broken: a restart would end the same way, unless
+    the script has come further before."""
+
+
+class ReplicaResult(NamedTuple):
+    """What the agent of a replica has left; the defaults are those of an agent that was killed."""
+
+    error: ScriptError | None = None
+    """The exception that ended the script, if one did."""
+    asked: bool = False
+    """Whether the agent was told to stop."""
+    stopped_step: int | None = None
+    """The step at which the replicas agreed to stop, and saved; None if they did not."""
+    report: Mapping[str, Any] | None = None
+    """The training report that could not be sent, unchecked."""
+
+    @classmethod
+    def read(cls, path: Path) -> ReplicaResult:
+        """Read a result from a file; where there is none, the agent was killed."""
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return cls()
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaResult:
+        """Read a result; what is not one counts as none."""
+        try:
+            data = json.loads(text)
+            step, report = data.get("step"), data.get("report")
+            return cls(
+                error=_error(data.get("error")),
+                asked=bool(data.get("asked")),
+                stopped_step=None if step is None else int(step),
+                report=report if isinstance(report, dict) else None,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return cls()
+
+
+def _error(kept: Mapping[str, Any] | None) -> ScriptError | None:
+    if not kept:
+        return None
+    lines = str(kept["message"]).splitlines()
+    types, loaded = frozenset(kept["types"]), bool(kept["loaded"])
+    text = lines[0] if lines else ""
+    if "SyntaxError" in types and len(lines) > 1:  # the first line says where, the last one what
+        text = f"{lines[-1]} ({text.strip()})"
+    return ScriptError(text, not loaded or not _NO_REMEDY.isdisjoint(types))

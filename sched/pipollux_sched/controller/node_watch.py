@@ -1,0 +1,110 @@
+"""The nodes of the cluster, as they come, go and fall ill, written into the store.
+
+The engine sees the nodes (`backend.base.Node`); what people set by hand is kept: a condition that
+the cluster has set is only taken back by the cluster, and one of an admin's only by an admin. A job
+on a node that is gone, or does not answer, is moved: the job is not to blame.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipollux_sched.backend import Generations, Node
+from pipollux_sched.lifecycle import Event, NodeLost
+from pipollux_sched.store import NodeCondition, NodeRecord, Store
+
+__all__ = ["NodeWatch"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class NodeWatch:
+    """Compares the engine's nodes with the store's.
+
+    Args:
+        store: the scheduler's store.
+        backend: knows the nodes.
+        handle: applies an event to a job.
+        settings: further data of the event that lists the nodes: policy, restart_seconds.
+        reconsider: called when the allocator has something new to decide on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Generations,
+        handle: Callable[[str, Event], object],
+        *,
+        settings: Mapping[str, Any],
+        reconsider: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._handle = handle
+        self._settings = dict(settings)
+        self._reconsider = reconsider
+        self._mark = f"{backend.name}: "
+        self._listed: dict[str, Any] | None = None
+        self._seen: Mapping[str, Node] | None = None
+
+    def look(self) -> None:
+        """Write what has changed since the last call into the store, and move jobs off lost nodes.
+
+        Where that fails, the next call does it.
+        """
+        nodes = self._backend.nodes()
+        if nodes == self._seen:
+            return
+        changed = self._list(nodes)
+        known = self._store.nodes()
+        for name, node in nodes.items():
+            changed |= self._set_condition(known[name], node)
+        self._move_off({name for name, node in nodes.items() if node.ready})
+        self._seen = nodes
+        if changed:
+            self._reconsider()
+
+    def _list(self, nodes: Mapping[str, Node]) -> bool:
+        """Store the nodes, and log them where there are others, or of other sizes."""
+        specs = {name: node.spec.model_dump(mode="json") for name, node in nodes.items()}
+        for name, node in nodes.items():
+            specs[name]["slots"] = node.slots
+        if specs == self._listed:
+            return False
+        self._store.set_nodes(
+            (name, node.slots, node.spec.kind, specs[name]) for name, node in nodes.items()
+        )
+        described = {
+            name: {"slots": node.slots, "kind": node.spec.kind} for name, node in nodes.items()
+        }
+        self._store.add_event("cluster", {"nodes": described, **self._settings})
+        self._listed = specs
+        return True
+
+    def _set_condition(self, record: NodeRecord, node: Node) -> bool:
+        """Set a node's condition as the cluster says; return whether it has changed."""
+        ours = record.reason.startswith(self._mark)
+        if not node.ready:
+            wanted = NodeCondition.DEAD
+        elif node.draining:
+            wanted = NodeCondition.DRAINING
+        else:
+            wanted = NodeCondition.READY
+        if wanted is NodeCondition.READY and not ours:
+            return False  # an admin's word
+        if wanted is NodeCondition.DRAINING and record.condition is NodeCondition.DEAD and not ours:
+            return False
+        reason = "" if wanted is NodeCondition.READY else self._mark + (node.reason or wanted.value)
+        if (wanted, reason) == (record.condition, record.reason):
+            return False
+        self._store.set_node_condition(record.name, wanted, reason)
+        return wanted is not record.condition
+
+    def _move_off(self, ready: set[str]) -> None:
+        for job in self._store.jobs(live=True):
+            lost = sorted(set(job.state.running_on) - ready)
+            if lost:
+                why = f"Node {lost[0]} does not answer, or is no longer in the cluster."
+                self._handle(job.name, NodeLost(job.state.generation, why))

@@ -1,0 +1,166 @@
+"""A cluster in memory whose messages get lost, are delayed, and arrive twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from pipollux_sched.backend import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend.base import (
+    ClusterUnavailableError,
+    Ended,
+    Listing,
+    ReplicaState,
+    Signal,
+)
+from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.spec.job import JobSpec
+from tests.sched.backends import cpu_nodes
+
+NODES = {node.name: Node(node) for node in cpu_nodes(a=2, b=2, c=1)}
+
+
+@dataclass
+class Replica:
+    """One replica as it really is."""
+
+    node: str
+    slots: tuple[int, ...]
+    runs: bool = False
+    told: set[Signal] = field(default_factory=set)
+    ended: Ended | None = None
+
+
+def never(_what: str) -> str:
+    """No fault."""
+    return ""
+
+
+class Cluster(Engine):
+    """Runs nothing.
+
+    Args:
+        fault: asked at each message; returns "" (all is well), "lost", "unanswered" (it arrives,
+            but the answer does not), "late" (it arrives with the next `settle`), or "old" (a
+            listing of before, once more).
+    """
+
+    name = "memory"
+
+    def __init__(self, fault: Callable[[str], str] = never) -> None:
+        self.fault = fault
+        self.there: dict[ReplicaKey, Replica] = {}
+        self.starts: list[ReplicaKey] = []
+        self.forgotten: list[tuple[str, int]] = []
+        self.nodes_now: Mapping[str, Node] = NODES
+        self.ambiguous: set[ReplicaKey] = set()
+        """Whose start was not answered at some time."""
+        self._late: list[Callable[[], None]] = []
+        self._listings = [Listing(0, {})]
+
+    def check(self, spec: JobSpec) -> None:
+        pass
+
+    def nodes(self) -> Mapping[str, Node]:
+        return self.nodes_now
+
+    def checkpoints(self, program: ReplicaProgram) -> str:
+        if program.job == "nowhere":
+            raise BackendError("there is no folder that all nodes share")
+        return f"/shared/{program.job}"
+
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
+        if program.job == "broken" and replica == len(launch.nodes) - 1:
+            raise OSError("no such program")
+        key = launch.keys[replica]
+
+        def arrive() -> None:
+            if key not in self.there:
+                self.starts.append(key)
+                self.there[key] = Replica(launch.nodes[replica], launch.slots[replica])
+
+        try:
+            self._deliver("start", arrive)
+        except ClusterUnavailableError:
+            self.ambiguous.add(key)
+            raise
+
+    def signal(self, key: ReplicaKey, signal: Signal) -> None:
+        def arrive() -> None:
+            if key in self.there:
+                self.there[key].told.add(signal)
+                if signal is Signal.KILL:
+                    self.end(key, -9)
+
+        self._deliver("signal", arrive)
+
+    def listing(self) -> Listing:
+        fault = self.fault("listing")
+        if fault in ("lost", "unanswered"):
+            raise ClusterUnavailableError("the cluster in memory does not answer")
+        if fault == "old":
+            return self._listings[-1]
+        states = {
+            key: ReplicaState(
+                f"replica {key.replica}", "" if one.runs or one.ended else "It waits.", one.ended
+            )
+            for key, one in self.there.items()
+        }
+        self._listings.append(Listing(self._listings[-1].version + 1, states))
+        return self._listings[-1]
+
+    def forget(self, job: str, generation: int) -> None:
+        self.forgotten.append((job, generation))
+        for key in [key for key in self.there if key[:2] == (job, generation)]:
+            del self.there[key]
+
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002
+        left = [key for key in self.there if key[:2] not in adopted]
+        for key in left:
+            del self.there[key]
+        return list(map(str, left))
+
+    # What happens in the world
+
+    def settle(self) -> None:
+        """Let what is late arrive."""
+        late, self._late = self._late, []
+        for arrive in late:
+            arrive()
+
+    def run(self, key: ReplicaKey) -> None:
+        """Let a replica that waits run."""
+        self.there[key].runs = True
+
+    def run_all(self) -> None:
+        """Let all that wait run."""
+        for one in self.there.values():
+            one.runs = True
+
+    def end(
+        self, key: ReplicaKey, status: int | None = 0, step: int | None = None, lost: str = ""
+    ) -> None:
+        """Let a replica end; how it ended stays as it is."""
+        one = self.there[key]
+        if one.ended is None:
+            asked = Signal.STOP in one.told
+            one.ended = Ended(status, ReplicaResult(asked=asked, stopped_step=step), lost)
+
+    def obey(self) -> None:
+        """Let all that were told to stop save at step 7 and end."""
+        for key, one in self.there.items():
+            if Signal.STOP in one.told:
+                self.end(key, 143, 7)
+
+    def alive(self) -> set[ReplicaKey]:
+        """The replicas that have not ended."""
+        return {key for key, one in self.there.items() if one.ended is None}
+
+    def _deliver(self, what: str, arrive: Callable[[], None]) -> None:
+        fault = self.fault(what)
+        if fault == "late":
+            self._late.append(arrive)
+        elif fault != "lost":
+            arrive()
+        if fault in ("lost", "unanswered", "late"):
+            raise ClusterUnavailableError("the cluster in memory does not answer")

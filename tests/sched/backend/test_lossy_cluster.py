@@ -1,0 +1,191 @@
+"""Generations on a cluster whose messages get lost, are delayed, and arrive twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pipollux_sched.backend import BackendError, Generations, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend import generation as generation_module
+from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.store import StateDir
+from tests.sched.backend.cluster import NODES, Cluster
+
+FAULTS = ("", "", "", "lost", "unanswered", "late", "old")
+JOBS = st.sampled_from(["one", "two", "three"])
+
+
+class Launches:
+    """Keeps launches for the schedulers that come after."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
+        self.kept[job, generation] = data
+
+    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
+        return self.kept.get((job, generation))
+
+
+class LossyCluster(RuleBasedStateMachine):
+    """A scheduler and its cluster; either may fail at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.faults: list[str] = []
+        self.cluster = Cluster(lambda _what: self.faults.pop() if self.faults else "")
+        self.launches = Launches()
+        self.generation: Counter[str] = Counter()
+        self.expected: dict[tuple[str, int], int] = {}
+        """Replicas of each generation that was asked for and of whose end was not heard yet."""
+        self.ends: dict[tuple[str, int], Exited] = {}
+        self.started: set[tuple[str, int]] = set()
+        self.backend = self._new_backend()
+
+    def _new_backend(self) -> Generations:
+        state_dir = StateDir(Path("/nowhere"))
+        backend = Generations(self.cluster, self.launches, state_dir, grace=5.0)
+        backend._generation = lambda launch, program: generation_module.RunningGeneration(  # type: ignore[method-assign]
+            self.cluster,
+            launch,
+            lambda key: state_dir.log(*key),
+            program=program,
+            grace=5.0,
+            start_timeout=60.0,
+            clock=lambda: self.now,
+        )
+        return backend
+
+    @initialize()
+    def begin(self) -> None:
+        self.now = 1.0
+
+    @rule(job=JOBS, nodes=st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3))
+    def apply(self, job: str, nodes: list[str]) -> None:
+        """As the executor does: a new generation only when the one before is over."""
+        if any(key[0] == job for key in self.expected):
+            return
+        number = self.generation[job] + 1
+        try:
+            self.backend.apply(ReplicaProgram(job=job, script=None), number, nodes)
+        except BackendError:
+            return
+        self.generation[job] = number
+        self.expected[job, number] = len(nodes)
+
+    @rule(job=JOBS, grace=st.sampled_from([0.0, 3.0, 30.0]))
+    def stop(self, job: str, grace: float) -> None:
+        there = job in self.backend.running()
+        assert self.backend.stop(job, grace) is there
+
+    @rule(job=JOBS)
+    def kill(self, job: str) -> None:
+        there = job in self.backend.running()
+        assert self.backend.kill(job, "why") is there
+
+    @rule(
+        faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=6),
+        seconds=st.sampled_from([0, 1, 5]),
+    )
+    def poll(self, faults: list[str], seconds: float) -> None:
+        self.faults = faults
+        self.now += seconds
+        self._poll()
+        self.faults = []
+
+    @precondition(lambda self: self.cluster.alive())
+    @rule(data=st.data(), status=st.sampled_from([0, 0, 1, None]))
+    def replica_ends(self, data: st.DataObject, status: int | None) -> None:
+        key = data.draw(st.sampled_from(sorted(self.cluster.alive())))
+        if self.cluster.there[key].runs:
+            self.cluster.end(key, status, lost="" if status is not None else "Its node is down.")
+
+    @rule()
+    def replicas_run(self) -> None:
+        self.cluster.run_all()
+
+    @rule()
+    def replicas_obey(self) -> None:
+        self.cluster.obey()
+
+    @rule()
+    def late_messages_arrive(self) -> None:
+        self.cluster.settle()
+
+    @rule()
+    def scheduler_is_killed(self) -> None:
+        """The next one adopts what it can, and ends the rest."""
+        before, self.backend = self.backend, self._new_backend()
+        for (job, number), _ in list(self.expected.items()):
+            if self.backend.adopt(job, number, "") is not None:
+                del self.expected[job, number]
+        del before
+        self.backend.recover(0.0)
+
+    @invariant()
+    def nothing_is_started_twice(self) -> None:
+        assert max(Counter(self.cluster.starts).values(), default=0) <= 1
+
+    @invariant()
+    def slots_are_not_shared(self) -> None:
+        """Except by a replica whose start had been given up, and that nobody has seen yet."""
+        held = Counter(
+            (one.node, slot)
+            for key, one in self.cluster.there.items()
+            if one.ended is None and (key[:2] in self.expected or key not in self.cluster.ambiguous)
+            for slot in one.slots
+        )
+        assert max(held.values(), default=0) <= 1
+
+    def teardown(self) -> None:
+        """When all answer again, everything ends, and nothing is left."""
+        for job in {key[0] for key in self.expected}:
+            self.backend.stop(job, 1.0)
+        for _ in range(20):
+            self.cluster.settle()
+            self.now += 5.0
+            self._poll()
+        assert self.expected == {}
+        assert self.cluster.alive() == set()
+        assert self.backend.running() == {}
+        assert self.backend.free() == {name: node.slots for name, node in NODES.items()}
+
+    def _poll(self) -> None:
+        truth = {key: one.ended for key, one in self.cluster.there.items()}
+        for job, event, _ in self.backend.poll():
+            key = job, event.generation
+            if isinstance(event, Started):
+                assert key not in self.started
+                assert key not in self.ends
+                assert len(event.replicas) == self.expected[key]
+                self.started.add(key)
+                continue
+            assert key not in self.ends, "the end is told once"
+            self.ends[key] = event
+            self._check_end(key, event, truth)
+            del self.expected[key]
+            self.backend.forget(*key)
+
+    def _check_end(
+        self, key: tuple[str, int], event: Exited, truth: Mapping[ReplicaKey, Any]
+    ) -> None:
+        ends = {one: end for one, end in truth.items() if one[:2] == key}
+        mine = list(ends.values())
+        # One whose start was given up may still arrive.
+        sure = key in self.started or not self.cluster.ambiguous & ends.keys()
+        assert not sure or all(end is not None for end in mine)
+        if event.outcome is Outcome.COMPLETE:
+            assert len(mine) == self.expected[key]
+            assert all(end.status == 0 for end in mine)
+
+
+LossyCluster.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestLossyCluster = LossyCluster.TestCase

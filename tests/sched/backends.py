@@ -1,0 +1,66 @@
+"""Generations on an engine without a store: their launches lie in files of the state directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.backend import Generations, ReplicaProgram, Report
+from pipollux_sched.backend.local.engine import LocalEngine
+from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.store import StateDir
+
+
+def cpu_nodes(**slots: int) -> list[NodeSpec]:
+    """Nodes of CPU slots: `node_a=2` is node-a with two."""
+    return [
+        NodeSpec(name=name.replace("_", "-"), slots=number, kind="cpu")
+        for name, number in slots.items()
+    ]
+
+
+class LaunchFiles:
+    """Keeps launches as the store does, for schedulers that come one after the other."""
+
+    def __init__(self, state_dir: StateDir) -> None:
+        self._folder = state_dir.path / "launches"
+
+    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file(job, generation).write_text(json.dumps(data))
+
+    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
+        file = self._file(job, generation)
+        found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+        return None if found is None else dict(found)
+
+    def _file(self, job: str, generation: int) -> Path:
+        return self._folder / f"{job}-{generation}.json"
+
+
+class Prompt(Generations):
+    """Starts what it is told to run at once, not only when it is polled."""
+
+    _kept: tuple[Report, ...] = ()
+
+    def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
+        super().apply(program, generation, nodes)
+        self._kept = (*self._kept, *super().poll())
+
+    def poll(self) -> list[Report]:
+        kept, self._kept = self._kept, ()
+        return [*kept, *super().poll()]
+
+
+def local_backend(
+    nodes: list[NodeSpec],
+    state_dir: StateDir,
+    *,
+    grace: float = 30.0,
+    pass_environment: Collection[str] = (),
+) -> Generations:
+    """The backend of this machine."""
+    engine = LocalEngine(nodes, state_dir, pass_environment=pass_environment)
+    return Prompt(engine, LaunchFiles(state_dir), state_dir, grace=grace)
