@@ -1,0 +1,96 @@
+"""examples/slurm/train.sbatch on a real Slurm: past its time limit, and past a lost node."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.harness.hosts import Hosts
+from tests.hosts.harness.slurm import SlurmCluster
+from tests.hybrid.elastic import training
+from tests.services import require_slurm
+
+pytestmark = pytest.mark.exhaustive
+HELD_AT = 20
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    require_slurm()
+    with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(hosts: Hosts) -> Iterator[SlurmCluster]:
+    with SlurmCluster(hosts) as made:
+        yield made
+
+
+def submit(cluster: SlurmCluster, repository: Path, results: Path, *options: str) -> str:
+    """Submit the script that `training` is, as a user does; the number of the job."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return cluster.call(
+        *("sbatch", "--parsable", f"--chdir={repository}", f"--output={results}/%j.log"),
+        *(*options, "examples/slurm/train.sbatch", str(training.__file__)),
+        env={
+            "PATH": programs,
+            "RESULTS": str(results),
+            "PIPOLLUX_CHECKPOINT_DIR": str(results / "checkpoints"),
+        },
+    ).strip()
+
+
+def fields(cluster: SlurmCluster, job: str) -> dict[str, str]:
+    said = cluster.call("scontrol", "--oneliner", "show", "job", job)
+    return dict(re.findall(r"(\S+?)=(\S*)", said))
+
+
+def reached(results: Path, what: str) -> int:
+    return len(list(results.glob(f"{what}-{HELD_AT}-*")))
+
+
+def test_it_goes_on_after_its_time_limit(
+    cluster: SlurmCluster, repository: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / f"hold-{HELD_AT}"
+    gate.touch()
+    job = submit(cluster, repository, tmp_path, "--time=4", "--signal=B:USR1@120")
+    log = tmp_path / f"{job}.log"
+    cluster.wait_until(lambda: reached(tmp_path, "reached") == 2)
+    cluster.wait_until(lambda: reached(tmp_path, "asked") == 2)  # both have SIGTERM
+    gate.unlink()
+    cluster.wait_until(lambda: int(fields(cluster, job)["Restarts"]) > 0)
+    cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "COMPLETED")
+    assert re.search(r"pipollux: stopped at step \d+ as asked", log.read_text()), log.read_text()
+    assert (tmp_path / "final.pt").exists()
+    rows = [
+        [int(x) for x in line.split()]
+        for path in tmp_path.glob("samples-0-*.txt")
+        for line in path.read_text().splitlines()
+    ]
+    for epoch in range(training.EPOCHS):
+        taken = Counter(index for _, e, *indices in rows if e == epoch for index in indices)
+        assert taken == Counter(range(training.SIZE))
+
+
+def test_it_goes_on_without_a_lost_node(
+    hosts: Hosts, cluster: SlurmCluster, repository: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / f"hold-{HELD_AT}"
+    gate.touch()
+    job = submit(cluster, repository, tmp_path)
+    cluster.wait_until(lambda: reached(tmp_path, "reached") == 2)
+    nodes = cluster.call("scontrol", "show", "hostnames", fields(cluster, job)["NodeList"]).split()
+    hosts.link_down(nodes[1])
+    cluster.wait_until(lambda: fields(cluster, job)["Restarts"] == "1")
+    gate.unlink()
+    cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "COMPLETED")
+    assert nodes[1] not in fields(cluster, job)["NodeList"]
+    assert (tmp_path / "final.pt").exists()
