@@ -72,7 +72,7 @@ class Scheduler:
 
     Args:
         state_dir: where everything is kept; made when it is not there.
-        cluster: the nodes; None: the engine finds them itself.
+        cluster: the nodes, or the path of their file; None: the engine finds them itself.
         policy: decides on allocations; None: the default one.
         interval: seconds between two decisions on all jobs.
         hints_interval: seconds between two fits, and hints, of a job.
@@ -100,7 +100,7 @@ class Scheduler:
     def __init__(
         self,
         state_dir: Path | StateDir,
-        cluster: ClusterSpec | None,
+        cluster: ClusterSpec | Path | None,
         policy: Policy | None = None,
         *,
         interval: float = 60.0,

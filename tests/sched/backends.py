@@ -9,7 +9,7 @@ from typing import Any
 
 from pipollux_sched.backend import Generations, ReplicaProgram, Report
 from pipollux_sched.backend.local.engine import LocalEngine
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 
 
@@ -62,5 +62,6 @@ def local_backend(
     pass_environment: Collection[str] = (),
 ) -> Generations:
     """The backend of this machine."""
-    engine = LocalEngine(nodes, state_dir, pass_environment=pass_environment)
+    cluster = ClusterSpec(nodes=tuple(nodes))
+    engine = LocalEngine(cluster, state_dir, pass_environment=pass_environment)
     return Prompt(engine, LaunchFiles(state_dir), state_dir, grace=grace)

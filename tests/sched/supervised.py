@@ -20,7 +20,7 @@ from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.server import Limits, create_app, end_waiting
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir, Store
 from tests.sched.scripts import TOY
 
@@ -69,7 +69,7 @@ class Service:
         self.state_dir.create()
         self.store = Store(self.state_dir.database, create=True)
         self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
-        engine = LocalEngine(nodes, self.state_dir)
+        engine = LocalEngine(ClusterSpec(nodes=tuple(nodes)), self.state_dir)
         backend = Generations(engine, self.store, self.state_dir, grace=1.0)
         executor = Executor(self.store, backend, lambda job: program(job, {}), grace=1.0)
         self.num_reconsidered = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipollux_sched.spec.job import ClusterSpec
@@ -24,8 +25,8 @@ class EngineOptions:
 
     state_dir: StateDir
     """Where the logs of replicas go."""
-    cluster: ClusterSpec | None = None
-    """The nodes, for an engine that does not find them itself."""
+    cluster: ClusterSpec | Path | None = None
+    """The nodes, or the path of their file, for an engine that does not find them itself."""
     grace: float = 30.0
     """Seconds that a replica has to save when it is asked to stop."""
     pass_environment: Collection[str] = ()
@@ -41,7 +42,7 @@ def _local(options: EngineOptions) -> Engine:
     if options.cluster is None:
         raise BackendError("the local backend has no nodes; give it a cluster")
     return LocalEngine(
-        options.cluster.nodes, options.state_dir, pass_environment=options.pass_environment
+        options.cluster, options.state_dir, pass_environment=options.pass_environment
     )
 
 

@@ -10,7 +10,7 @@ the next scheduler of the state directory finds them by the files of their runne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -27,13 +27,13 @@ from pipollux_sched.backend.base import (
 )
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.result import ReplicaResult
-from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
+from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import processes
-from .environment import Devices, marks, replica_environment
+from .cluster_file import VirtualNodes
+from .environment import marks, replica_environment
 from .generation_folder import GenerationFolder, LocalPlacement, remove, replicas_in
-from .hardware import check_gpus
 from .ports import LOOPBACK, free_port
 from .replica import LocalReplica
 from .replica_process import ReplicaProcess
@@ -59,28 +59,27 @@ class LocalEngine(Engine):
     """Runs every pipeline replica as a torchrun agent on this machine.
 
     Args:
-        nodes: the virtual nodes.
+        cluster: the virtual nodes, or the path of their file.
         state_dir: where the jobs' logs and checkpoints go.
         pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
 
     Raises:
         BackendError: the machine has fewer GPUs than the nodes.
+        SpecError: the file cannot be read, or says something that is not allowed.
     """
 
     name = "local"
 
     def __init__(
         self,
-        nodes: Iterable[NodeSpec],
+        cluster: ClusterSpec | Path,
         state_dir: StateDir,
         *,
         pass_environment: Collection[str] = (),
     ) -> None:
-        self._nodes = {node.name: Node(node) for node in nodes}
-        check_gpus(self._nodes)
+        self._nodes = VirtualNodes(cluster)
         self._state_dir = state_dir
         self._pass_on = frozenset(pass_environment)
-        self._devices = Devices(self._nodes)
         self._replicas: dict[ReplicaKey, LocalReplica] = {}
         self._version = 0
         self._looked = False
@@ -90,8 +89,8 @@ class LocalEngine(Engine):
         check_local(spec)
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the virtual nodes; they stay as they are."""
-        return dict(self._nodes)
+        """Return the virtual nodes."""
+        return self._nodes.nodes()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the job's own folder, or one in the state directory."""
@@ -150,7 +149,8 @@ class LocalEngine(Engine):
 
     def holds(self, launch: Launch) -> bool:
         """Return whether the slots of a generation still stand for the devices that it runs on."""
-        if not all(name in self._nodes for name in launch.nodes):
+        nodes = self._nodes.nodes()
+        if not all(name in nodes for name in launch.nodes):
             return False
         placement = GenerationFolder(self._state_dir, launch.job, launch.generation).placement()
         return placement is not None and placement.devices == self._devices_of(launch)
@@ -202,7 +202,7 @@ class LocalEngine(Engine):
         return placement
 
     def _devices_of(self, launch: Launch) -> tuple[Mapping[str, str], ...]:
-        return tuple(map(self._devices.of, launch.nodes, launch.slots))
+        return tuple(map(self._nodes.devices.of, launch.nodes, launch.slots))
 
 
 def _describe(process: psutil.Process) -> str:

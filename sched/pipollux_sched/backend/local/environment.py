@@ -25,6 +25,14 @@ class Devices:
         self._nodes = dict(nodes)
         self._first_gpu = _first_gpus(nodes)
 
+    def moved(self, other: Devices) -> list[str]:
+        """Return the GPU nodes of both that begin with another GPU there."""
+        return [
+            name
+            for name, first in self._first_gpu.items()
+            if other._first_gpu.get(name, first) != first
+        ]
+
     def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
         """Return the variables that show a replica its devices, and hide all others."""
         if self._nodes[node].spec.kind == "cpu":
