@@ -91,6 +91,37 @@ def rows(results: Path, generation: int) -> list[list[int]]:
     return [[int(x) for x in line.split()] for f in files for line in f.read_text().splitlines()]
 
 
+def assert_once_an_epoch(done: list[list[int]]) -> None:
+    for epoch in range(training.EPOCHS):
+        taken = Counter(index for _, e, *indices in done if e == epoch for index in indices)
+        assert taken == Counter(range(training.SIZE))
+
+
+def test_one_agent_is_asked_and_all_stop(hosts: Hosts, tmp_path: Path) -> None:
+    """From three hosts to two of them, the second of which is the one that was asked."""
+    environment = {
+        "RESULTS": str(tmp_path),
+        "PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+        "PIPOLLUX_GENERATION": "1",
+    }
+    gate = tmp_path / f"hold-{STOPPED_AT}"
+    gate.touch()
+    with torchrun(hosts, hosts.names, TRAINING, tmp_path, environment) as agents:
+        wait_until_held(agents, tmp_path, 3)
+        agents.agents["n2"].terminate()
+        while not (tmp_path / f"asked-{STOPPED_AT}-1").exists():
+            assert agents.poll() is None, agents.logs
+        gate.unlink()
+        assert set(agents.wait().values()) == {1}, "as torchrun has it after SIGTERM"
+        assert "pipollux: stopped at step " in agents.log("n1"), agents.logs
+    again = {**environment, "PIPOLLUX_GENERATION": "2"}
+    with torchrun(hosts, ["n3", "n2"], TRAINING, tmp_path, again) as agents:
+        assert set(agents.wait().values()) == {0}, agents.logs
+    first, second = rows(tmp_path, 1), rows(tmp_path, 2)
+    assert max(row[0] for row in first) < min(row[0] for row in second)
+    assert_once_an_epoch([*first, *second])
+
+
 @pytest.mark.parametrize("lost", ["n1", "n3"])
 def test_a_lost_host_is_found_and_the_others_go_on(hosts: Hosts, tmp_path: Path, lost: str) -> None:
     """The first host is where all meet, and the one that writes checkpoints."""
@@ -127,6 +158,4 @@ def test_a_lost_host_is_found_and_the_others_go_on(hosts: Hosts, tmp_path: Path,
     begins = min(row[0] for row in second)
     assert 1 < begins <= STOPPED_AT + 1
     first = [row for row in rows(tmp_path, 1) if row[0] < begins]
-    for epoch in range(training.EPOCHS):
-        taken = Counter(i for _, e, *indices in [*first, *second] if e == epoch for i in indices)
-        assert taken == Counter(range(training.SIZE))
+    assert_once_an_epoch([*first, *second])

@@ -19,6 +19,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
+from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 
 
@@ -39,7 +40,7 @@ def one_ends() -> str:
     return meet()
 
 
-@pytest.mark.parametrize("watched", ["60", "0"])
+@pytest.mark.parametrize("watched", first(1, ["60", "0"]))
 def test_a_replica_that_ended_is_named(watched: str) -> None:
     environment = {"PIPOLLUX_HOST_TIMEOUT": watched}
     message, _ = run_replicas(one_ends, 2, environment=environment, exit_codes=(3,))
