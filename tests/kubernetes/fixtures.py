@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if parameters.get("cluster") == "kubelets" and isinstance(item, pytest.Function):
-            item.fixturenames.insert(0, "kubelets")
+            # A list of its own: the one that it has is shared with the test of the other cluster.
+            item.fixturenames = ["kubelets", *item.fixturenames]
 
 
 REAL = pytest.param("kubelets", marks=pytest.mark.kubernetes)

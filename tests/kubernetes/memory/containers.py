@@ -21,6 +21,8 @@ from .store import now
 
 MARK = "PIPOLLUX_TEST_POD"
 """Environment variable by which the processes of a pod are known, whoever their parent is."""
+_MESSAGE_LIMIT = 4096
+"""Bytes of a termination message."""
 _SHARED = ("/dev/shm", "/tmp")  # there already, and the same for all
 
 
@@ -42,6 +44,7 @@ class Container:
         log: the file for what it prints.
         mark: of its pod.
         ended: called when it has ended.
+        last_words: the file of its termination message.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Container:
         log: Path,
         mark: str,
         ended: Callable[[], None],
+        last_words: Path,
     ) -> None:
         self.spec, self.log, self._mark, self._ended = spec, log, mark, ended
+        self._last_words = last_words
         self.started_at, self.finished_at = now(), ""
         self.exit_code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +127,9 @@ class Container:
             "reason": "Error" if self.exit_code else "Completed",
             "startedAt": self.started_at,
         }
-        if self.exit_code and self.spec["terminationMessagePolicy"] == "FallbackToLogsOnError":
+        if message := self._last_words.read_bytes()[:_MESSAGE_LIMIT]:
+            ended["message"] = message.decode(errors="replace")
+        elif self.exit_code and self.spec["terminationMessagePolicy"] == "FallbackToLogsOnError":
             lines = [text for _, text in records(self.log)][-80:]
             ended["message"] = b"".join(lines)[-2048:].decode(errors="replace")
         return {"terminated": ended}
@@ -132,6 +139,11 @@ def _stamp() -> bytes:
     nanoseconds = time.time_ns()
     day = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(nanoseconds // 10**9))
     return f"{day}.{nanoseconds % 10**9:09d}Z".encode()
+
+
+def time_before(seconds: int) -> str:
+    """Return the time so many seconds ago, as it stands before the lines of a log."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - seconds))
 
 
 def _handles(pid: int, number: int) -> bool:

@@ -18,6 +18,7 @@ from .containers import (
     kill_marked,
     records,
     substituted,
+    time_before,
     variables_of,
     volume_folders,
 )
@@ -318,6 +319,10 @@ class Kubelet:
         shown = pod | {"status": pod["status"] | {"podIP": address, "hostIP": self.address}}
         variables = variables_of(shown, spec, {}, contents)
         paths = volume_folders(pod, spec, self._folder, contents)
+        last_words = self._folder / "pods" / metadata["uid"] / f"{spec['name']}.termination"
+        last_words.parent.mkdir(parents=True, exist_ok=True)
+        last_words.touch()
+        paths[spec["terminationMessagePath"]] = str(last_words)
         argv = list(spec.get("command") or self._images[spec["image"]])
         if "command" not in spec or spec.get("args"):
             argv += spec.get("args", [])
@@ -335,7 +340,7 @@ class Kubelet:
         if "workingDir" in spec:
             spec = spec | {"workingDir": substituted(spec["workingDir"], paths)}
         log = self.log(metadata["uid"], spec["name"])
-        return Container(spec, argv, environment, log, metadata["uid"], ended)
+        return Container(spec, argv, environment, log, metadata["uid"], ended, last_words)
 
     def log(self, uid: str, container: str) -> Path:
         """Return the file of what a container prints."""
@@ -412,6 +417,8 @@ def _log_lines(
 ) -> Iterator[bytes]:
     follow, stamped = query.get("follow") == "true", query.get("timestamps") == "true"
     since = query.get("sinceTime", "").removesuffix("Z").encode()
+    if "sinceSeconds" in query:
+        since = time_before(int(query["sinceSeconds"])).encode()
     shown = 0
     first = True
     while True:
