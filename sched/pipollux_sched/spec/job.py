@@ -49,6 +49,9 @@ DEFAULT_MAX_RESTARTS = 3
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME_LENGTH = 63
+_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_NODE_NAME_LENGTH = 253
+"""Of a host's full name."""
 
 
 def _check_name(name: str) -> str:
@@ -60,6 +63,15 @@ def _check_name(name: str) -> str:
         raise ValueError(
             f"'{name}' is not a name; a name begins with a lower-case letter, goes on with "
             "lower-case letters, digits and '-', and ends with a letter or digit"
+        )
+    return name
+
+
+def _check_node_name(name: str) -> str:
+    if len(name) > _NODE_NAME_LENGTH or not _NODE_NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name[:80]}' is not the name of a node; use up to {_NODE_NAME_LENGTH} letters, "
+            "digits, '-', '_' and '.', with a letter or digit at both ends"
         )
     return name
 
@@ -78,6 +90,7 @@ def _check_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
+NodeName = Annotated[str, AfterValidator(_check_node_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
@@ -96,7 +109,7 @@ class _Spec(BaseModel):
 class NodeSpec(_Spec):
     """One node of the cluster."""
 
-    name: Name = Field(description="a name, as in name: node-a")
+    name: NodeName = Field(description="a name, as in name: node-a")
     slots: Count
     """Devices: a slot is one GPU, or one CPU thread on a machine without any."""
     kind: Literal["gpu", "cpu"] = "gpu"

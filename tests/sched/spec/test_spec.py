@@ -129,7 +129,7 @@ def test_a_wrong_cluster_is_refused_in_one_sentence(
 
 
 def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
-    complaint = cluster_error(tmp_path, "nodes:\n- name: A\n  slots: 0\n  cpu: 3\n")
+    complaint = cluster_error(tmp_path, "nodes:\n- name: A-\n  slots: 0\n  cpu: 3\n")
     assert [line.split(":")[2].strip() for line in complaint.splitlines()] == [
         "nodes[0].name",
         "nodes[0].slots",
@@ -139,12 +139,23 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a", "node-1", "a" * 63])
 def test_names_as_kubernetes_has_them(name: str) -> None:
-    assert NodeSpec(name=name, slots=1).name == name
+    assert JobSpec(name=name, script="a.py").name == name
 
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "-a", "a-", "a_b", "a.b", "ä", "a" * 64, "a\n"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
+        JobSpec(name=name, script="a.py")
+
+
+@pytest.mark.parametrize("name", ["a", "ip-10-0-0-1.ec2.internal", "Node_7", "7", "a" * 253])
+def test_nodes_are_called_what_hosts_are_called(name: str) -> None:
+    assert NodeSpec(name=name, slots=1).name == name
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a-", ".a", "a b", "ä", "a/b", "a" * 254, "a\n"])
+def test_other_names_of_nodes_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not the name of a node"):
         NodeSpec(name=name, slots=1)
 
 
