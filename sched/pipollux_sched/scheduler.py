@@ -11,7 +11,6 @@ Five threads share the work, and meet in the store alone:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.deletion import JobDeletion
 from pipollux_sched.controller.executor import Executor
+from pipollux_sched.controller.job_actions import StoredJobs
 from pipollux_sched.controller.node_watch import NodeWatch
 from pipollux_sched.controller.takeover import take_over
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT, Watchdog
@@ -55,8 +55,6 @@ from .policy import (
 )
 from .server import create_app, end_waiting
 from .store import JobRecord, StateDir, Store
-
-_LOG = logging.getLogger(__name__)
 
 STOP_GRACE = 30.0
 """Seconds that a job has to save when it is asked to stop."""
@@ -185,6 +183,9 @@ class Scheduler:
             run = partial(self._executor.run, self._ending)
             self._threads.start(resources, "executor", run, self._executor.woken)
             self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
+            jobs = StoredJobs(self._store, self._control)
+            run = partial(self._backend.keep_records, jobs, self._ending)
+            self._threads.start(resources, "records", run, self._ending)
             self._resources = resources.pop_all()
             self._serving = True
 

@@ -19,11 +19,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple, Self
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
 
+from .job_actions import JobActions
 from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
@@ -296,6 +298,18 @@ class Engine(ABC):
         Raises:
             BackendError: something is left that cannot be ended.
         """
+
+    def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002
+        """Keep the cluster's own records of jobs in step with the scheduler's until the end.
+
+        It runs in a thread of its own while jobs are scheduled. An engine without such records
+        has nothing to do.
+
+        Args:
+            jobs: the jobs, and what can be done with them.
+            ending: set when to return.
+        """
+        ending.wait()
 
     def close(self) -> None:  # noqa: B027  # most have nothing to do
         """Let go of connections, threads and temporary files; replicas are left as they are."""

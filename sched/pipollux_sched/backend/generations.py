@@ -32,6 +32,7 @@ from .base import (
     Signal,
 )
 from .generation import START_TIMEOUT, RunningGeneration
+from .job_actions import JobActions
 from .slots import SlotLedger
 
 __all__ = ["STOP_GRACE", "Generations", "LaunchStore", "Report", "Running"]
@@ -275,6 +276,10 @@ class Generations:
             with self._lock:
                 self._reports = reports + self._reports
             time.sleep(POLL_INTERVAL)
+
+    def keep_records(self, jobs: JobActions, ending: threading.Event) -> None:
+        """Keep the cluster's own records of jobs in step until the end: see `Engine`."""
+        self._engine.keep_records(jobs, ending)
 
     def close(self) -> None:
         """Let go of the engine's connections; replicas are left as they are."""

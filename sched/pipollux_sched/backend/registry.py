@@ -56,7 +56,10 @@ def _later(module: str) -> Factory:
     return make
 
 
-ENGINES: Mapping[str, Factory] = {"local": _local}
+ENGINES: Mapping[str, Factory] = {
+    "local": _local,
+    "kubernetes": _later("pipollux_sched.backend.kubernetes.factory"),
+}
 """Every engine, by name."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -12,17 +13,19 @@ import typer
 
 from pipollux_sched.allocator.expander import CommandExpander
 from pipollux_sched.backend.local.hardware import this_machine
+from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
-from pipollux_sched.spec.job import load_cluster
+from pipollux_sched.spec.job import ClusterSpec, load_cluster
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption
 from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
+from . import serve_kubernetes_options as kubernetes
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
 from .serve_address import (
     AdvertiseUrl,
@@ -101,6 +104,21 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What runs the jobs: {', '.join(ENGINES)}.")
+    ] = DEFAULT_BACKEND,
+    namespace: kubernetes.Namespace = None,
+    scheduler_name: kubernetes.SchedulerName = None,
+    device_resource: kubernetes.DeviceResource = None,
+    node_selector: kubernetes.NodeSelector = None,
+    toleration: kubernetes.Toleration = None,
+    checkpoint_folder: kubernetes.CheckpointFolder = None,
+    checkpoint_claim: kubernetes.CheckpointClaim = None,
+    checkpoint_host_path: kubernetes.CheckpointHostPath = None,
+    image_python: kubernetes.ImagePython = None,
+    via: kubernetes.Via = None,
+    trainjob_runtime: kubernetes.TrainJobRuntime = None,
+    volcano_queue: kubernetes.VolcanoQueue = None,
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
@@ -110,12 +128,32 @@ def serve(
         pipollux submit examples/jobs.yaml
         pipollux jobs
 
-    Nodes are virtual: each is a name and a number of slots of this machine. A
-    slot is a GPU, or on nodes of kind cpu a CPU device of one thread.
+    With the local backend, nodes are virtual: each is a name and a number of slots
+    of this machine. A slot is a GPU, or on nodes of kind cpu a CPU device of one
+    thread. The kubernetes backend uses the nodes of a cluster: docs/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    nodes = this_machine() if cluster is None else load_cluster(cluster)
-    rules, expander = _autoscaling(autoscale, expander_command, len(nodes.nodes))
+    own = kubernetes.kubernetes_options(
+        backend,
+        {
+            "namespace": namespace,
+            "scheduler": scheduler_name,
+            "device": device_resource,
+            "node_selector": node_selector,
+            "tolerations": toleration,
+            "checkpoint_folder": checkpoint_folder,
+            "checkpoint_claim": checkpoint_claim,
+            "checkpoint_host_path": checkpoint_host_path,
+            "python": image_python,
+            "via": via,
+            "runtime": trainjob_runtime,
+            "volcano_queue": volcano_queue,
+        },
+    )
+    nodes = _cluster(backend, cluster)
+    rules, expander = _autoscaling(
+        autoscale, expander_command, lambda: len(scheduler.store.nodes())
+    )
     address = server_address(
         host=host,
         port=port,
@@ -143,12 +181,15 @@ def serve(
         on_event=_print_event,
         event_types=TELLING_TYPES,
         store=store,
+        backend=backend,
+        backend_options=own,
     )
     with Interruption() as interruption:
         scheduler.start()
-        slots = sum(node.slots for node in nodes.nodes)
+        known = scheduler.store.nodes().values()
+        slots = sum(node.slots for node in known)
         typer.echo(
-            f"Serving {count(len(nodes.nodes), 'node')} with {count(slots, 'slot')} at "
+            f"Serving {count(len(known), 'node')} with {count(slots, 'slot')} at "
             f"{scheduler.url}{_listening(scheduler)}, "
             f"state in {directory.path}. Ctrl-C ends it."
         )
@@ -165,8 +206,15 @@ def _listening(scheduler: Scheduler) -> str:
     return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
 
+def _cluster(backend: str, file: Path | None) -> ClusterSpec | None:
+    """Return the nodes; None where the backend finds them itself."""
+    if file is not None:
+        return load_cluster(file)
+    return this_machine() if backend == DEFAULT_BACKEND else None
+
+
 def _autoscaling(
-    bounds: str | None, command: str | None, num_nodes: int
+    bounds: str | None, command: str | None, num_nodes: Callable[[], int]
 ) -> tuple[AutoscalingRules | None, CommandExpander | None]:
     """Parse the two options of autoscaling, which need each other."""
     if bounds is None and command is None:
@@ -182,7 +230,7 @@ def _autoscaling(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--autoscale'") from None
     try:
-        return rules, CommandExpander(command, count=lambda: num_nodes)
+        return rules, CommandExpander(command, count=num_nodes)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--expander-command'") from None
 

@@ -1,0 +1,39 @@
+"""What an engine may do with jobs whose records the cluster keeps, too: `Engine.keep_records`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import JobRecord
+
+__all__ = ["JobActions"]
+
+
+class JobActions(Protocol):
+    """What users can do with jobs; each method may raise `SchedulerError`."""
+
+    def version(self) -> int:
+        """Return a number that grows whenever a job has changed."""
+
+    def jobs(self) -> Sequence[JobRecord]:
+        """Return all jobs."""
+
+    def steps(self) -> Mapping[str, int]:
+        """Return the optimizer steps of jobs so far, where they are known."""
+
+    def submit(self, spec: JobSpec) -> object:
+        """Submit a job."""
+
+    def suspend(self, name: str) -> object:
+        """Suspend a job."""
+
+    def resume(self, name: str) -> object:
+        """Resume a job."""
+
+    def cancel(self, name: str) -> object:
+        """Cancel a job."""
+
+    def delete(self, name: str) -> object:
+        """Delete a job that has ended."""

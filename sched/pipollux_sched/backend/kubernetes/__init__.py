@@ -1,0 +1,1 @@
+"""Kubernetes: a pod per replica, under a custom resource per job."""

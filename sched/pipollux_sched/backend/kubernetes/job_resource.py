@@ -1,0 +1,189 @@
+"""A job as a custom resource: its spec there and here, and what its status says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.store import JobRecord
+
+from .api import Object
+from .owner import Owner
+from .pod_state import main_container
+
+__all__ = ["JobResource", "job_spec", "job_status", "refused_status", "resource_spec", "view_job"]
+
+CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED)
+"""The conditions that a TrainJob has, too; what else a job goes through is told by its phase."""
+REFUSED = "Refused"
+"""Reason of the phase Failed of a resource that no job could be made from."""
+_KEPT_AS_THEY_ARE = ("environment", "hints")
+"""Fields whose keys are the user's."""
+
+
+@dataclass(frozen=True)
+class JobResource:
+    """What is kept of a custom resource."""
+
+    name: str
+    uid: str
+    generation: int
+    """Grows with each change of its spec."""
+    deleted: bool
+    annotations: Mapping[str, str]
+    spec: Mapping[str, Any]
+    status: Mapping[str, Any]
+
+    @property
+    def suspended(self) -> bool:
+        """Whether it asks for its job to be suspended."""
+        return bool(self.spec.get("suspend"))
+
+    @property
+    def owner(self) -> Owner:
+        """What the job's objects belong to."""
+        return Owner(self.name, self.uid, self.spec.get("template") or {})
+
+
+def view_job(resource: Object) -> JobResource:
+    """Return what is to be known of a resource."""
+    metadata = resource["metadata"]
+    return JobResource(
+        metadata["name"],
+        metadata.get("uid", ""),
+        int(metadata.get("generation") or 0),
+        metadata.get("deletionTimestamp") is not None,
+        metadata.get("annotations") or {},
+        resource.get("spec") or {},
+        resource.get("status") or {},
+    )
+
+
+def job_spec(resource: JobResource) -> JobSpec:
+    """Return the job that a resource describes.
+
+    Raises:
+        SpecError: it describes none.
+    """
+    fields = {
+        _snake(name): _renamed(name, value, _snake)
+        for name, value in resource.spec.items()
+        if name not in ("suspend", "template")
+    }
+    if "image" not in fields and (image := _image(resource.spec.get("template") or {})):
+        fields["image"] = image
+    return parse_job({"name": resource.name, **fields}, f"{resource.name}")
+
+
+def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec of the resource of a job that was submitted without one.
+
+    Args:
+        spec: the `JobSpec` as JSON.
+    """
+    default = JobSpec(name="x", script="x").model_dump(mode="json")
+    return {
+        _camel(name): _renamed(name, value, _camel)
+        for name, value in spec.items()
+        if name not in ("name", "allocation") and value != default.get(name)
+    }
+
+
+def job_status(
+    job: JobRecord, resource: JobResource, scheduler: str, step: int | None
+) -> dict[str, Any]:
+    """Return the status of a resource whose job is known.
+
+    Args:
+        job: its job.
+        resource: the resource.
+        scheduler: identity of the state directory.
+        step: optimizer steps so far; None: unknown.
+    """
+    state = job.state
+    return {
+        "phase": state.phase.value,
+        "reason": state.reason,
+        "message": state.message,
+        "replicas": len(state.running_on),
+        "numStages": state.num_stages or int(job.spec.get("num_stages", 1)),
+        "generation": state.generation,
+        "nodes": list(state.running_on),
+        "observedGeneration": resource.generation,
+        "scheduler": scheduler,
+        "conditions": [
+            {
+                "type": entry.type.value,
+                "status": "True" if entry.status else "False",
+                "reason": entry.reason or entry.type.value,
+                "message": entry.message,
+                "lastTransitionTime": rfc3339(entry.time),
+            }
+            for entry in state.conditions
+            if entry.type in CONDITIONS
+        ],
+        **({} if step is None else {"step": step}),
+    }
+
+
+def refused_status(resource: JobResource, message: str, now: float) -> dict[str, Any]:
+    """Return the status of a resource that no job can be made from."""
+    return {
+        "phase": Phase.FAILED.value,
+        "reason": REFUSED,
+        "message": message,
+        "observedGeneration": resource.generation,
+        "conditions": [_condition(Phase.FAILED, REFUSED, message, now)],
+    }
+
+
+def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
+    """Return the status of a resource that was created suspended: its job waits to be made."""
+    message = "The job is submitted when spec.suspend is false."
+    return {
+        "phase": Phase.SUSPENDED.value,
+        "reason": "Suspended",
+        "message": message,
+        "observedGeneration": resource.generation,
+        "conditions": [_condition(Phase.SUSPENDED, "Suspended", message, now)],
+    }
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time in whole seconds, as the API writes it."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _condition(phase: Phase, reason: str, message: str, now: float) -> dict[str, Any]:
+    return {
+        "type": phase.value,
+        "status": "True",
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": rfc3339(now),
+    }
+
+
+def _image(template: Mapping[str, Any]) -> str | None:
+    containers = (template.get("spec") or {}).get("containers")
+    return main_container(containers).get("image") if containers else None
+
+
+def _renamed(field: str, value: Any, rename: Any) -> Any:
+    """Return a field's value with the keys of nested specs renamed, too."""
+    if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
+        return {rename(name): entry for name, entry in value.items()}
+    return value
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"[A-Z]", lambda found: f"_{found[0].lower()}", name)
+
+
+def _camel(name: str) -> str:
+    return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)

@@ -1,0 +1,182 @@
+"""Logs of replicas, brought from the cluster into the state directory.
+
+Beside each log lies the time of its last line, so that the next call, also of a later scheduler,
+brings only what has come since. A kubelet removes the log of a deleted pod as soon as its
+containers have ended; so the log of a pod that is being deleted is followed to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from math import ceil
+from pathlib import Path
+
+import httpx2
+from lightkube import AsyncClient
+
+from pipollux_sched.backend.base import ReplicaKey
+
+from .api import Api
+from .pod_state import PodView
+
+__all__ = ["LogFollower", "PodLog"]
+
+_LOG = logging.getLogger(__name__)
+LOG_LIMIT = 64 * 2**20
+"""Bytes at which a log is renamed to `LOG.1`, and begun again."""
+LAST_LINES = 5.0
+"""Seconds for which the log of a container that has ended is still followed."""
+_STAMP = re.compile(
+    r"(?P<stamp>(?P<whole>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?"
+    r"(?P<zone>Z|[+-]\d\d:\d\d))(?: (?P<line>.*))?$",
+    re.DOTALL,
+)
+_MARGIN = 5
+"""Seconds by which the clocks of the nodes may differ from ours."""
+
+
+class PodLog:
+    """The log of one replica; may be written to from several threads.
+
+    Args:
+        path: its file in the state directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mark = path.with_name(f".{path.name}.time")
+        self._lock = threading.Lock()
+        self._last = _time(self._read_mark())
+
+    def since(self) -> int | None:
+        """Return how many seconds of the log are to be asked for; None: all of it."""
+        seconds = self._last[0]
+        return max(ceil(time.time() - seconds) + _MARGIN, 1) if seconds else None
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Append the lines that are new; each begins with its time.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            known, newest, new = self._last, "", []
+            for stamp, line in _stamped(lines):
+                if _time(stamp) > known:
+                    new.append(f"{line}\n")
+                    newest = stamp
+            if new:
+                self._append("".join(new).encode())
+                self._last = _time(newest)
+                self._mark.write_text(newest, encoding="ascii")
+
+    def fetch(self, api: Api, pod: str, container: str) -> None:
+        """Append what the cluster has; see `add`.
+
+        Raises:
+            ClusterUnavailableError: the cluster does not answer; also BackendError: there is none.
+        """
+        self.add(api.log(pod, container, self.since()))
+
+    def _append(self, data: bytes) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size >= LOG_LIMIT:
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        with self._path.open("ab") as file:
+            file.write(data)
+
+    def _read_mark(self) -> str:
+        try:
+            return self._mark.read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return ""
+
+
+class LogFollower:
+    """Follows the logs of pods that are being deleted, in the thread of the watches.
+
+    Args:
+        namespace: of the pods.
+        pods: returns the pods as they are now.
+        log_of: returns the log of a replica.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        pods: Callable[[], list[PodView]],
+        log_of: Callable[[ReplicaKey], PodLog],
+    ) -> None:
+        self._namespace, self._pods, self._log_of = namespace, pods, log_of
+        self._woken = asyncio.Event()
+        self._followed: dict[ReplicaKey, threading.Event] = {}
+
+    def wake(self) -> None:
+        """Look for further pods; called in the thread of the watches."""
+        self._woken.set()
+
+    def await_end(self, key: ReplicaKey) -> None:
+        """Wait for the last lines of a replica that has ended, if its log is followed."""
+        ended = self._followed.get(key)
+        if ended is not None and not ended.wait(LAST_LINES):
+            _LOG.warning("the last lines of replica %s are late", key)
+
+    async def run(self, client: AsyncClient) -> None:
+        """Follow until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                pods = {pod.key: pod for pod in self._pods()}
+                for key in self._followed.keys() - pods.keys():
+                    del self._followed[key]
+                for key, pod in pods.items():
+                    if pod.deletion_grace and pod.is_running and key not in self._followed:
+                        self._followed[key] = threading.Event()
+                        tasks.create_task(self._follow(client, pod, self._followed[key]))
+
+    async def _follow(self, client: AsyncClient, pod: PodView, ended: threading.Event) -> None:
+        log = self._log_of(pod.key)
+        try:
+            lines = client.log(
+                pod.name,
+                namespace=self._namespace,
+                container=pod.main,
+                follow=True,
+                since=log.since(),
+                timestamps=True,
+                newlines=False,
+            )
+            async for line in lines:
+                log.add([line])
+        except (httpx2.HTTPError, OSError, RuntimeError) as error:
+            _LOG.debug("the log of pod %s is not followed: %s", pod.name, error)
+        finally:
+            ended.set()
+
+
+def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Split off the time of each line; a part of a line, after a carriage return, has none."""
+    stamp = ""
+    for line in lines:
+        match = _STAMP.match(line)
+        if match:
+            stamp = match["stamp"]
+        if stamp:
+            yield stamp, (match["line"] or "") if match else line
+
+
+def _time(stamp: str) -> tuple[float, str]:
+    """Return a time as what orders it, in whole seconds since the epoch and nanoseconds."""
+    match = _STAMP.match(stamp)
+    if match is None:
+        return 0.0, ""
+    zone = "+00:00" if match["zone"] == "Z" else match["zone"]
+    seconds = datetime.fromisoformat(match["whole"] + zone).timestamp()
+    return seconds, (match["fraction"] or "").ljust(9, "0")

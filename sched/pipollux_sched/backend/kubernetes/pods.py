@@ -1,0 +1,246 @@
+"""The objects of a generation: its pods, the secret with its token, the service of its job.
+
+A user's PodTemplateSpec is taken as it is; what the scheduler must decide is put over it: node,
+command, devices, environment, restart policy, host name, grace.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from pipollux_sched.backend.base import Launch, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend.replica.command import agent_in_container
+from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
+
+from . import names
+from .api import Object
+from .options import CPU, KubernetesOptions
+from .owner import Owner
+from .pod_state import MAIN_CONTAINER, main_container
+
+__all__ = [
+    "CHECKPOINTS",
+    "GRACE_MARGIN",
+    "SHARED_MEMORY",
+    "checkpoint_volume",
+    "environment",
+    "literal",
+    "make_pod",
+    "make_secret",
+    "make_service",
+    "mounts",
+    "resources",
+]
+
+TERMINATION_LOG = "/dev/termination-log"
+TERMINATION_LOG_LIMIT = 4096
+"""Bytes of a termination message that a kubelet hands on."""
+GRACE_MARGIN = 10
+"""Seconds that the kubelet waits longer than the scheduler, which then kills it itself."""
+_TOKEN = "PIPOLLUX_TOKEN"  # noqa: S105  # the name of a variable
+CHECKPOINTS = "pipollux-checkpoints"
+SHARED_MEMORY = "pipollux-shm"
+
+
+def make_pod(
+    program: ReplicaProgram,
+    launch: Launch,
+    replica: int,
+    owner: Owner,
+    options: KubernetesOptions,
+) -> Object:
+    """Return the pod of one replica.
+
+    Args:
+        program: what it runs.
+        launch: its generation.
+        replica: which of its replicas.
+        owner: the custom resource of its job.
+        options: of the backend.
+    """
+    key = launch.keys[replica]
+    name = names.pod_name(key)
+    template: dict[str, Any] = deepcopy(dict(owner.template))
+    metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
+    containers = spec.setdefault("containers", []) or [{}]
+    spec["containers"] = containers
+    _fill_container(main_container(containers), program, launch, replica, options)
+    _fill_spec(spec, key, launch.nodes[replica], options)
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {
+                **(metadata.get("labels") or {}),
+                **names.replica_labels(options.scheduler, key),
+            },
+            "annotations": metadata.get("annotations") or {},
+            "finalizers": [*(metadata.get("finalizers") or ()), names.FINALIZER],
+            "ownerReferences": owner.references,
+        },
+        "spec": spec,
+    }
+
+
+def make_secret(
+    program: ReplicaProgram, generation: int, owner: Owner, options: KubernetesOptions
+) -> Object:
+    """Return the secret with the token that the replicas of a generation show the scheduler."""
+    return {
+        "metadata": {
+            "name": names.secret_name(program.job, generation),
+            "labels": {
+                **names.job_labels(options.scheduler, program.job),
+                names.GENERATION_LABEL: str(generation),
+            },
+            "ownerReferences": owner.references,
+        },
+        "data": {_TOKEN: b64encode(program.environment.get(_TOKEN, "").encode()).decode()},
+    }
+
+
+def make_service(job: str, owner: Owner, options: KubernetesOptions) -> Object:
+    """Return the headless service that gives a job's replicas their host names."""
+    labels = names.job_labels(options.scheduler, job)
+    return {
+        "metadata": {
+            "name": names.service_name(job),
+            "labels": labels,
+            "ownerReferences": owner.references,
+        },
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels},
+    }
+
+
+def _fill_spec(
+    spec: dict[str, Any], key: ReplicaKey, node: str, options: KubernetesOptions
+) -> None:
+    spec.pop("nodeName", None)  # the cluster's scheduler must account for the devices
+    spec.update(
+        restartPolicy="Never",
+        nodeSelector={**(spec.get("nodeSelector") or {}), names.HOST_NAME_LABEL: node},
+        hostname=names.pod_name(key),
+        subdomain=names.service_name(key.job),
+        terminationGracePeriodSeconds=int(options.grace) + GRACE_MARGIN,
+    )
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("enableServiceLinks", False)
+    tolerations = [*(spec.get("tolerations") or ()), *map(dict, options.tolerations)]
+    if options.device != CPU:
+        tolerations.append({"key": options.device, "operator": "Exists"})
+    spec["tolerations"] = tolerations
+    volumes = spec.setdefault("volumes", [])
+    mounted = {
+        mount["name"]
+        for container in spec["containers"]
+        for mount in container.get("volumeMounts") or ()
+    }
+    if SHARED_MEMORY in mounted:
+        volumes.append({"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}})
+    if CHECKPOINTS in mounted:
+        volumes.append({"name": CHECKPOINTS, **checkpoint_volume(options)})
+
+
+def checkpoint_volume(options: KubernetesOptions) -> dict[str, Any]:
+    """Return what the volume for checkpoints is."""
+    if options.checkpoint_claim:
+        return {"persistentVolumeClaim": {"claimName": options.checkpoint_claim}}
+    path = options.checkpoint_host_path
+    return {"hostPath": {"path": path, "type": "DirectoryOrCreate"}}
+
+
+def _fill_container(
+    container: dict[str, Any],
+    program: ReplicaProgram,
+    launch: Launch,
+    replica: int,
+    options: KubernetesOptions,
+) -> None:
+    container.setdefault("name", MAIN_CONTAINER)
+    if program.image:
+        container["image"] = program.image
+    if program.directory is not None:
+        container["workingDir"] = str(program.directory)
+    container.pop("args", None)
+    container.update(
+        command=[
+            literal(word)
+            for word in agent_in_container(program, launch, replica, python=options.python)
+        ],
+        resources=resources(container.get("resources") or {}, program, launch, options),
+        env=environment(container.get("env") or (), program, launch, replica, options),
+        volumeMounts=mounts(container.get("volumeMounts") or (), options),
+        terminationMessagePath=TERMINATION_LOG,
+        terminationMessagePolicy="File",
+    )
+
+
+def resources(
+    asked: Mapping[str, Any],
+    program: ReplicaProgram,
+    launch: Launch,
+    options: KubernetesOptions,
+) -> dict[str, Any]:
+    """Return the resources of a replica: the template's, the job's over them, and its devices."""
+    requests, limits = dict(asked.get("requests") or {}), dict(asked.get("limits") or {})
+    stages = launch.num_stages
+    cpus = program.cpus + stages * program.cpus_per_stage
+    memory = program.memory + stages * program.memory_per_stage
+    if options.device == CPU:
+        cpus = max(cpus, stages)
+    else:
+        requests[options.device] = limits[options.device] = str(stages)
+    if cpus:
+        requests[CPU] = str(cpus)
+    if memory:
+        requests["memory"] = str(memory)
+    return {**asked, "requests": requests, "limits": limits}
+
+
+def environment(
+    given: Iterable[Mapping[str, Any]],
+    program: ReplicaProgram,
+    launch: Launch,
+    replica: int,
+    options: KubernetesOptions,
+) -> list[dict[str, Any]]:
+    """Return the environment of a replica, ours after that of the template, which it may use."""
+    if options.device == CPU:
+        devices = cpu_variables(launch.num_stages)
+    else:
+        devices = {"PIPOLLUX_DEVICES": ",".join(f"cuda:{k}" for k in range(launch.num_stages))}
+    plain = {
+        **replica_variables(program, launch, replica),
+        **devices,
+        "PIPOLLUX_RESULT_FILE": TERMINATION_LOG,
+        "PIPOLLUX_RESULT_LIMIT": str(TERMINATION_LOG_LIMIT),
+    }
+    plain.pop(_TOKEN, None)
+    ours: dict[str, dict[str, Any]] = {
+        name: {"name": name, "value": literal(value)} for name, value in plain.items()
+    }
+    secret = {"name": names.secret_name(launch.job, launch.generation), "key": _TOKEN}
+    ours[_TOKEN] = {"name": _TOKEN, "valueFrom": {"secretKeyRef": secret}}
+    ours["PIPOLLUX_ADDRESS"] = {
+        "name": "PIPOLLUX_ADDRESS",
+        "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+    }
+    return [dict(entry) for entry in given if entry.get("name") not in ours] + list(ours.values())
+
+
+def literal(value: str) -> str:
+    """Return a value that the kubelet puts nothing into: $(NAME) would be replaced."""
+    return value.replace("$", "$$")
+
+
+def mounts(given: Iterable[Mapping[str, Any]], options: KubernetesOptions) -> list[dict[str, Any]]:
+    """Return what is mounted; a user's own volume at one of our places stays."""
+    mounts = [dict(entry) for entry in given]
+    taken = {entry.get("mountPath") for entry in mounts}
+    if "/dev/shm" not in taken:  # noqa: S108  # a container's own; what loaders share needs room
+        mounts.append({"name": SHARED_MEMORY, "mountPath": "/dev/shm"})  # noqa: S108
+    if options.has_volume and options.checkpoint_folder not in taken:
+        mounts.append({"name": CHECKPOINTS, "mountPath": options.checkpoint_folder})
+    return mounts

@@ -1,0 +1,287 @@
+"""Keeps jobs and their custom resources in step.
+
+A job's resource is what its users create, suspend and delete; the store is what has become of it.
+Each job has a resource: one that was submitted over REST is given one. So that either side may go
+away for a while, each knows the other: a job keeps the uid of its resource in a file of its folder
+(`ResourceLink`), and the status of a resource names the state directory that knows its job. Then
+
+* a resource without a job is submitted, but deleted if its job was known and was deleted;
+* a job without a resource is given one, but cancelled and deleted if it had one;
+* `spec.suspend` and the job's own suspension follow the one that was changed last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
+from pipollux_sched.backend.job_actions import JobActions
+from pipollux_sched.errors import SchedulerError
+from pipollux_sched.spec.job import SpecError
+from pipollux_sched.store import JobRecord, StateDir
+from pipollux_sched.store.errors import ConflictError
+from pipollux_sched.utils.atomic_write import write_aside
+
+from . import names
+from .api import Api, Event, Job, JobStatus
+from .events import phase_event
+from .job_resource import (
+    JobResource,
+    job_spec,
+    job_status,
+    refused_status,
+    resource_spec,
+    waiting_status,
+)
+from .mirror import Mirror
+from .owner import Owner
+
+__all__ = ["ResourceController"]
+
+_LOG = logging.getLogger(__name__)
+STEP_INTERVAL = 10.0
+"""Seconds between two updates of a status in which only the step has changed."""
+PAUSE = 0.5
+"""Seconds after which the store is looked at again."""
+MADE_BY = f"{names.GROUP}/made-by"
+"""Annotation of a resource that was made for a job: the state directory that knows the job."""
+
+
+@dataclass(frozen=True)
+class ResourceLink:
+    """What a job knows of its resource."""
+
+    uid: str
+    suspend: bool
+    """What both sides had agreed on."""
+
+
+class ResourceController:
+    """Keeps jobs and their custom resources in step.
+
+    Args:
+        api: calls to the API server.
+        resources: the resources of the namespace.
+        state_dir: of the scheduler.
+    """
+
+    def __init__(self, api: Api, resources: Mirror[JobResource], state_dir: StateDir) -> None:
+        self._api, self._resources, self._state_dir = api, resources, state_dir
+        self._identity = _identity(state_dir)
+        self._written: dict[str, float] = {}
+        self._changed = threading.Event()
+        self._actions: JobActions
+        self._problems: dict[str, str] = {}
+
+    def run(self, jobs: JobActions, ending: threading.Event) -> None:
+        """Keep them in step until the end.
+
+        Args:
+            jobs: the jobs, and what can be done with them.
+            ending: set when to return.
+        """
+        seen: tuple[int, int] | None = None
+        while not ending.is_set():
+            found = jobs.version(), self._resources.changes
+            if found != seen and self.step(jobs):
+                seen = found
+            self._changed.wait(PAUSE)
+            self._changed.clear()
+
+    def wake(self) -> None:
+        """Tell that a resource has changed; any thread may call it."""
+        self._changed.set()
+
+    def step(self, actions: JobActions) -> bool:
+        """Bring both sides in step once; return False if something is to be done again."""
+        self._actions = actions
+        try:
+            resources = {found.name: found for found in self._resources.values()}
+            jobs = {job.name: job for job in actions.jobs()}
+            steps = actions.steps()
+        except ClusterUnavailableError as error:
+            _LOG.debug("resources are not looked at: %s", error)
+            return False
+        done = True
+        for name in sorted(resources.keys() | jobs.keys()):
+            try:
+                self._bring_in_step(name, resources.get(name), jobs.get(name), steps.get(name))
+            except ClusterUnavailableError as error:
+                _LOG.info("job %s and its resource are not in step yet: %s", name, error)
+                return False
+            except (SchedulerError, OSError) as error:
+                done = False
+                if self._problems.get(name) != str(error):
+                    _LOG.warning("job %s and its resource are not in step: %s", name, error)
+                self._problems[name] = str(error)
+            else:
+                self._problems.pop(name, None)
+        return done
+
+    def owner(self, job: str) -> Owner:
+        """Return what the objects of a job belong to.
+
+        Raises:
+            ClusterUnavailableError: its resource is not there yet, or not any more.
+        """
+        found = self._resources.find((self._api.namespace, job))
+        link = self._link(job)
+        if found is None or link is None or link.uid != found.uid:
+            raise ClusterUnavailableError(f"the resource of job {job!r} is not there")
+        return found.owner
+
+    def _bring_in_step(
+        self, name: str, resource: JobResource | None, job: JobRecord | None, step: int | None
+    ) -> None:
+        link = self._link(name) if job is not None else None
+        if job is None:
+            if resource is not None and not resource.deleted:
+                self._take_up(resource)
+        elif resource is None:
+            if link is None:
+                self._make_resource(job)
+            else:
+                self._remove_job(job)
+        elif link is None:
+            self._adopt(job, resource)
+        elif link.uid != resource.uid or resource.deleted:
+            self._remove_job(job)  # another one of the same name is taken up when it is gone
+        else:
+            self._agree_on_suspension(job, resource, link)
+            self._write_job_status(job, resource, step)
+
+    def _take_up(self, resource: JobResource) -> None:
+        """Submit the job of a new resource, or delete the resource of a deleted job."""
+        if self._identity in (
+            resource.status.get("scheduler"),
+            resource.annotations.get(MADE_BY),
+        ):
+            self._api.delete(Job, resource.name)
+            return
+        refused = resource.status.get("phase") == "Failed"
+        if refused and resource.status.get("observedGeneration") == resource.generation:
+            return
+        if resource.suspended:
+            self._write_status(resource, waiting_status(resource, time.time()))
+            return
+        self._keep_link(resource.name, ResourceLink(resource.uid, False))
+        try:
+            self._actions.submit(job_spec(resource))
+        except (SpecError, ConflictError) as error:
+            self._drop_link(resource.name)
+            self._write_status(resource, refused_status(resource, str(error), time.time()))
+        except SchedulerError:
+            self._drop_link(resource.name)
+            raise
+
+    def _make_resource(self, job: JobRecord) -> None:
+        """Give a resource to a job that was submitted over REST."""
+        spec = resource_spec(job.spec) | {"suspend": job.state.suspended}
+        made = self._api.create(
+            Job,
+            {
+                "metadata": {"name": job.name, "annotations": {MADE_BY: self._identity}},
+                "spec": spec,
+            },
+        )
+        if made is not None:
+            self._resources.note(made)
+            self._keep_link(job.name, ResourceLink(made["metadata"]["uid"], job.state.suspended))
+
+    def _adopt(self, job: JobRecord, resource: JobResource) -> None:
+        """ResourceLink a job to the resource that was made for it before a scheduler was killed."""
+        if resource.annotations.get(MADE_BY) == self._identity:
+            self._keep_link(job.name, ResourceLink(resource.uid, job.state.suspended))
+            return
+        message = f"There is a job {job.name!r} already, which was not made from this resource."
+        if resource.status.get("message") != message:
+            self._write_status(resource, refused_status(resource, message, time.time()))
+
+    def _remove_job(self, job: JobRecord) -> None:
+        """Cancel and delete a job whose resource was deleted."""
+        if job.phase.ended:
+            self._actions.delete(job.name)
+        elif job.state.intent is None or job.state.intent.value != "cancel":
+            self._actions.cancel(job.name)
+
+    def _agree_on_suspension(
+        self, job: JobRecord, resource: JobResource, link: ResourceLink
+    ) -> None:
+        """Let the side that has changed decide; the resource where both have."""
+        if job.phase.ended:
+            return
+        if resource.suspended != link.suspend:
+            if resource.suspended != job.state.suspended:
+                (self._actions.suspend if resource.suspended else self._actions.resume)(job.name)
+            self._keep_link(job.name, ResourceLink(link.uid, resource.suspended))
+        elif job.state.suspended != link.suspend:
+            self._api.patch(Job, job.name, {"spec": {"suspend": job.state.suspended}})
+            self._keep_link(job.name, ResourceLink(link.uid, job.state.suspended))
+
+    def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> None:
+        wanted = job_status(job, resource, self._identity, step)
+        old = dict(resource.status)
+        if old == wanted:
+            return
+        if {**old, "step": step} == {**wanted, "step": step}:
+            if time.monotonic() - self._written.get(job.name, 0.0) < STEP_INTERVAL:
+                return
+        elif (old.get("phase"), old.get("reason")) != (wanted["phase"], wanted["reason"]):
+            event = phase_event(resource, self._api.namespace, wanted, time.time())
+            self._api.create(Event, event)
+        self._write_status(resource, wanted)
+
+    def _write_status(self, resource: JobResource, status: Mapping[str, Any]) -> None:
+        """Replace the status of a resource, if it differs."""
+        known = dict(resource.status)
+        if known == dict(status):
+            return
+        patch = {**dict.fromkeys(known), **status}
+        written = self._api.patch(JobStatus, resource.name, {"status": patch})
+        if written is not None:
+            self._resources.note(written)
+            self._written[resource.name] = time.monotonic()
+
+    # What a job knows of its resource
+
+    def _link_file(self, job: str) -> Path:
+        return self._state_dir.job(job) / "kubernetes.json"
+
+    def _link(self, job: str) -> ResourceLink | None:
+        try:
+            kept = json.loads(self._link_file(job).read_text(encoding="utf-8"))
+            return ResourceLink(str(kept["uid"]), bool(kept["suspend"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _keep_link(self, job: str, link: ResourceLink) -> None:
+        self._link_file(job).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_aside(self._link_file(job), json.dumps(asdict(link)).encode())
+
+    def _drop_link(self, job: str) -> None:
+        with suppress(OSError):
+            self._link_file(job).unlink()
+            self._link_file(job).parent.rmdir()  # if it is empty
+
+
+def _identity(state_dir: StateDir) -> str:
+    """Return what tells a state directory from all others, made where there is none yet."""
+    path = state_dir.path / "kubernetes.id"
+    with suppress(OSError, ValueError):
+        if kept := path.read_text(encoding="ascii").strip():
+            return kept
+    made = secrets.token_hex(8)
+    try:
+        write_aside(path, f"{made}\n".encode())
+    except OSError as error:
+        raise BackendError(f"{path} cannot be written: {error}") from error
+    return made

@@ -1,0 +1,144 @@
+"""The engine that runs every generation as a TrainJob of Kubeflow Trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from pipollux_sched.backend.base import (
+    BackendError,
+    Ended,
+    Launch,
+    Listing,
+    ReplicaKey,
+    ReplicaProgram,
+    ReplicaState,
+    Signal,
+)
+from pipollux_sched.backend.result import ReplicaResult, ScriptError
+
+from . import names
+from .api import Pod, Secret, TrainJob
+from .engine import KubernetesEngine
+from .mirror import Mirror, Selection
+from .pod_state import KILL_GRACE, PodView
+from .pods import make_secret
+from .trainjobs import TrainJobView, check_even, make_trainjob, trainjob_name, view_trainjob
+
+__all__ = ["TrainJobEngine"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrainJobEngine(KubernetesEngine):
+    """Runs generations as TrainJobs: for clusters with Kubeflow Trainer, its queues and its gangs.
+
+    The Trainer's controllers make the pods, all from one template: placements are even, and any
+    change of an allocation is another TrainJob. Their pods cannot carry our finalizer. So the
+    status of one that is deleted is known from the watch; what is deleted while no scheduler runs
+    counts as lost.
+    """
+
+    name = "kubernetes"
+
+    def _more_mirrors(self) -> list[Mirror[Any]]:
+        label = {names.SCHEDULER_LABEL: self._options.scheduler}
+        self._trainjobs: Mirror[TrainJobView] = Mirror(
+            Selection(TrainJob, self.namespace, label), view_trainjob
+        )
+        return [self._trainjobs]
+
+    @staticmethod
+    def _last_view(pod: PodView) -> PodView:
+        """Return what is kept of a deleted pod: nothing of it runs any more."""
+        return pod._replace(deletion_grace=0)
+
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002
+        """Create the TrainJob of a generation, with its first replica."""
+        name = trainjob_name(launch.job, launch.generation)
+        if self._trainjobs.find((self.namespace, name)) is not None:
+            return
+        check_even(launch)
+        owner = self._owners(program.job)
+        self._api.create(Secret, make_secret(program, launch.generation, owner, self._options))
+        made = self._api.create(TrainJob, make_trainjob(program, launch, owner, self._options))
+        if made is None:
+            made = self._api.get(TrainJob, name)
+        if made is not None:
+            self._trainjobs.note(made)
+
+    def signal(self, key: ReplicaKey, signal: Signal) -> None:
+        """Suspend the TrainJob, which deletes all of its pods; a kill does not wait for them."""
+        name = trainjob_name(key.job, key.generation)
+        trainjob = self._trainjobs.find((self.namespace, name))
+        if trainjob is None:
+            return
+        self._ordered.update(
+            ReplicaKey(key.job, key.generation, r) for r in range(trainjob.num_nodes)
+        )
+        if not trainjob.suspended and not trainjob.failure:
+            patched = self._api.patch(TrainJob, name, {"spec": {"suspend": True}})
+            if patched is not None:
+                self._trainjobs.note(patched)
+        pod = self._find(key)
+        if signal is Signal.STOP or pod is None or pod.terminated is not None:
+            return
+        if pod.deletion_grace is None or pod.deletion_grace > KILL_GRACE:
+            self._api.delete(Pod, pod.name, KILL_GRACE)
+
+    def listing(self) -> Listing:
+        """Return the replicas of all TrainJobs, those too whose pods are not made yet."""
+        version, _ = super().listing()
+        pods = self._by_key()
+        found: dict[ReplicaKey, ReplicaState] = {}
+        for trainjob in self._trainjobs.values():
+            for replica in range(trainjob.num_nodes):
+                key = ReplicaKey(trainjob.job, trainjob.generation, replica)
+                pod = pods.get(key)
+                found[key] = self._state(pod) if pod else _without_pod(trainjob)
+        return Listing(version, found)
+
+    def forget(self, job: str, generation: int) -> None:
+        """Delete the TrainJob, and with it all that the Trainer has made from it."""
+        try:
+            self._api.delete(TrainJob, trainjob_name(job, generation))
+            self._api.delete(Secret, names.secret_name(job, generation))
+            for pod in self._pods.values():
+                if pod.key[:2] == (job, generation):
+                    self._pods.drop((self.namespace, pod.name))
+        except BackendError as error:
+            _LOG.warning("generation %d of job %s is not removed: %s", generation, job, error)
+        self._forget_keys(job, generation)
+
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
+        """End TrainJobs that nobody looks after: see `Engine`."""
+        found = super().recover(adopted, grace)
+        for trainjob in self._trainjobs.values():
+            if (trainjob.job, trainjob.generation) not in adopted:
+                found.append(f"TrainJob {trainjob.name}")
+                self.forget(trainjob.job, trainjob.generation)
+        return found
+
+    def _find(self, key: ReplicaKey) -> PodView | None:
+        return self._by_key().get(key)
+
+    def _by_key(self) -> dict[ReplicaKey, PodView]:
+        """Return the pods of replicas; the one that has ended, where another took its place."""
+        found: dict[ReplicaKey, PodView] = {}
+        for pod in self._pods.values():
+            if pod.key not in found or pod.terminated is not None:
+                found[pod.key] = pod
+        return found
+
+
+def _without_pod(trainjob: TrainJobView) -> ReplicaState:
+    handle = f"trainjob/{trainjob.name}"
+    if trainjob.failure:
+        error = ScriptError(f"TrainJob {trainjob.name} failed: {trainjob.failure}", True)
+        return ReplicaState(handle, ended=Ended(None, ReplicaResult(error=error)))
+    if trainjob.suspended:
+        return ReplicaState(
+            handle, ended=Ended(None, lost="Its pod is gone, and was not seen end.")
+        )
+    return ReplicaState(handle, f"TrainJob {trainjob.name} has no pod for it yet.")

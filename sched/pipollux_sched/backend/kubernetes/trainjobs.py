@@ -1,0 +1,184 @@
+"""A generation as a TrainJob of Kubeflow Trainer, and what one says about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pipollux_sched.backend.base import BackendError, Launch, ReplicaProgram
+from pipollux_sched.backend.replica.command import agent_in_container
+
+from . import names
+from .api import Object
+from .options import CPU, KubernetesOptions
+from .owner import Owner
+from .pods import (
+    CHECKPOINTS,
+    GRACE_MARGIN,
+    SHARED_MEMORY,
+    checkpoint_volume,
+    environment,
+    literal,
+    mounts,
+    resources,
+)
+
+__all__ = ["TrainJobView", "check_even", "make_trainjob", "trainjob_name", "view_trainjob"]
+
+MANAGER = f"{names.GROUP}/scheduler"
+"""Manager of our runtime patches."""
+CONTAINER = "node"
+"""The container of a runtime that the Trainer fills in; also the name of its replicated job."""
+QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
+_INDEX = f"metadata.annotations['{names.INDEX_LABEL}']"
+
+
+class TrainJobView(NamedTuple):
+    """What is kept of a TrainJob of ours."""
+
+    name: str
+    job: str
+    generation: int
+    num_nodes: int
+    suspended: bool
+    failure: str
+    """Why it has failed; empty if it has not."""
+
+
+def trainjob_name(job: str, generation: int) -> str:
+    """Return the name of the TrainJob of a generation."""
+    return f"{job}-g{generation}"
+
+
+def view_trainjob(trainjob: Object) -> TrainJobView | None:
+    """Return what is to be known of a TrainJob; None if its labels name no generation."""
+    metadata, spec = trainjob["metadata"], trainjob.get("spec") or {}
+    labels = metadata.get("labels") or {}
+    key = names.key_of({**labels, names.REPLICA_LABEL: "0"})
+    if key is None:
+        return None
+    conditions = (trainjob.get("status") or {}).get("conditions") or ()
+    failures = [
+        str(entry.get("message") or entry.get("reason"))
+        for entry in conditions
+        if entry["type"] == "Failed" and entry["status"] == "True"
+    ]
+    return TrainJobView(
+        metadata["name"],
+        key.job,
+        key.generation,
+        int((spec.get("trainer") or {}).get("numNodes") or 1),
+        bool(spec.get("suspend")),
+        failures[0] if failures else "",
+    )
+
+
+def check_even(launch: Launch) -> None:
+    """Refuse a generation whose nodes do not all have the same number of replicas.
+
+    Raises:
+        BackendError: a TrainJob cannot say so: all of its pods come from one template.
+    """
+    counts = Counter(launch.nodes)
+    if len(set(counts.values())) > 1:
+        placed = ", ".join(f"{number} on {node}" for node, number in sorted(counts.items()))
+        raise BackendError(
+            f"job {launch.job!r} was given {placed}; a TrainJob places the same number on each "
+            "node: run the scheduler with --via pod, or give the job other bounds"
+        )
+
+
+def make_trainjob(
+    program: ReplicaProgram, launch: Launch, owner: Owner, options: KubernetesOptions
+) -> Object:
+    """Return the TrainJob of a generation.
+
+    Its pods are alike, so each reads its number from what the Job controller gives it.
+
+    Args:
+        program: what its replicas run.
+        launch: the generation.
+        owner: the custom resource of its job.
+        options: of the backend.
+    """
+    labels = names.job_labels(options.scheduler, launch.job) | {
+        names.GENERATION_LABEL: str(launch.generation)
+    }
+    command = [literal(w) for w in agent_in_container(program, launch, 0, python=options.python)]
+    command[command.index("--rdzv-conf=rank=0")] = "--rdzv-conf=rank=$(PIPOLLUX_REPLICA)"
+    variables = environment((), program, launch, 0, options)
+    number = {"name": "PIPOLLUX_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    trainer = {
+        "numNodes": len(launch.nodes),
+        "numProcPerNode": 1,
+        "command": command,
+        "env": [entry for entry in variables if entry["name"] != number["name"]] + [number],
+        "resourcesPerNode": resources({}, program, launch, options),
+    }
+    if program.image:
+        trainer["image"] = program.image
+    annotations = {QUEUE_ANNOTATION: options.volcano_queue} if options.volcano_queue else {}
+    return {
+        "metadata": {
+            "name": trainjob_name(launch.job, launch.generation),
+            "labels": labels,
+            "annotations": annotations,
+            "ownerReferences": owner.references,
+        },
+        "spec": {
+            "runtimeRef": {"name": options.runtime},
+            "suspend": False,
+            "trainer": trainer,
+            "runtimePatches": [_patch(labels, launch, options)],
+        },
+    }
+
+
+def _patch(labels: Mapping[str, str], launch: Launch, options: KubernetesOptions) -> dict[str, Any]:
+    """Return what is put over the pod template of the runtime."""
+    mounted = mounts((), options)
+    volumes: list[dict[str, Any]] = [{"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}]
+    if any(mount["name"] == CHECKPOINTS for mount in mounted):
+        volumes.append({"name": CHECKPOINTS, **checkpoint_volume(options)})
+    tolerations = [*map(dict, options.tolerations)]
+    if options.device != CPU:
+        tolerations.append({"key": options.device, "operator": "Exists"})
+    pod = {
+        "metadata": {"labels": dict(labels)},
+        "spec": {
+            "affinity": _affinity(labels, launch),
+            "tolerations": tolerations,
+            "terminationGracePeriodSeconds": int(options.grace) + GRACE_MARGIN,
+            "volumes": volumes,
+            "containers": [{"name": CONTAINER, "volumeMounts": mounted}],
+        },
+    }
+    replicated = {"name": CONTAINER, "template": {"spec": {"template": pod}}}
+    spec = {"template": {"spec": {"replicatedJobs": [replicated]}}}
+    return {"manager": MANAGER, "trainingRuntimeSpec": spec}
+
+
+def _affinity(labels: Mapping[str, str], launch: Launch) -> dict[str, Any]:
+    """Return what keeps the pods on the nodes of a launch, evenly."""
+    nodes = sorted(set(launch.nodes))
+    here = {"key": names.HOST_NAME_LABEL, "operator": "In", "values": nodes}
+    apart = {
+        "topologyKey": names.HOST_NAME_LABEL,
+        "labelSelector": {"matchLabels": dict(labels)},
+    }
+    one_each = len(nodes) == len(launch.nodes)
+    return {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [here]}]
+            }
+        },
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+        if one_each
+        else {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 100, "podAffinityTerm": apart}
+            ]
+        },
+    }
