@@ -1,0 +1,245 @@
+"""The Kubernetes engine: replicas are pods, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightkube import Client
+from lightkube.resources.core_v1 import Pod, Secret, Service
+
+from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
+from pipollux_sched.backend.kubernetes import engine as engine_module
+from pipollux_sched.spec.job import JobSpec, SpecError
+
+from .cluster import GPU, Cluster, until
+from .engines import DEAF, RUNS, Rig
+from .memory.cluster import MemoryCluster
+from .objects import pod
+
+
+@pytest.fixture
+def rig(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Rig]:
+    tmp_path.chmod(0o755)
+    rig = Rig(cluster, namespace, tmp_path / "rig")
+    yield rig
+    rig.close()
+
+
+def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
+    """Pods get their node, devices, variables and token; the exit status and the message remain."""
+    script = (
+        "echo ready; echo $PIPOLLUX_REPLICA of $PIPOLLUX_NUM_NODES on $PIPOLLUX_DEVICES;"
+        'echo "$PIPOLLUX_TOKEN $ODD"; test -n "$PIPOLLUX_ADDRESS";'
+        """echo '{"step": 7, "asked": true}' > $PIPOLLUX_RESULT_FILE; exit 3"""
+    )
+    odd = {"ODD": "$(HOME) $$x"}
+    keys = rig.start(script, ["n1", "n2"], num_stages=2, environment=odd)
+    rig.start(script, ["n1", "n2"], num_stages=2, environment=odd)  # nothing happens
+    assert set(rig.engine.listing().replicas) == set(keys)
+    ends = [rig.ended(key) for key in keys]
+    assert [end.status for end in ends] == [3, 3]
+    assert all(end.result.stopped_step == 7 and end.result.asked and not end.lost for end in ends)
+    for replica, key in enumerate(keys):
+        made = client.get(Pod, f"job-g1-r{replica}")
+        assert made.spec.nodeName == ("n1", "n2")[replica]
+        assert made.spec.containers[0].resources.limits == {GPU: "2"}
+        assert made.metadata.labels["pipollux.dev/job"] == "job"
+        assert "to-ken" not in str(made.to_dict())
+        expected = f"ready\n{replica} of 2 on cuda:0,cuda:1\nto-ken $(HOME) $$x\n"
+        assert rig.log(key) == expected
+        assert rig.log(key) == expected  # nothing comes twice
+    assert client.get(Service, "job-replicas").spec.clusterIP == "None"
+    rig.forget()
+    assert not list(client.list(Pod))
+    assert [s.metadata.name for s in client.list(Secret) if "job" in s.metadata.name] == []
+    assert rig.state_dir.log(*keys[0]).exists()
+
+
+def test_a_stop_leaves_status_and_last_words(rig: Rig) -> None:
+    """A pod that is told to stop is readable until it is forgotten, its last line, too."""
+    (key,) = rig.start(RUNS)
+    rig.running(key)
+    rig.engine.signal(key, Signal.STOP)
+    rig.engine.signal(key, Signal.STOP)
+    assert rig.ended(key) == (143, rig.ended(key).result, "")
+    assert rig.log(key) == "ready\ntold\n"
+    rig.forget()
+
+
+def test_kill_ends_what_does_not_stop(rig: Rig) -> None:
+    (key,) = rig.start(DEAF)
+    rig.running(key)
+    rig.engine.signal(key, Signal.STOP)
+    until(lambda: client_deletes(rig, key), "the pod is being deleted")
+    assert rig.state(key).ended is None
+    rig.engine.signal(key, Signal.KILL)
+    assert rig.ended(key).status == -9
+    rig.forget()
+
+
+def client_deletes(rig: Rig, key: ReplicaKey) -> bool:
+    pod = rig.engine._find(key)
+    return pod is not None and pod.deletion_grace is not None
+
+
+def test_what_the_cluster_ends_is_lost(
+    rig: Rig, cluster: Cluster, namespace: str, client: Client
+) -> None:
+    """Deleted by a person, evicted, on a node that is deleted: never the fault of the job."""
+    keys = rig.start(DEAF, ["n1", "n1", "n2"])
+    rig.running(*keys)
+    client.delete(Pod, "job-g1-r0", grace_period=1)
+    cluster.evict(namespace, "job-g1-r1")
+    client.delete(Pod, "job-g1-r1", grace_period=1)  # an eviction leaves it its whole grace
+    cluster.delete_node("n2")
+    whys = [rig.ended(key).lost for key in keys]
+    assert "deleted, and not by its scheduler" in whys[0]
+    assert "deleted, and not by its scheduler" in whys[1]
+    assert "n2" in whys[2] or "deleted" in whys[2]
+    until(lambda: set(rig.engine.nodes()) == {"n1"}, "n2 is gone")
+    rig.forget()
+
+
+def test_a_kubelet_that_is_short_of_memory(memory: MemoryCluster, tmp_path: Path) -> None:
+    """Its words are those of the reason."""
+    rig = Rig(memory, "default", tmp_path / "rig")
+    (key,) = rig.start(DEAF)
+    rig.running(key)
+    memory.fail_pod("default", "job-g1-r0", "Evicted", "The node was low on resource: memory.")
+    assert "Evicted): The node was low on resource: memory." in rig.ended(key).lost
+    rig.forget()
+    rig.close()
+
+
+def test_a_node_that_does_not_answer(rig: Rig, cluster: Cluster) -> None:
+    """Its pods stay as they are until they are told to end; then nobody waits for them."""
+    (key,) = rig.start(DEAF, ["n2"])
+    rig.running(key)
+    cluster.lose_node("n2")
+    until(lambda: not rig.engine.nodes()["n2"].ready, "n2 is not ready")
+    assert rig.engine.nodes()["n2"].reason
+    assert rig.state(key).ended is None
+    rig.engine.signal(key, Signal.KILL)
+    assert "n2 does not answer" in rig.ended(key).lost
+    rig.forget()
+
+
+def test_what_cannot_start_says_why(rig: Rig) -> None:
+    """A pod without room waits with the scheduler's words; one without its image as well."""
+    (crowded,) = rig.start(RUNS, num_stages=5)
+    (blind,) = rig.start(RUNS, job="blind", image="registry.example/none:1")
+    until(lambda: "is not bound to n1" in rig.state(crowded).waiting, "no room")
+    assert GPU in rig.state(crowded).waiting
+    until(lambda: "ErrImagePull" in rig.state(blind).waiting, "no image")
+    rig.engine.signal(crowded, Signal.STOP)
+    rig.engine.signal(blind, Signal.KILL)
+    assert rig.ended(crowded).lost
+    assert rig.ended(blind).status is None
+    rig.forget()
+    rig.forget("blind")
+
+
+def test_nodes_and_what_others_hold(
+    rig: Rig, cluster: Cluster, namespace: str, client: Client
+) -> None:
+    """Slots are what others leave; our own do not count. Cordons and taints drain."""
+    client.create(Pod.from_dict(pod("theirs", ["sleep", "600"], gpus=3, node="n1")))
+    (key,) = rig.start(DEAF, ["n2"])
+    rig.running(key)
+    until(lambda: rig.engine.nodes()["n1"].slots == 1, "3 of 4 are taken")
+    assert rig.engine.nodes()["n1"].spec.slots == 4
+    assert rig.engine.nodes()["n2"].slots == 4
+    cluster.cordon("n2")
+    until(lambda: rig.engine.nodes()["n2"].draining, "n2 drains")
+    assert rig.engine.nodes()["n2"].ready
+    placeholder = pod("placeholder", ["sleep", "600"], gpus=1, node="n1",
+                      labels={"pipollux.dev/scheduler": "pipollux"})  # fmt: skip
+    client.create(Pod.from_dict(placeholder))
+    until(lambda: cluster.pods(namespace)["placeholder"].spec.nodeName, "it is bound")
+    client.delete(Pod, "theirs", grace_period=0)
+    until(lambda: rig.engine.nodes()["n1"].slots == 4, "they are back")
+    cluster.add_node("n3", gpus=0)
+    cluster.add_node("n4", gpus=8)
+    until(lambda: "n4" in rig.engine.nodes(), "n4 is there")
+    assert "n3" not in rig.engine.nodes()  # it has no devices
+
+
+def test_the_api_server_away(rig: Rig, cluster: Cluster) -> None:
+    """While nothing answers, nobody knows; afterwards everything is as it is now."""
+    (key,) = rig.start(RUNS)
+    rig.running(key)
+    cluster.stop_api_server()
+
+    def away() -> bool:
+        try:
+            rig.engine.listing()
+        except ClusterUnavailableError as error:
+            return "does not answer" in str(error)
+        return False
+
+    until(away, "nothing answers")
+    with pytest.raises(ClusterUnavailableError):
+        rig.engine.signal(key, Signal.STOP)
+    cluster.start_api_server()
+
+    def back() -> bool:
+        try:
+            return rig.state(key) is not None
+        except ClusterUnavailableError:
+            return False
+
+    until(back, "it answers again")
+    assert rig.state(key).ended is None
+    cluster.expire_watches()
+    until(back, "the watches are renewed")
+    rig.engine.signal(key, Signal.STOP)
+    assert until(lambda: back() and rig.state(key).ended, "it has stopped").status == 143
+    rig.forget()
+
+
+def test_another_scheduler_finds_and_ends_them(rig: Rig) -> None:
+    """An engine knows its pods by labels alone, those too that ended meanwhile, and ends others."""
+    (done,) = rig.start("echo ready; exit 0", job="done")
+    (left,) = rig.start(RUNS, job="left")
+    (kept,) = rig.start(RUNS, job="kept")
+    rig.running(left, kept)
+    rig.engine.close()
+    rig.again()
+    assert rig.ended(done) == (0, rig.ended(done).result, "")
+    found = rig.engine.recover([("done", 1), ("kept", 1)], grace=20.0)
+    assert found == ["pod left-g1-r0 on n1"]
+    until(lambda: rig.state(left) is None, "it is gone")
+    assert rig.state(kept).ended is None
+    assert rig.log(left) == "ready\ntold\n"
+
+
+def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
+    """A pod whose finalizer somebody has removed is no longer listed."""
+    (key,) = rig.start(DEAF)
+    rig.running(key)
+    client.patch(Pod, "job-g1-r0", {"metadata": {"finalizers": None}})
+    client.delete(Pod, "job-g1-r0", grace_period=0)
+    until(lambda: rig.state(key) is None, "it is not listed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"image": None, "script": "a.py"}, "image: is missing"),
+        ({"image": "a:1", "script": None}, "script: is missing"),
+        ({"image": "a:1", "script": "a.py", "name": "a" * 50}, "at most 48"),
+    ],
+)
+def test_jobs_that_can_never_run(rig: Rig, fields: dict[str, Any], named: str) -> None:
+    spec = JobSpec(**{"name": "job", **fields})
+    with pytest.raises(SpecError, match=named):
+        rig.engine.check(spec)
+
+
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is not there counts as gone at once."""
+    monkeypatch.setattr(engine_module, "ABSENCE", 0.0)

@@ -1,0 +1,222 @@
+"""Jobs and their custom resources, with a whole scheduler on a cluster in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightkube import Client
+from lightkube.core.exceptions import ApiError
+from lightkube.resources.core_v1 import Event
+from lightkube.types import PatchType
+
+from pipollux_sched.backend.kubernetes.api import Job
+from pipollux_sched.backend.kubernetes.options import KubernetesOptions
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import StateDir
+
+from .cluster import IMAGE, Cluster, until
+from .engines import RUNS, shell
+
+CRD = Path(__file__).parents[2] / "deploy/kubernetes/crd.yaml"
+
+
+class Site:
+    """A scheduler of a cluster, which may be killed and started again."""
+
+    def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
+        self.cluster, self.namespace, self.folder = cluster, namespace, folder
+        folder.mkdir()
+        cluster.declare(CRD)
+        self.client: Client = cluster.client(namespace)
+        self.scheduler = self.serve()
+
+    def serve(self) -> Scheduler:
+        """Start a scheduler."""
+        options = KubernetesOptions(
+            namespace=self.namespace,
+            python=shell(self.folder),
+            checkpoint_host_path=str(self.folder),
+            checkpoint_folder=str(self.folder),
+        )
+        state_dir = StateDir(self.folder / "state")
+        self.scheduler = Scheduler(
+            state_dir, None, backend="kubernetes", backend_options=options, interval=1.0, grace=20.0
+        )
+        self.scheduler.start()
+        return self.scheduler
+
+    def script(self, name: str, text: str) -> str:
+        """Return the path of a shell script, the same inside of containers."""
+        path = self.folder / f"{name}.sh"
+        path.write_text(text + "\n")
+        return str(path)
+
+    def apply(self, name: str, script: str, **spec: Any) -> None:
+        """Create a resource."""
+        fields = {"script": self.script(name, script), "image": IMAGE, "maxReplicas": 2, **spec}
+        given = {field: value for field, value in fields.items() if value is not None}
+        self.client.create(Job(metadata={"name": name}, spec=given))
+
+    def resource(self, name: str) -> Any:
+        """Return a resource, None if there is none."""
+        try:
+            return self.client.get(Job, name)
+        except ApiError as error:
+            if error.status.code == 404:
+                return None
+            raise
+
+    def status(self, name: str) -> dict[str, Any]:
+        return (self.resource(name) or {}).get("status") or {}
+
+    def await_phase(self, name: str, phase: Phase) -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            return status if status.get("phase") == phase else None
+
+        return until(reached, f"the resource {name} is {phase}, and not {self.status(name)}")
+
+    def close(self) -> None:
+        self.scheduler.stop(grace=20.0)
+        self.client.close()
+
+
+@pytest.fixture
+def site(
+    cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Site]:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    tmp_path.chmod(0o755)
+    site = Site(cluster, namespace, tmp_path / "site")
+    yield site
+    site.close()
+
+
+def true(status: dict[str, Any]) -> set[str]:
+    """Return the conditions that hold."""
+    return {entry["type"] for entry in status["conditions"] if entry["status"] == "True"}
+
+
+def test_from_kubectl_apply_to_complete(site: Site) -> None:
+    """The status tells what becomes of a job; its pods belong to the resource; events say so."""
+    goal = site.folder / "goal"
+    site.apply("alpha", f"echo ready; while [ ! -e {goal} ]; do sleep 0.05; done", numStages=2)
+    status = site.await_phase("alpha", Phase.RUNNING)
+    assert status["replicas"] >= 1
+    assert status["numStages"] == 2
+    assert set(status["nodes"]) <= {"n1", "n2"}
+    assert true(status) == {"Running"}
+    (owner,) = next(iter(site.cluster.pods(site.namespace).values())).metadata.ownerReferences
+    assert (owner.kind, owner.name) == ("PipolluxJob", "alpha")
+    goal.touch()
+    status = site.await_phase("alpha", Phase.COMPLETE)
+    assert "Complete" in true(status)
+    assert status["replicas"] == 0
+    reasons = {event.involvedObject.name for event in site.client.list(Event)}
+    assert "alpha" in reasons
+    site.client.delete(Job, "alpha")
+    until(lambda: "alpha" not in site.scheduler.jobs(), "the job is deleted, too")
+
+
+def test_suspend_and_resume_from_either_side(site: Site) -> None:
+    """`spec.suspend` and `pipollux suspend` are the same thing."""
+    site.apply("alpha", RUNS, suspend=True)
+    status = site.await_phase("alpha", Phase.SUSPENDED)
+    assert true(status) == {"Suspended"}
+    assert "alpha" not in site.scheduler.jobs()  # nothing has started for a moment
+    site.client.patch(Job, "alpha", {"spec": {"suspend": False}}, patch_type=PatchType.MERGE)
+    site.await_phase("alpha", Phase.RUNNING)
+    site.client.patch(Job, "alpha", {"spec": {"suspend": True}}, patch_type=PatchType.MERGE)
+    status = site.await_phase("alpha", Phase.SUSPENDED)
+    assert status["replicas"] == 0
+    site.scheduler.control.resume("alpha")
+    site.await_phase("alpha", Phase.RUNNING)
+    until(lambda: site.resource("alpha")["spec"]["suspend"] is False, "the resource says so")
+    site.scheduler.control.suspend("alpha")
+    site.await_phase("alpha", Phase.SUSPENDED)
+    until(lambda: site.resource("alpha")["spec"]["suspend"] is True, "the resource says so")
+
+
+def test_deleted_by_either_side(site: Site) -> None:
+    """A deleted resource ends its job and its pods; a deleted job takes its resource along."""
+    site.apply("alpha", RUNS)
+    site.await_phase("alpha", Phase.RUNNING)
+    site.client.delete(Job, "alpha")
+    until(lambda: "alpha" not in site.scheduler.jobs(), "the job is deleted")
+    until(lambda: not site.cluster.pods(site.namespace), "its pods are gone")
+    site.apply("beta", "exit 0")
+    site.await_phase("beta", Phase.COMPLETE)
+    site.scheduler.control.delete("beta")
+    until(lambda: site.resource("beta") is None, "the resource is deleted")
+
+
+def test_submitted_over_rest(site: Site) -> None:
+    """A job that was submitted otherwise is given a resource; deleting that ends it, too."""
+    spec = JobSpec(
+        name="alpha",
+        script=site.script("alpha", RUNS),
+        image=IMAGE,
+        max_replicas=2,
+        environment={"MY_NAME": "x"},
+    )
+    site.scheduler.submit(spec)
+    site.await_phase("alpha", Phase.RUNNING)
+    made = site.resource("alpha")["spec"]
+    assert made["script"] == spec.script
+    assert made["maxReplicas"] == 2
+    assert made["environment"] == {"MY_NAME": "x"}
+    site.client.delete(Job, "alpha")
+    until(lambda: "alpha" not in site.scheduler.jobs(), "the job is deleted")
+
+
+def test_refused(site: Site) -> None:
+    """What can never run is told by the resource itself, and nothing is submitted."""
+    site.apply("alpha", RUNS, numStages=9)
+    status = site.await_phase("alpha", Phase.FAILED)
+    assert status["reason"] == "Refused"
+    assert "9" in status["message"]
+    assert true(status) == {"Failed"}
+    assert "alpha" not in site.scheduler.jobs()
+
+
+def test_template_and_its_image(site: Site) -> None:
+    """The pods are made from the user's template; its container's image is the job's."""
+    site.apply(
+        "alpha",
+        RUNS,
+        image=None,
+        template={
+            "metadata": {"labels": {"team": "blue"}},
+            "spec": {
+                "containers": [
+                    {"name": "other", "image": IMAGE, "command": ["sh", "-c", "exit 0"]},
+                    {"name": "replica", "image": IMAGE, "env": [{"name": "MINE", "value": "1"}]},
+                ]
+            },
+        },
+    )
+    site.await_phase("alpha", Phase.RUNNING)
+    made = next(iter(site.cluster.pods(site.namespace, team="blue").values()))
+    ours = next(c for c in made.spec.containers if c.name == "replica")
+    assert [v.value for v in ours.env if v.name == "MINE"] == ["1"]
+    assert ours.image == IMAGE
+
+
+def test_what_happened_while_no_scheduler_ran(site: Site) -> None:
+    """A resource that came, one that went, and one that changed are caught up with."""
+    for name in ("goes", "stays"):
+        site.apply(name, RUNS, maxReplicas=1)
+        site.await_phase(name, Phase.RUNNING)
+    site.scheduler.stop(grace=20.0)
+    site.client.delete(Job, "goes")
+    site.apply("comes", RUNS, maxReplicas=1)
+    site.client.patch(Job, "stays", {"spec": {"suspend": True}}, patch_type=PatchType.MERGE)
+    site.serve()
+    site.await_phase("comes", Phase.RUNNING)
+    site.await_phase("stays", Phase.SUSPENDED)
+    until(lambda: set(site.scheduler.jobs()) == {"comes", "stays"}, "the job is deleted")
