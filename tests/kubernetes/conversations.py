@@ -26,9 +26,17 @@ _PATTERNS = (
     (r"^made-[a-z0-9]{5}$", "made-<suffix>"),
     # What of a pod's spec was to change is shown as Go shows it.
     (r"\n\s*core\.PodSpec\{[\s\S]*", ""),
-    (r"^10(\.\d+){3}$", "<address>"),
+    (r"^(10|127)(\.\d+){3}$", "<address>"),
+    (r"^n[0-9]$", "<node>"),
+    # The runtime's words for a program that is not there.
+    (r"^.*no-such-program.*$", "<no such program>"),
 )
-_REPLACED = {"resourceVersion": "<version>", "continue": "<token>"}
+_REPLACED = {
+    "resourceVersion": "<version>",
+    "continue": "<token>",
+    "containerID": "<container>",
+    "imageID": "<image>",
+}
 # The last one comes from a controller, at some time.
 _LEFT_OUT = ("managedFields", "selfLink", "node.alpha.kubernetes.io/ttl")
 
@@ -96,6 +104,8 @@ def normal(value: Any) -> Any:
         if len(causes) > 1:  # their order is anyone's
             causes.sort(key=lambda cause: str(cause["field"]))
             found["message"] = found["message"].split(": [")[0]
+        if isinstance(conditions := found.get("conditions"), list):  # in any order, too
+            conditions.sort(key=lambda condition: str(condition.get("type")))
         return {k: v for k, v in found.items() if k != "annotations" or v}
     if isinstance(value, list):
         return [normal(inner) for inner in value]
@@ -376,6 +386,26 @@ def about_owners(talk: Conversation) -> None:
     talk.ask(None, "DELETE", f"{pods}/orphan")
 
 
+def about_containers(talk: Conversation) -> None:
+    """Containers: what a pod's status tells of them, as the kubelet writes it."""
+    pods = f"{talk.core}/pods"
+
+    def run(name: str, command: list[str], **more: Any) -> None:
+        talk.ask(None, "POST", pods, pod(name, command, **more))
+
+    run("good", ["sh", "-c", "echo hello"])
+    run("bad", ["sh", "-c", "exit 3"])
+    run("nothing", ["no-such-program"])
+    for name in ("good", "bad", "nothing"):
+        talk.wait(f"{pods}/{name}", lambda x: x["status"]["phase"] in ("Succeeded", "Failed"))
+        talk.ask(name, "GET", f"{pods}/{name}")
+    talk.ask("the log", "GET", f"{pods}/good/log")
+    talk.ask("the log of no container", "GET", f"{pods}/good/log?container=other")
+    run("running", ["sleep", "600"], grace=1, gpus=1)
+    talk.wait(f"{pods}/running", lambda x: x["status"]["phase"] == "Running")
+    talk.ask("running", "GET", f"{pods}/running")
+
+
 CONVERSATIONS: Mapping[str, Callable[[Conversation], None]] = {
     "pods": about_pods,
     "placement": about_placement,
@@ -385,16 +415,21 @@ CONVERSATIONS: Mapping[str, Callable[[Conversation], None]] = {
     "watches": about_watches,
     "owners": about_owners,
 }
+WITH_KUBELETS: Mapping[str, Callable[[Conversation], None]] = {"containers": about_containers}
+"""These take a cluster with kubelets."""
 
 
 def hold(cluster: Cluster, name: str) -> Mapping[str, Any]:
-    """Hold a conversation with a cluster without kubelets, and return the answers."""
+    """Hold a conversation with a cluster, and return the answers."""
     namespace = f"recorded-{name}"
     cluster.create_namespace(namespace)
-    cluster.add_node(NODE)
     talk = Conversation(cluster, namespace)
-    CONVERSATIONS[name](talk)
-    cluster.delete_node(NODE)
+    if name in WITH_KUBELETS:
+        WITH_KUBELETS[name](talk)
+    else:
+        cluster.add_node(NODE)
+        CONVERSATIONS[name](talk)
+        cluster.delete_node(NODE)
     cluster.delete_namespace(namespace)
     return talk.answers
 

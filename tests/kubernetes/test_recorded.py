@@ -9,7 +9,7 @@ import pytest
 
 from tests.services import require_kubernetes
 
-from .conversations import CONVERSATIONS, hold
+from .conversations import CONVERSATIONS, WITH_KUBELETS, hold
 from .harness.control_plane import ControlPlane
 from .memory.cluster import MemoryCluster
 from .record import recorded
@@ -28,6 +28,18 @@ def control_plane() -> Iterator[ControlPlane]:
 def test_the_one_in_memory_answers_as_recorded(name: str, tmp_path: Path) -> None:
     with MemoryCluster(tmp_path / "cluster", nodes=(), kubelets=False) as cluster:
         assert hold(cluster, name) == recorded(name)
+
+
+@pytest.mark.parametrize("name", WITH_KUBELETS)
+def test_kubelets_in_memory_tell_what_was_recorded(name: str, tmp_path: Path) -> None:
+    with MemoryCluster(tmp_path / "cluster", nodes=("n1",)) as cluster:
+        assert hold(cluster, name) == recorded(name)
+
+
+@pytest.mark.kubernetes
+@pytest.mark.parametrize("name", WITH_KUBELETS)
+def test_kubelets_tell_what_was_recorded(name: str, kubelets: ControlPlane) -> None:
+    assert hold(kubelets, name) == recorded(name)
 
 
 @pytest.mark.kubernetes

@@ -190,7 +190,9 @@ class PodWorker(threading.Thread):
             status["podIPs"] = [{"ip": status["podIP"]}]
             status["containerStatuses"] = statuses
             done = {"reason": "PodCompleted"} if phase == "Succeeded" else {}
-            not_ready = {"reason": "ContainersNotReady"} | done
+            waits = " ".join(each["name"] for each in statuses if not each["ready"])
+            said = f"containers with unready status: [{waits}]"
+            not_ready = done or {"reason": "ContainersNotReady", "message": said}
             set_condition(pod, "Initialized", "True", **done)
             for kind in ("Ready", "ContainersReady"):
                 more = {} if ready else not_ready
@@ -211,6 +213,10 @@ class PodWorker(threading.Thread):
             ended = {"exitCode": 128, "reason": "StartError", "message": waiting["message"]}
             state = {"terminated": ended | waiting["at"]}
         running = "running" in state
+        identity = f"memory://{self.uid}-{container.pid if container else 0}"
+        if (ended := state.get("terminated")) is not None:
+            ended.setdefault("containerID", identity)
+        made = running or ended is not None
         return {
             "name": name,
             "state": state,
@@ -218,9 +224,9 @@ class PodWorker(threading.Thread):
             "ready": running,
             "restartCount": 0,
             "image": spec["image"],
-            "imageID": f"memory://{spec['image']}" if container else "",
+            "imageID": f"memory://{spec['image']}" if made else "",
             "started": running,
-        } | ({"containerID": f"memory://{self.uid}-{container.pid}"} if container else {})
+        } | ({"containerID": identity} if made else {})
 
 
 class Kubelet:
