@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -83,9 +84,12 @@ class PeerWatch:
 
     @classmethod
     def start(cls, env: JobEnvironment, timeout: float) -> PeerWatch | None:
-        """Start it where there are peers to watch; all replicas call it at the same place."""
+        """Start it where there are peers to watch; all replicas call it at the same place.
+
+        Elsewhere than on Linux a lost host is like a slow one.
+        """
         global _watch
-        if env.num_replicas > 1 and env.host_timeout > 0:
+        if env.num_replicas > 1 and env.host_timeout > 0 and sys.platform == "linux":
             _watch = cls(env, timeout)
         return _watch
 
