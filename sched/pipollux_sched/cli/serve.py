@@ -206,10 +206,11 @@ def _listening(scheduler: Scheduler) -> str:
     return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
 
-def _cluster(backend: str, file: Path | None) -> ClusterSpec | None:
-    """Return the nodes; None where the backend finds them itself."""
+def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
+    """Return the nodes, or their file; None where the backend finds them itself."""
     if file is not None:
-        return load_cluster(file)
+        load_cluster(file)  # before anything is made; the backend reads it again when it changes
+        return file
     return this_machine() if backend == DEFAULT_BACKEND else None
 
 
