@@ -51,8 +51,11 @@ def _run() -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import get_args_parser
     from torch.distributed.run import main as torchrun
 
+    if "--signals-to-handle" in get_args_parser().format_help():
+        sys.argv.insert(1, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")  # SIGTERM is ours
     rendezvous = import_module(f"{_package()}.rendezvous")
     rendezvous_handler_registry.register(rendezvous.BACKEND, rendezvous.create_handler)
     try:
@@ -90,7 +93,6 @@ def _ignore_repeated_signals() -> None:
         raise loaded.SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
     signal.signal(signal.SIGTERM, stop)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
 
 
 def result_of(error_file: Path, environment: Mapping[str, str]) -> dict[str, Any]:
