@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipollux_sched.errors import PipolluxError
 from pipollux_sched.policy import (
     AutoscalingRules,
     AutoscalingState,
@@ -25,7 +26,7 @@ from pipollux_sched.policy import (
 )
 from pipollux_sched.utils.vital_thread import VitalThread
 
-from .expander import Expander, ExpanderError
+from .expander import Expander
 from .job_infos import node_template
 
 __all__ = ["Autoscaler", "NodeRequest"]
@@ -156,7 +157,7 @@ class _Errands:
     def _carry_out(self, request: NodeRequest) -> None:
         try:
             self._expander.request(request.desired_nodes, request.release)
-        except ExpanderError as error:
+        except PipolluxError as error:  # an engine's expander knows nothing of this room
             _LOG.warning("%s", error)
         except Exception:  # user code: when it fails, jobs go on with the nodes there are
             _LOG.exception("the expander failed")

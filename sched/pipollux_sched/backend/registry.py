@@ -59,6 +59,7 @@ def _later(module: str) -> Factory:
 ENGINES: Mapping[str, Factory] = {
     "local": _local,
     "kubernetes": _later("pipollux_sched.backend.kubernetes.factory"),
+    "slurm": _later("pipollux_sched.backend.slurm.engine"),
 }
 """Every engine, by name."""
 

@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pipollux_sched.allocator.expander import CommandExpander
+from pipollux_sched.allocator.expander import CommandExpander, Expander
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
+from pipollux_sched.backend.slurm.expander import SlurmExpander
+from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
@@ -26,6 +28,7 @@ from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from . import serve_kubernetes_options as kubernetes
+from . import serve_slurm_options as slurm
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
 from .serve_address import (
     AdvertiseUrl,
@@ -119,6 +122,17 @@ def serve(
     via: kubernetes.Via = None,
     trainjob_runtime: kubernetes.TrainJobRuntime = None,
     volcano_queue: kubernetes.VolcanoQueue = None,
+    nodes: slurm.Nodes = None,
+    partition: slurm.Partition = None,
+    gres: slurm.Gres = None,
+    time: slurm.TimeLimit = None,
+    account: slurm.Account = None,
+    qos: slurm.Qos = None,
+    constraint: slurm.Constraint = None,
+    reservation: slurm.Reservation = None,
+    sbatch_option: slurm.SbatchOption = None,
+    renew_before: slurm.RenewBefore = None,
+    keep_pool: slurm.KeepPool = False,
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
@@ -130,7 +144,7 @@ def serve(
 
     With the local backend, nodes are virtual: each is a name and a number of slots
     of this machine. A slot is a GPU, or on nodes of kind cpu a CPU device of one
-    thread. The kubernetes backend uses the nodes of a cluster: docs/kubernetes.md.
+    thread. Others use the nodes of a cluster: docs/slurm.md, docs/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     own = kubernetes.kubernetes_options(
@@ -150,10 +164,33 @@ def serve(
             "volcano_queue": volcano_queue,
         },
     )
-    nodes = _cluster(backend, cluster)
-    rules, expander = _autoscaling(
-        autoscale, expander_command, lambda: len(scheduler.store.nodes())
+    directory = StateDir.choose(state_dir)
+    pools, bounds = slurm.slurm_pools(
+        backend,
+        directory,
+        nodes,
+        {
+            "partition": partition,
+            "gres": gres,
+            "time": time,
+            "account": account,
+            "qos": qos,
+            "constraint": constraint,
+            "reservation": reservation,
+            "more": sbatch_option,
+            "renew_before": renew_before,
+            "keep": keep_pool,
+        },
     )
+    rules: AutoscalingRules | None
+    expander: Expander | None
+    if isinstance(pools, RentedPools) and bounds is not None and autoscale is None:
+        rules = AutoscalingRules(min_nodes=bounds[0], max_nodes=bounds[1])
+        expander = SlurmExpander(pools)
+    else:
+        rules, expander = _autoscaling(
+            autoscale, expander_command, lambda: len(scheduler.store.nodes())
+        )
     address = server_address(
         host=host,
         port=port,
@@ -163,10 +200,9 @@ def serve(
         tls_key=tls_key,
         tls_ca=tls_ca,
     )
-    directory = StateDir.choose(state_dir)
     scheduler = Scheduler(
         directory,
-        nodes,
+        _cluster(backend, cluster),
         make_policy(policy or DEFAULT_POLICY),
         interval=interval,
         hints_interval=hints_interval,
@@ -182,7 +218,7 @@ def serve(
         event_types=TELLING_TYPES,
         store=store,
         backend=backend,
-        backend_options=own,
+        backend_options=own or pools,
     )
     with Interruption() as interruption:
         scheduler.start()
@@ -200,18 +236,18 @@ def serve(
         scheduler.stop(hurry=lambda: interruption.count > 1)
 
 
-def _listening(scheduler: Scheduler) -> str:
-    """Return where it listens, if its URL does not say so."""
-    where = scheduler.listening_url
-    return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
-
-
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
     """Return the nodes, or their file; None where the backend finds them itself."""
     if file is not None:
         load_cluster(file)  # before anything is made; the backend reads it again when it changes
         return file
     return this_machine() if backend == DEFAULT_BACKEND else None
+
+
+def _listening(scheduler: Scheduler) -> str:
+    """Return where it listens, if its URL does not say so."""
+    where = scheduler.listening_url
+    return "" if where == scheduler.url else f" (listening on {urlsplit(where).netloc})"
 
 
 def _autoscaling(

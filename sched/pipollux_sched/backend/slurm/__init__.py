@@ -1,0 +1,1 @@
+"""Jobs as steps of Slurm allocations: a step per pipeline replica."""

@@ -1,0 +1,110 @@
+"""Slurm's own commands, with a timeout each, and its words in errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
+
+COMMAND_TIMEOUT = 30.0
+"""Seconds that a command has; one that finds no controller gives up by itself after 9 to 18."""
+_KEPT = frozenset(
+    ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WORKING_CLUSTER")
+)
+"""Variables that say where Slurm is. All others of its own would be taken as options: inside an
+allocation there are dozens of them."""
+_AWAY = re.compile(
+    r"Unable to contact slurm controller|Communication connection failure|Socket timed out"
+    r"|Zero Bytes were transmitted|Unexpected message received|Slurm backup controller in standby"
+    r"|Connection refused|slurm_persist_conn|Resource temporarily unavailable",
+    re.IGNORECASE,
+)
+
+
+class SlurmError(BackendError):
+    """Slurm refused a command; the text quotes its words."""
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that Slurm's commands take for options.
+
+    Example:
+        >>> slurm_environment({"PATH": "/bin", "SLURM_NTASKS": "3", "SLURM_CONF": "/etc/s.conf"})
+        {'PATH': '/bin', 'SLURM_CONF': '/etc/s.conf'}
+    """
+    options = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "SCANCEL_", "SQUEUE_", "SINFO_")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not name.startswith(options)
+    }
+
+
+def controller_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say where Slurm is, for a command with an environment of its own.
+
+    Example:
+        >>> controller_variables({"PATH": "/bin", "SLURM_CONF": "/etc/s.conf"})
+        {'SLURM_CONF': '/etc/s.conf'}
+    """
+    # Not the token: the command's children would have it, too.
+    names = _KEPT - {"SLURM_JWT"}
+    return {name: value for name, value in environment.items() if name in names}
+
+
+def is_away(words: str) -> bool:
+    """Return whether Slurm's words mean that its controller did not answer.
+
+    Example:
+        >>> is_away("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+        True
+    """
+    return _AWAY.search(words) is not None
+
+
+def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
+    """Run one of Slurm's commands, and return what it printed.
+
+    Raises:
+        ClusterUnavailableError: Slurm's controller did not answer.
+        SlurmError: Slurm refused, or has no such command here.
+    """
+    program = arguments[0]
+    try:
+        done = subprocess.run(
+            arguments,
+            env=slurm_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterUnavailableError(f"{program} did not end within {timeout:g} s") from error
+    except OSError as error:
+        raise SlurmError(
+            f"{program} cannot be run ({error.strerror}); install Slurm's client commands, or add "
+            "their folder to PATH"
+        ) from error
+    if done.returncode == 0:
+        return done.stdout
+    words = last_line(done.stderr) or f"{program} exited with {done.returncode}"
+    if is_away(done.stderr):
+        raise ClusterUnavailableError(f"Slurm does not answer: {words}")
+    raise SlurmError(f"Slurm refused {program}: {words}")
+
+
+def last_line(text: str) -> str:
+    r"""Return the last line of a text that is not empty.
+
+    Example:
+        >>> last_line("sbatch: error: invalid partition\nsbatch: error: no job\n")
+        'sbatch: error: no job'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

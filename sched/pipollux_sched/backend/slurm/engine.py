@@ -1,0 +1,286 @@
+"""Jobs as steps of Slurm allocations: the engine.
+
+A replica is a step of its own (`srun --jobid --exact`) on the node that the scheduler has chosen,
+with K GPUs that Slurm picks, and which no other step has. `squeue -s` shows job, generation and
+replica. The steps do not depend on the scheduler that started them: when it is killed they go on,
+and the next scheduler of the state directory finds them by their names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from pipollux_sched.backend.base import (
+    BackendError,
+    ClusterUnavailableError,
+    Engine,
+    Launch,
+    Listing,
+    Node,
+    ReplicaKey,
+    ReplicaProgram,
+    Signal,
+)
+from pipollux_sched.backend.registry import EngineOptions
+from pipollux_sched.backend.replica.command import agent_command
+from pipollux_sched.spec.job import JobSpec, SpecError
+from pipollux_sched.store import StateDir
+
+from .ending import why_gone
+from .node_check import NodeChecks
+from .nodes import NodeStates
+from .pools import Pools, own_allocation
+from .record import (
+    ReplicaFiles,
+    ReplicaRecord,
+    find_records,
+    read_step_name,
+    remove_generation,
+    step_name,
+)
+from .replica_step import ReplicaStep, signal_command
+from .signals import SignalSender
+from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
+from .step_command import srun_command, step_environment
+
+__all__ = ["SlurmEngine", "make"]
+
+_LOG = logging.getLogger(__name__)
+KILL_PATIENCE = 30.0
+"""Seconds that steps which nobody looks after have to end once they are killed."""
+
+
+def make(options: EngineOptions) -> Engine:
+    """Return the engine for a state directory; its own options are its `Pools`.
+
+    Raises:
+        BackendError: the scheduler is not in an allocation, Slurm does not answer, or a node does
+            not see the state directory.
+    """
+    pools = options.own if isinstance(options.own, Pools) else own_allocation(os.environ)
+    return SlurmEngine(options.state_dir, pools, pass_environment=options.pass_environment)
+
+
+class SlurmEngine(Engine):
+    """Runs every replica as a step of an allocation.
+
+    Args:
+        state_dir: where logs, checkpoints and the files of replicas are kept; on storage that all
+            nodes share.
+        pools: the allocations that replicas run in.
+        pass_environment: variables of this process passed to jobs, besides those of `inherited`.
+        interval: seconds between two looks at Slurm.
+
+    Raises:
+        BackendError: Slurm does not answer, or a node does not see the state directory.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        state_dir: StateDir,
+        pools: Pools,
+        *,
+        pass_environment: Collection[str] = (),
+        interval: float = REFRESH_INTERVAL,
+    ) -> None:
+        self._state_dir = state_dir
+        self._pools = pools
+        self._pass_on = frozenset(pass_environment)
+        self._view = NodeStates()
+        self._version = self._strays_seen = 0
+        self._recovered = False
+        self._signals = SignalSender()
+        self._checks = NodeChecks(state_dir)
+        self._replicas = {key: self._find(key, record) for key, record in find_records(state_dir)}
+        reader = SlurmReader(pools.choose)
+        self._slurm = SlurmWatch(reader, interval, self._on_snapshot)
+        try:
+            self._slurm.start()
+            self._checks.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse a job that runs in a container: see `Engine`."""
+        if spec.image is not None:
+            raise SpecError(
+                f"job '{spec.name}': image: '{spec.image}' cannot be run by the slurm backend, "
+                "which starts processes of the nodes and no containers; remove it, and give as "
+                "script the path of a Python script"
+            )
+
+    def nodes(self) -> Mapping[str, Node]:
+        """Return the nodes of the running allocations: see `Engine`."""
+        snapshot = self._slurm.latest
+        return self._view.nodes(snapshot, self._pools.leaving(snapshot), self._checks.broken())
+
+    def checkpoints(self, program: ReplicaProgram) -> str:
+        """Return the folder that all nodes share: see `Engine`."""
+        own = self._state_dir.checkpoints(program.job, program.first_generation)
+        return str(program.checkpoints or own)
+
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
+        """Start a step: see `Engine`."""
+        key = launch.keys[replica]
+        if key in self._replicas:
+            return
+        self._slurm.check()
+        node = launch.nodes[replica]
+        allocation = self._allocation_with(node)
+        share = allocation.shares[node]
+        files = ReplicaFiles.of(self._state_dir, key)
+        command = srun_command(
+            agent_command(program, launch, replica),
+            pool=allocation.job.job,
+            node=node,
+            name=step_name(key),
+            share=share,
+            program=program,
+            num_stages=launch.num_stages,
+            base=files.base,
+        )
+        environment = step_environment(
+            program,
+            launch,
+            replica,
+            on_gpus=share.gpus > 0,
+            result=files.result,
+            pass_on=self._pass_on,
+        )
+        self._replicas[key] = ReplicaStep.start(
+            key,
+            ReplicaRecord(pool=allocation.job.job, node=node),
+            files,
+            self._state_dir.log(*key),
+            command=command,
+            environment=environment,
+        )
+        self._slurm.hurry()
+
+    def signal(self, key: ReplicaKey, signal: Signal) -> None:
+        """Signal a step: see `Engine`."""
+        step = self._replicas.get(key)
+        if step is None or step.ended is not None:
+            return
+        command = step.tell(signal, self._slurm.latest)
+        self._slurm.hurry()
+        self._slurm.check()
+        if command is not None:
+            self._signals.send((key, signal), command)
+
+    def listing(self) -> Listing:
+        """Return all replicas: see `Engine`."""
+        self._slurm.check()
+        snapshot = self._slurm.latest
+        self._version += 1
+        states = {key: step.look(snapshot) for key, step in self._replicas.items()}
+        if any(step.unsettled for step in self._replicas.values()):
+            self._slurm.hurry()
+        self._signals.look()
+        self._kill_strays(snapshot)
+        return Listing(self._version, states)
+
+    def forget(self, job: str, generation: int) -> None:
+        """Remove the folder of a generation: see `Engine`."""
+        forgotten = [key for key in self._replicas if key[:2] == (job, generation)]
+        if any(self._replicas[key].ended is None for key in forgotten):
+            return
+        for key in forgotten:
+            del self._replicas[key]
+        remove_generation(self._state_dir, job, generation)
+
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
+        """End steps that nobody looks after: see `Engine`."""
+        kept = set(adopted)
+        found = self._left_behind(self._slurm.refresh(), kept)
+        lines = [f"step {handle} of job {key.job} ({step_name(key)})" for key, handle in found]
+        for signal, patience in ((Signal.STOP, grace), (Signal.KILL, KILL_PATIENCE)):
+            deadline = time.monotonic() + patience
+            while found and time.monotonic() < deadline:
+                for key, _ in found:
+                    self._signal_left(key, signal)
+                time.sleep(min(0.5, max(deadline - time.monotonic(), 0.0)))
+                found = self._left_behind(self._slurm.refresh(), kept)
+        if found:
+            steps = "; ".join(f"{handle} ({step_name(key)})" for key, handle in found)
+            raise BackendError(
+                f"steps that an earlier scheduler of {self._state_dir.path} left behind cannot be "
+                f"ended: {steps}"
+            )
+        for job, generation in {key[:2] for key in self._replicas} - kept:
+            self.forget(job, generation)
+        self._recovered = True
+        return lines
+
+    def close(self) -> None:
+        """End the threads: see `Engine`."""
+        self._slurm.stop()
+        self._checks.close()
+        self._pools.close(self._busy())
+        self._signals.close()
+
+    def _find(self, key: ReplicaKey, record: ReplicaRecord) -> ReplicaStep:
+        files = ReplicaFiles.of(self._state_dir, key)
+        return ReplicaStep.find(key, record, files, self._state_dir.log(*key))
+
+    def _on_snapshot(self, snapshot: SlurmSnapshot) -> None:
+        self._checks.look(snapshot)
+        self._pools.look(snapshot)
+        self._pools.give_back(self._busy())
+
+    def _busy(self) -> set[int]:
+        """Return the allocations that replicas are in."""
+        replicas = list(self._replicas.values())  # by any thread
+        return {replica.record.pool for replica in replicas if replica.ended is None}
+
+    def _allocation_with(self, node: str) -> SlurmAllocation:
+        for allocation in self._slurm.latest.allocations.values():
+            if node in allocation.shares:
+                return allocation
+        raise ClusterUnavailableError(f"no allocation of Slurm's has node {node} any more")
+
+    def _left_behind(
+        self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
+    ) -> list[tuple[ReplicaKey, str]]:
+        """Return the replicas that are not over, but those of adopted generations, and handles."""
+        found = {}
+        for (pool, name), step in snapshot.steps.items():
+            key = read_step_name(name)
+            if key is None or pool not in snapshot.allocations or key[:2] in kept:
+                continue
+            if not why_gone(ReplicaRecord(pool=pool, node=step.node), snapshot):
+                found[key] = step.step
+        for key, replica in self._replicas.items():
+            state = replica.look(snapshot)
+            if key[:2] not in kept and state.ended is None:
+                found.setdefault(key, state.handle)
+        return sorted(found.items())
+
+    def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
+        """Kill steps that were taken for lost, and are found again when their node is back."""
+        if not self._recovered or snapshot.number == self._strays_seen:
+            return
+        self._strays_seen = snapshot.number
+        for key, handle in self._left_behind(snapshot, ()):
+            replica = self._replicas.get(key)
+            if replica is None or replica.ended:
+                command = signal_command(handle, Signal.KILL, insist=True)
+                self._signals.send((key, Signal.KILL), command)
+
+    def _signal_left(self, key: ReplicaKey, signal: Signal) -> None:
+        snapshot = self._slurm.latest
+        if key in self._replicas:
+            with suppress(ClusterUnavailableError):
+                self.signal(key, signal)
+            return
+        for pool in snapshot.allocations:
+            step = snapshot.steps.get((pool, step_name(key)))
+            if step is not None:
+                self._signals.send((key, signal), signal_command(step.step, signal, insist=True))

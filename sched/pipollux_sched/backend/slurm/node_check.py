@@ -1,0 +1,146 @@
+"""Whether a node sees what all nodes must share: state directory, Python and this package."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from pipollux_sched.backend.base import BackendError
+from pipollux_sched.store import StateDir
+
+from . import step_main
+from .commands import is_away, last_line, slurm_environment
+from .snapshot import SlurmSnapshot
+
+__all__ = ["NodeChecks"]
+
+_LOG = logging.getLogger(__name__)
+CHECK_TIMEOUT = 60.0
+"""Seconds that the check of a node has."""
+_AT_ONCE = 8
+_MARK = ".shared-"
+_MISSING = 3
+_SCRIPT = f'for path; do test -e "$path" || {{ echo "$path"; exit {_MISSING}; }}; done'
+
+
+class NodeChecks:
+    """Checks every node once per allocation, with a small step that holds no GPU.
+
+    Args:
+        state_dir: the folder that all nodes must share.
+    """
+
+    def __init__(self, state_dir: StateDir) -> None:
+        self._state_dir = state_dir
+        for left in state_dir.path.glob(f"{_MARK}*"):  # by a scheduler that was killed
+            left.unlink(missing_ok=True)
+        self._mark = state_dir.path / f"{_MARK}{secrets.token_hex(8)}"
+        self._lock = threading.Lock()
+        self._broken: dict[tuple[int, str], str] = {}
+        """Why nothing can run there; empty: all is well."""
+        self._under_way: set[tuple[int, str]] = set()
+        self._there: set[tuple[int, str]] = set()
+        self._workers = ThreadPoolExecutor(_AT_ONCE, "pipollux-node-check")
+        self._mark.touch(0o600)
+
+    def look(self, snapshot: SlurmSnapshot) -> None:
+        """Begin to check the nodes that are new."""
+        there = {
+            (allocation.job.job, name)
+            for allocation in snapshot.allocations.values()
+            for name in allocation.shares
+        }
+        with self._lock:
+            self._there = there
+            self._broken = {key: why for key, why in self._broken.items() if key in there}
+            new = there - self._broken.keys() - self._under_way
+            self._under_way |= new
+        for pool, node in sorted(new):
+            with suppress(RuntimeError):  # it is being closed
+                self._workers.submit(self._check, pool, node)
+
+    def wait(self) -> None:
+        """Wait for the checks that are under way.
+
+        Raises:
+            BackendError: a node does not see what it must.
+        """
+        deadline = time.monotonic() + CHECK_TIMEOUT + 10.0
+        while self._under_way and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with self._lock:
+            missing = [why for why in self._broken.values() if "does not see" in why]
+        if missing:
+            raise BackendError(missing[0])
+
+    def broken(self) -> Mapping[str, str]:
+        """Return the nodes that nothing can run on, and why; among them those not yet checked."""
+        with self._lock:
+            known = {node: why for (_, node), why in self._broken.items() if why}
+            unknown = {
+                node: "It is not yet checked whether it sees the state directory."
+                for _, node in self._there - self._broken.keys()
+            }
+            return unknown | known
+
+    def close(self) -> None:
+        """End."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        with suppress(OSError):
+            self._mark.unlink(missing_ok=True)
+
+    def _check(self, pool: int, node: str) -> None:
+        paths = (str(self._mark), sys.executable, str(step_main.__file__))
+        why: str | None = ""
+        try:
+            done = subprocess.run(
+                [
+                    *("srun", f"--jobid={pool}", "--overlap", "--exact", f"--nodelist={node}"),
+                    *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--mem=0"),
+                    *("--mpi=none", "--input=none", "--job-name=pipollux-check", "--chdir=/"),
+                    *("sh", "-c", _SCRIPT, "sh", *paths),
+                ],
+                env=slurm_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=CHECK_TIMEOUT,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            why = f"Its check failed: {error}"
+        else:
+            if done.returncode:
+                why = self._judge(node, done.stdout, done.stderr)
+        with self._lock:
+            self._under_way.discard((pool, node))
+            if why is not None:
+                self._broken[pool, node] = why
+        if why:
+            _LOG.warning("node %s: %s", node, why)
+
+    def _judge(self, node: str, printed: str, words: str) -> str | None:
+        """Return why a check failed; None: it is to be repeated."""
+        missing = last_line(printed)
+        if missing == str(self._mark):
+            return (
+                f"node {node} does not see {self._state_dir.path}; keep the state in a folder that "
+                "all nodes share, and name it with --state-dir"
+            )
+        if missing:
+            return (
+                f"node {node} does not see {missing}; install Python and Pipollux in folders that "
+                "all nodes share, at the same paths"
+            )
+        if is_away(words) or "completing" in words:
+            return None
+        return f"its check failed: {last_line(words)}"

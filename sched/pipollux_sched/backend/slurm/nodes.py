@@ -1,0 +1,111 @@
+"""The nodes of allocations as nodes of the cluster, and their condition."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from pipollux_sched.backend.base import Node
+from pipollux_sched.spec.job import NodeSpec
+
+from .output import NodeLine, Share
+from .snapshot import SlurmSnapshot
+
+__all__ = ["NodeStates"]
+
+ANSWER_PATIENCE = 30.0
+"""Seconds without an answer of a node after which nothing new starts there. What runs there is not
+lost before Slurm says that the node is down: a slurmd that is restarted does not answer either."""
+_DOWN = frozenset(
+    ("DOWN", "ERROR", "FUTURE", "INVAL", "INVALID_REG", "POWERED_DOWN", "POWERING_DOWN")
+)
+_DRAINING = frozenset(
+    (
+        *("DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "POWER_DOWN"),
+        *("REBOOT_REQUESTED", "REBOOT_ISSUED", "REBOOT"),
+    )
+)
+_SILENT = frozenset(("NOT_RESPONDING", "UNKNOWN", "NO_RESPOND"))
+
+
+class NodeStates:
+    """Says what nodes there are, from snapshots.
+
+    Args:
+        clock: the monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_since: dict[str, float] = {}
+
+    def nodes(
+        self, snapshot: SlurmSnapshot, draining: Mapping[str, str], broken: Mapping[str, str]
+    ) -> dict[str, Node]:
+        """Return the nodes by name.
+
+        Args:
+            snapshot: what Slurm says.
+            draining: nodes that are left soon, and why.
+            broken: nodes that nothing of ours can run on, and why.
+        """
+        found = {}
+        for allocation in snapshot.allocations.values():
+            for name, share in allocation.shares.items():
+                line = snapshot.nodes.get(name)
+                leaving = draining.get(name, "")
+                found[name] = self._node(name, share, line, leaving, broken.get(name, ""))
+        for name in self._silent_since.keys() - found.keys():
+            del self._silent_since[name]
+        return found
+
+    def _node(
+        self, name: str, share: Share, line: NodeLine | None, leaving: str, broken: str
+    ) -> Node:
+        spec = node_spec(name, share, line)
+        down = why_down(line)
+        if down or broken:
+            return Node(spec, ready=False, reason=down or broken)
+        reason = self._why_draining(name, line) or leaving
+        return Node(spec, draining=bool(reason), reason=reason)
+
+    def _why_draining(self, name: str, line: NodeLine | None) -> str:
+        if line is None:
+            return ""
+        drained = sorted(line.flags & _DRAINING)
+        if drained:
+            return f"Slurm: {drained[0]}" + (f", {line.reason}" if line.reason else "")
+        if not line.flags & _SILENT:
+            self._silent_since.pop(name, None)
+            return ""
+        now = self._clock()
+        if now - self._silent_since.setdefault(name, now) < ANSWER_PATIENCE:
+            return ""
+        return "Slurm: it does not answer"
+
+
+def why_down(line: NodeLine | None) -> str:
+    """Return in Slurm's words why a node is down; empty if it is not."""
+    down = sorted(line.flags & _DOWN) if line is not None else []
+    if line is None or not down:
+        return ""
+    return f"Slurm: {down[0]}" + (f", {line.reason}" if line.reason else "")
+
+
+def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:
+    """Describe what an allocation holds of a node: its GPUs as slots, or its CPUs if it has none.
+
+    Example:
+        >>> share = Share(nodes="n1", cpus=16, memory=0, gpus=4, gpu_type=None)
+        >>> node_spec("n1", share, None).slots
+        4
+    """
+    memory = share.memory or (line.memory if line is not None else 0)
+    return NodeSpec(
+        name=name,
+        slots=share.gpus or max(share.cpus, 1),
+        kind="gpu" if share.gpus else "cpu",
+        cpus=max(share.cpus, 1),
+        memory=memory or None,
+        gpu_type=share.gpu_type,
+    )

@@ -1,0 +1,121 @@
+"""The allocations that replicas run in: that of the scheduler itself, or some it asks for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+
+from .commands import SlurmError
+from .output import SlurmJob
+from .snapshot import SlurmSnapshot
+
+__all__ = ["OwnAllocation", "Pools", "ends_in", "ends_within", "own_allocation"]
+
+LEAVE_BEFORE = 300.0
+"""Seconds before the time limit of the scheduler's own allocation at which jobs save and end."""
+LARGEST_SHARE = 0.25
+"""Of its time limit that an allocation may spend draining."""
+
+
+class Pools(ABC):
+    """Which allocations are ours, and what is to be done about them."""
+
+    @abstractmethod
+    def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
+        """Return which of this user's jobs are allocations for replicas."""
+
+    def look(self, snapshot: SlurmSnapshot) -> None:  # noqa: B027  # those of others need no care
+        """Take care of them, as they are now; called with every snapshot, in its thread."""
+
+    def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
+        """Return the nodes that will soon be left, and why, in one sentence."""
+        del snapshot
+        return {}
+
+    def give_back(self, busy: Collection[int]) -> None:  # noqa: B027  # as above
+        """Give back what is to be left, and nothing runs on any more.
+
+        Args:
+            busy: allocations that replicas are in.
+        """
+
+    def close(self, busy: Collection[int]) -> None:  # noqa: B027  # as above
+        """Let go of the allocations that no replicas are in.
+
+        Args:
+            busy: allocations that replicas are in.
+        """
+
+
+class OwnAllocation(Pools):
+    """The allocation that the scheduler was started in; its nodes are the cluster.
+
+    Shortly before its time limit all nodes are left, so that jobs save before Slurm ends them.
+
+    Args:
+        job: the allocation, as SLURM_JOB_ID has it.
+        leave_before: seconds before the time limit; at most a quarter of the limit.
+    """
+
+    def __init__(self, job: int, leave_before: float = LEAVE_BEFORE) -> None:
+        self._job = job
+        self._leave_before = leave_before
+
+    def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
+        """Return it alone."""
+        del jobs
+        return (self._job,)
+
+    def look(self, snapshot: SlurmSnapshot) -> None:
+        """Refuse to begin without it.
+
+        Raises:
+            SlurmError: it does not run, or is another user's.
+        """
+        if snapshot.number == 1 and self._job not in snapshot.allocations:
+            raise SlurmError(
+                f"Slurm has no running allocation {self._job} of yours: start the scheduler inside "
+                "one, or let it ask for nodes with --nodes"
+            )
+
+    def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
+        """Return all nodes, when the time is nearly over."""
+        allocation = snapshot.allocations.get(self._job)
+        if allocation is None or not ends_within(allocation.job, self._leave_before):
+            return {}
+        return dict.fromkeys(allocation.shares, ends_in(allocation.job))
+
+
+def own_allocation(environment: Mapping[str, str]) -> OwnAllocation:
+    """Return the allocation that this process is in.
+
+    Raises:
+        SlurmError: it is in none.
+    """
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job.isdecimal():
+        raise SlurmError(
+            "the scheduler is not in an allocation of Slurm's (SLURM_JOB_ID is not set): start it "
+            "inside one, as with `salloc -N2 --exclusive --no-kill`, or let it ask for nodes with "
+            "--nodes"
+        )
+    return OwnAllocation(int(job))
+
+
+def ends_within(job: SlurmJob, seconds: float, factor: float = 1.0) -> bool:
+    """Return whether an allocation's time limit is near.
+
+    Args:
+        job: the allocation.
+        seconds: what is near; at most a quarter of the limit.
+        factor: by which it is multiplied.
+    """
+    if job.seconds_left is None:
+        return False
+    limit = float("inf") if job.limit is None else job.limit
+    return job.seconds_left < factor * min(seconds, LARGEST_SHARE * limit)
+
+
+def ends_in(job: SlurmJob) -> str:
+    """Return when an allocation ends, in one sentence."""
+    return f"Slurm's allocation {job.job} ends in {(job.seconds_left or 0.0) / 60:.0f} min."

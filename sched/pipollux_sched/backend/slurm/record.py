@@ -1,0 +1,159 @@
+"""What the scheduler keeps on disk of a replica, so that the next scheduler finds its step.
+
+jobs/NAME/generations/gen-G/replica-R.json      the allocation and node that it was started in
+jobs/NAME/generations/gen-G/replica-R.srun      state of its srun (`backend.local.runner`)
+jobs/NAME/generations/gen-G/replica-R.signal    what the step is told, besides signals
+jobs/NAME/generations/gen-G/replica-R.exit      exit status of its agent, written on its node
+jobs/NAME/generations/gen-G/replica-R.result    what its agent has left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.store import StateDir
+from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
+
+_STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.g(?P<generation>\d+)\.r(?P<replica>\d+)")
+_RECORD = re.compile(r"replica-(\d+)\.json")
+
+
+def step_name(key: ReplicaKey) -> str:
+    """Return the name of a replica's step, as `squeue -s` shows it.
+
+    Example:
+        >>> step_name(ReplicaKey("char-lm", 2, 0))
+        'char-lm.g2.r0'
+    """
+    return f"{key.job}.g{key.generation}.r{key.replica}"
+
+
+def read_step_name(name: str) -> ReplicaKey | None:
+    """Return the replica whose step has a name; None for a step of something else.
+
+    Example:
+        >>> read_step_name("char-lm.g2.r0"), read_step_name("bash")
+        (ReplicaKey(job='char-lm', generation=2, replica=0), None)
+    """
+    match = _STEP_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return ReplicaKey(match["job"], int(match["generation"]), int(match["replica"]))
+
+
+@dataclass(frozen=True)
+class ReplicaFiles:
+    """The files of one replica in the folder of its generation."""
+
+    base: Path
+    """What their names begin with."""
+
+    @classmethod
+    def of(cls, state_dir: StateDir, key: ReplicaKey) -> ReplicaFiles:
+        """Return the files of a replica."""
+        return cls(state_dir.generation(key.job, key.generation) / f"replica-{key.replica}")
+
+    @property
+    def record(self) -> Path:
+        """The record."""
+        return self.base.with_name(self.base.name + ".json")
+
+    @property
+    def srun(self) -> Path:
+        """The state of its srun."""
+        return self.base.with_name(self.base.name + ".srun")
+
+    @property
+    def result(self) -> Path:
+        """What the agent has left."""
+        return self.base.with_name(self.base.name + ".result")
+
+    @property
+    def signal(self) -> Path:
+        """What the step is told, besides signals."""
+        return self.base.with_name(self.base.name + ".signal")
+
+    @property
+    def exit(self) -> Path:
+        """The exit status of the agent."""
+        return self.base.with_name(self.base.name + ".exit")
+
+    def write_signal(self, what: str) -> None:
+        """Tell the step to "stop", or to "kill" itself.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_aside(self.signal, f"{what}\n".encode("ascii"), PRIVATE)
+
+    def read_signal(self) -> str:
+        """Return what this scheduler or an earlier one has told the step; empty: nothing."""
+        try:
+            return self.signal.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return ""
+
+    def read_exit(self) -> int | None:
+        """Return the exit status of the agent; None if it has left none."""
+        try:
+            os.listdir(self.base.parent)  # over NFS, a file that is new is seen only then
+            return int(json.loads(self.exit.read_text(encoding="ascii"))["code"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read_result(self) -> ReplicaResult:
+        """Return what the agent has left."""
+        return ReplicaResult.read(self.result)
+
+
+@dataclass(frozen=True)
+class ReplicaRecord:
+    """Where a replica was started."""
+
+    pool: int
+    """The allocation, a job of Slurm's."""
+    node: str
+
+    def write(self, files: ReplicaFiles) -> None:
+        """Write it to disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_aside(files.record, json.dumps(asdict(self)).encode(), PRIVATE)
+
+    @classmethod
+    def read(cls, files: ReplicaFiles) -> ReplicaRecord | None:
+        """Read it; None where it is not there or is none."""
+        try:
+            data = json.loads(files.record.read_text(encoding="utf-8"))
+            return cls(pool=int(data["pool"]), node=str(data["node"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def find_records(state_dir: StateDir) -> Iterator[tuple[ReplicaKey, ReplicaRecord]]:
+    """Find the replicas that this scheduler or an earlier one has started and not forgotten."""
+    for job in state_dir.job_names():
+        for path in (state_dir.job(job) / "generations").glob("gen-*/replica-*.json"):
+            generation = path.parent.name.removeprefix("gen-")
+            match = _RECORD.fullmatch(path.name)
+            if match is None or not generation.isdecimal():
+                continue
+            key = ReplicaKey(job, int(generation), int(match[1]))
+            record = ReplicaRecord.read(ReplicaFiles.of(state_dir, key))
+            if record is not None:
+                yield key, record
+
+
+def remove_generation(state_dir: StateDir, job: str, generation: int) -> None:
+    """Remove the folder of a generation, as far as possible."""
+    shutil.rmtree(state_dir.generation(job, generation), ignore_errors=True)

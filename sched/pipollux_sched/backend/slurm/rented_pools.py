@@ -1,0 +1,259 @@
+"""Allocations that the scheduler asks Slurm for itself: one batch job of one node each.
+
+A replica never spans nodes, so nothing is gained by larger allocations, and a node can come, go, be
+renewed or be preempted without the others. The jobs are known by their name, which has an id of the
+state directory: a scheduler that is started again finds them.
+
+Every allocation has a time limit. Before one is over another is asked for, and when that runs, or
+`renew_before` seconds before the limit at the latest, its node is marked as draining: jobs save and
+move on, and the empty node is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
+
+from .commands import SlurmError, run
+from .output import SlurmJob
+from .pools import Pools, ends_in, ends_within
+from .snapshot import SlurmSnapshot
+
+__all__ = ["PoolOptions", "RentedPools"]
+
+_LOG = logging.getLogger(__name__)
+SUBMIT_INTERVAL = 10.0
+"""Seconds between two requests for nodes that were not asked for by the autoscaler: where Slurm
+ends allocations as soon as they begin, not to ask all the time."""
+REFUSED_INTERVAL = 60.0
+"""The same, after Slurm has refused one."""
+_LIVE = frozenset(("RUNNING", "PENDING", "CONFIGURING", "SUSPENDED", "RESIZING", "REQUEUED"))
+_COMING = frozenset(("PENDING", "CONFIGURING", "REQUEUED"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """What allocations are asked for.
+
+    Example:
+        >>> PoolOptions(name="pipollux-1f", num_nodes=2, partition="main").arguments()[-1]
+        '--partition=main'
+    """
+
+    name: str
+    """Name of the jobs; no others of this user may have it."""
+    num_nodes: int
+    """Nodes to begin with."""
+    partition: str | None = None
+    gres: str | None = None
+    """GPUs of each node, as in gpu:4; None: none, and CPUs are slots."""
+    time: str | None = None
+    """Time limit, as Slurm writes it; None: the partition's."""
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    more: Sequence[str] = ()
+    """Further options of sbatch."""
+    renew_before: float = 600.0
+    """Seconds before its time limit at which jobs leave a node; at most a quarter of the limit."""
+    keep: bool = False
+    """Whether allocations stay when the scheduler is stopped."""
+
+    def arguments(self) -> list[str]:
+        """Return the options of sbatch."""
+        named = {
+            "partition": self.partition,
+            "gres": self.gres,
+            "time": self.time,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "reservation": self.reservation,
+        }
+        return [
+            f"--job-name={self.name}",
+            "--nodes=1",
+            "--exclusive",
+            "--mem=0",
+            "--no-requeue",
+            "--output=/dev/null",
+            "--chdir=/",
+            *(f"--{option}={value}" for option, value in named.items() if value is not None),
+            *self.more,
+        ]
+
+
+class RentedPools(Pools):
+    """Keeps as many nodes as are wanted, and renews them.
+
+    Args:
+        options: what allocations are asked for.
+        clock: the monotonic clock.
+    """
+
+    def __init__(
+        self, options: PoolOptions, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.options = options
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._wanted: int | None = None
+        self._released: set[int] = set()
+        self._draining: dict[int, str] = {}
+        self._submitted: dict[int, float] = {}
+        """Jobs that a snapshot may not yet show, and when they were submitted."""
+        self._not_before = 0.0
+        self._snapshot = SlurmSnapshot()
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are now."""
+        with self._lock:
+            return len(self._running(self._snapshot.jobs))
+
+    def choose(self, jobs: Mapping[int, SlurmJob]) -> Iterable[int]:
+        """Return those of our name, but those that were given back."""
+        with self._lock:
+            return sorted(self._running(jobs))
+
+    def request(self, num_nodes: int, release: Collection[str] = ()) -> None:
+        """Ask for a number of nodes, and give some back.
+
+        Args:
+            num_nodes: how many there should be, besides those that are given back.
+            release: names of the nodes to give back; no others are.
+
+        Raises:
+            BackendError: Slurm refuses, in its words, or does not answer.
+        """
+        with self._lock:
+            self._wanted = num_nodes
+            if not self._snapshot.number:
+                return
+            for number, allocation in self._snapshot.allocations.items():
+                if set(allocation.shares) & set(release):
+                    self._release(number)
+            self._fill(self._snapshot)
+
+    def look(self, snapshot: SlurmSnapshot) -> None:
+        """Replace what has ended or ends soon, and give back what was left."""
+        with self._lock:
+            self._snapshot = snapshot
+            self._submitted = {
+                number: at
+                for number, at in self._submitted.items()
+                if number not in snapshot.jobs and at >= snapshot.begun
+            }
+            self._released &= snapshot.jobs.keys()
+            first = self._wanted is None
+            if self._wanted is None:
+                there = [job for job in snapshot.jobs.values() if self._counts(job)]
+                self._wanted = max(len(there), self.options.num_nodes)
+            self._drain(snapshot)
+            if not first and self._clock() < self._not_before:
+                return
+            try:
+                self._fill(snapshot)
+            except ClusterUnavailableError:
+                if first:
+                    raise
+            except SlurmError as error:
+                if first:
+                    raise
+                _LOG.warning("no more nodes can be asked for: %s", error)
+                self._not_before = self._clock() + REFUSED_INTERVAL
+
+    def leaving(self, snapshot: SlurmSnapshot) -> Mapping[str, str]:
+        """Return the nodes of allocations that end soon."""
+        with self._lock:
+            return {
+                name: why
+                for number, why in self._draining.items()
+                if number in snapshot.allocations
+                for name in snapshot.allocations[number].shares
+            }
+
+    def close(self, busy: Collection[int]) -> None:
+        """Give everything back but what replicas are in, unless it is to be kept."""
+        if self.options.keep:
+            return
+        with self._lock:
+            numbers = {job.job for job in self._snapshot.jobs.values() if self._counts(job)}
+            for number in sorted((numbers | self._submitted.keys()) - set(busy)):
+                try:
+                    self._release(number)
+                except BackendError as error:
+                    _LOG.warning("Slurm's allocation %s was not given back: %s", number, error)
+
+    def give_back(self, busy: Collection[int]) -> None:
+        """Give back draining nodes on which nothing runs any more."""
+        with self._lock:
+            for number in sorted(self._draining.keys() - set(busy)):
+                steps = any(step.job == number for step in self._snapshot.steps.values())
+                if number in self._snapshot.allocations and not steps:
+                    self._release(number)
+
+    def _running(self, jobs: Mapping[int, SlurmJob]) -> list[int]:
+        return [job.job for job in jobs.values() if self._is_running(job)]
+
+    def _is_running(self, job: SlurmJob) -> bool:
+        return self._counts(job) and job.state == "RUNNING"
+
+    def _counts(self, job: SlurmJob) -> bool:
+        ours = job.name == self.options.name and job.job not in self._released
+        return ours and job.state in _LIVE
+
+    def _ends_soon(self, job: SlurmJob, factor: float = 1.0) -> bool:
+        return ends_within(job, self.options.renew_before, factor)
+
+    def _lasting(self, jobs: Mapping[int, SlurmJob]) -> list[SlurmJob]:
+        """Return what is not about to be replaced: twice the time to drain is left of it."""
+        counting = [job for job in jobs.values() if self._counts(job)]
+        return [job for job in counting if job.state in _COMING or not self._ends_soon(job, 2.0)]
+
+    def _fill(self, snapshot: SlurmSnapshot) -> None:
+        """Ask for the nodes that are missing, or take back requests for too many."""
+        lasting = self._lasting(snapshot.jobs)
+        wanted = self._wanted or 0
+        missing = wanted - len(lasting) - len(self._submitted)
+        for _ in range(missing):
+            self._submit()
+        coming = sorted(job.job for job in lasting if job.state in _COMING)
+        for number in coming[len(coming) + min(missing, 0) :]:
+            self._release(number)
+
+    def _drain(self, snapshot: SlurmSnapshot) -> None:
+        """Mark the nodes that are to be left: their time is over, or there are others for them."""
+        running = [job for job in snapshot.jobs.values() if self._is_running(job)]
+        ending = [job for job in running if self._ends_soon(job, 2.0)]
+        ending.sort(key=lambda job: job.seconds_left or 0.0)
+        replaced = len(running) - (self._wanted or 0)
+        self._draining = {
+            job.job: ends_in(job)
+            for place, job in enumerate(ending)
+            if place < replaced or self._ends_soon(job)
+        }
+
+    def _submit(self) -> None:
+        command = ["sbatch", "--parsable", *self.options.arguments(), "--wrap=exec sleep infinity"]
+        number = int(run(command).strip().partition(";")[0])
+        self._submitted[number] = self._clock()
+        self._not_before = self._clock() + SUBMIT_INTERVAL
+
+    def _release(self, number: int) -> None:
+        self._released.add(number)
+        self._draining.pop(number, None)
+        self._submitted.pop(number, None)
+        try:
+            run(["scancel", str(number)])
+        except ClusterUnavailableError:
+            self._released.discard(number)
+            raise
+        except SlurmError as error:  # it has ended
+            _LOG.debug("%s", error)

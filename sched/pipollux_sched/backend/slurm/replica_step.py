@@ -1,0 +1,194 @@
+"""One replica as a step of Slurm's: its srun on this machine, its step on its node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
+from pipollux_sched.backend.local.replica_process import ReplicaProcess
+
+from .ending import how_ended, why_gone
+from .output import StepLine
+from .record import ReplicaFiles, ReplicaRecord, step_name
+from .snapshot import SlurmSnapshot
+
+__all__ = ["ReplicaStep", "signal_command"]
+
+EXIT_PATIENCE = 5.0
+"""Seconds that an exit status which was written on a node may take to be seen here."""
+GONE_PATIENCE = 10.0
+"""Seconds that srun has to end when its node or allocation is gone, or its replica was killed."""
+KILL_PATIENCE = 5.0
+"""Seconds that the first process of a step has to kill the others, before Slurm kills all."""
+SETTLE_TIME = 30.0
+"""Seconds after a start, a signal or an end for which the next snapshot is taken sooner."""
+
+
+class ReplicaStep:
+    """A replica that this scheduler or an earlier one has started, until it is forgotten.
+
+    Args:
+        key: which one.
+        record: where it was started.
+        files: its files in the folder of its generation.
+        log: file for its output.
+        process: its srun.
+    """
+
+    def __init__(
+        self,
+        key: ReplicaKey,
+        record: ReplicaRecord,
+        files: ReplicaFiles,
+        log: Path,
+        process: ReplicaProcess,
+    ) -> None:
+        self.key = key
+        self.record = record
+        self.name = step_name(key)
+        self.ended: Ended | None = None
+        self._files = files
+        self._log = log
+        self._process = process
+        self._began_at = time.monotonic()
+        self._told = files.read_signal()
+        self._told_at: float | None = time.monotonic() if self._told else None
+        self._over_at: float | None = None
+        self._gone_at: float | None = None
+        self._seen = False
+
+    @classmethod
+    def start(
+        cls,
+        key: ReplicaKey,
+        record: ReplicaRecord,
+        files: ReplicaFiles,
+        log: Path,
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> ReplicaStep:
+        """Start its srun; the record is written first, so that no step is without one.
+
+        Raises:
+            OSError: it cannot be started.
+            ValueError: an argument has a character that none may have.
+        """
+        for folder in (log.parent, files.base.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for stale in (files.signal, files.exit, files.result, files.srun):
+            stale.unlink(missing_ok=True)
+        record.write(files)
+        try:
+            process = ReplicaProcess.start(
+                command, status=files.srun, log=log, environment=environment, directory=None
+            )
+        except BaseException:
+            files.record.unlink(missing_ok=True)
+            raise
+        return cls(key, record, files, log, process)
+
+    @classmethod
+    def find(
+        cls, key: ReplicaKey, record: ReplicaRecord, files: ReplicaFiles, log: Path
+    ) -> ReplicaStep:
+        """Return a replica that an earlier scheduler has started."""
+        return cls(key, record, files, log, ReplicaProcess(files.srun))
+
+    def step(self, snapshot: SlurmSnapshot) -> StepLine | None:
+        """Return its step, if Slurm has one."""
+        return snapshot.steps.get((self.record.pool, self.name))
+
+    def look(self, snapshot: SlurmSnapshot) -> ReplicaState:
+        """Return its state, as far as a snapshot and its srun show it."""
+        step = self.step(snapshot)
+        handle = step.step if step is not None else f"allocation {self.record.pool}"
+        if self.ended is None:
+            self._see(snapshot, step)
+        if self.ended is not None:
+            return ReplicaState(handle, ended=self.ended)
+        self._seen = self._seen or step is not None
+        waiting = "" if self._seen else "Slurm has not yet begun its step."
+        return ReplicaState(handle, waiting=waiting)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the next snapshot is awaited: the step is to begin, or is about to end."""
+        if self.ended is not None:
+            return False
+        if self._seen and self._told_at is None and self._over_at is None:
+            return False
+        recent = time.monotonic() - SETTLE_TIME
+        moments = (self._began_at, self._told_at, self._over_at)
+        return any(moment is not None and moment > recent for moment in moments)
+
+    def tell(self, what: Signal, snapshot: SlurmSnapshot) -> Sequence[str] | None:
+        """Note a signal, and return the command that sends it to its step, if it has one.
+
+        The wish is written into a file, too: for a step that has not yet begun, and for one on a
+        node whose slurmd is dead.
+        """
+        before = self._told_at
+        if self._told != "kill" and self._told != what.value:
+            with suppress(OSError):  # the signal itself may arrive
+                self._files.write_signal(what.value)
+            self._told, self._told_at = what.value, time.monotonic()
+        step = self.step(snapshot)
+        if step is not None:
+            since = 0.0 if self._told_at is None else time.monotonic() - self._told_at
+            return signal_command(step.step, what, insist=since > KILL_PATIENCE)
+        if before is not None and before < snapshot.begun and not self._seen:
+            self._process.signal(signal.SIGTERM)  # an srun that waits gives up
+        return None
+
+    def end_srun(self) -> None:
+        """Kill its srun; its step does not notice."""
+        pid = self._process.pid
+        if pid and self._process.poll() is None:
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            with suppress(Exception):
+                self._process.wait(1.0)
+
+    def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
+        code = self._process.poll()
+        now = time.monotonic()
+        if snapshot.number and why_gone(self.record, snapshot):
+            self._gone_at = self._gone_at or now
+        overdue = now - GONE_PATIENCE
+        gone = self._gone_at is not None and self._gone_at < overdue
+        if code is None and not gone:
+            return
+        self._over_at = self._over_at or now
+        if snapshot.begun <= self._over_at:
+            return
+        if step is not None and not gone:
+            return  # its srun was killed; the step itself runs
+        if code is None:
+            self.end_srun()
+            code = -signal.SIGKILL
+        late = self._over_at < now - EXIT_PATIENCE
+        if self._seen and not late and not gone and self._files.read_exit() is None:
+            return
+        self.ended = how_ended(self.record, self._files, self._log, code, snapshot)
+
+
+def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:
+    """Return the command that signals the first process of a step: see `step_main`.
+
+    Args:
+        step: such as 12.3.
+        what: the signal.
+        insist: whether Slurm is to kill a step that did not kill itself.
+
+    Example:
+        >>> signal_command("12.3", Signal.STOP)
+        ['scancel', '--signal=URG', '12.3']
+    """
+    name = "URG" if what is Signal.STOP else "KILL" if insist else "WINCH"
+    return ["scancel", f"--signal={name}", step]

@@ -1,0 +1,63 @@
+"""Signals under way: commands that nobody waits for, as one to a dead node takes 11 s."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Hashable, Sequence
+
+from pipollux_sched.backend.base import ClusterUnavailableError
+
+from .commands import slurm_environment
+
+__all__ = ["SignalSender"]
+
+AT_ONCE = 32
+"""Commands that may run at the same time; whoever sends a signal repeats it."""
+
+
+class SignalSender:
+    """Runs `scancel` in the background; what it prints says nothing, and is dropped.
+
+    It reports an error for signals that have arrived, and none for some that have not.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[Hashable, subprocess.Popen[bytes]] = {}
+
+    def send(self, what: Hashable, command: Sequence[str]) -> None:
+        """Run a command, unless one for the same thing is under way.
+
+        Args:
+            what: whom it signals, and with what.
+            command: program and arguments.
+
+        Raises:
+            ClusterUnavailableError: it cannot be started.
+        """
+        self.look()
+        if what in self._under_way or len(self._under_way) >= AT_ONCE:
+            return
+        try:
+            self._under_way[what] = subprocess.Popen(
+                command,
+                env=slurm_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise ClusterUnavailableError(f"{command[0]} cannot be run: {error}") from error
+
+    def look(self) -> None:
+        """Drop the commands that have ended."""
+        for what, process in list(self._under_way.items()):
+            if process.poll() is not None:
+                del self._under_way[what]
+
+    def close(self) -> None:
+        """Kill those that have not ended."""
+        for process in self._under_way.values():
+            process.kill()
+            process.wait()
+        self._under_way.clear()

@@ -1,0 +1,115 @@
+"""The command and environment of a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pipollux_sched.backend.base import Launch, ReplicaProgram
+from pipollux_sched.backend.local.inherited import inherited
+from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
+
+from . import step_main
+from .commands import controller_variables
+from .output import Share
+
+__all__ = ["srun_command", "step_environment"]
+
+_MIB = 2**20
+_SET_BY_SLURM = frozenset(
+    ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+)
+"""Variables that are different on each node, and which the scheduler's own machine may have."""
+
+
+def srun_command(
+    command: Sequence[str],
+    *,
+    pool: int,
+    node: str,
+    name: str,
+    share: Share,
+    program: ReplicaProgram,
+    num_stages: int,
+    base: Path,
+) -> list[str]:
+    """Return the command that runs a replica as a step of its own on a node.
+
+    Nothing secret may stand in it, as every user of the machine can read it.
+
+    Args:
+        command: of the agent.
+        pool: the allocation.
+        node: one of the allocation's nodes.
+        name: of the step.
+        share: what the allocation holds of the node.
+        program: what the replica runs.
+        num_stages: slots that it holds.
+        base: what the names of its files begin with.
+    """
+    slots = share.gpus or max(share.cpus, 1)
+    cpus = program.cpus + program.cpus_per_stage * num_stages
+    cpus = cpus or max(share.cpus * num_stages // slots, 1)
+    memory = program.memory + program.memory_per_stage * num_stages
+    memory = memory or share.memory * num_stages // slots
+    directory = program.directory or Path.cwd()
+    return [
+        "srun",
+        f"--jobid={pool}",
+        "--exact",
+        f"--job-name={name}",
+        f"--nodelist={node}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={cpus}",
+        f"--gres=gpu:{num_stages}" if share.gpus else "--gres=none",
+        # 0 is all that there is: right where Slurm does not count memory, too much where it does.
+        f"--mem={-(-memory // _MIB)}M" if share.memory else "--mem=0",
+        "--kill-on-bad-exit=0",
+        "--mpi=none",
+        "--input=none",
+        "--export=ALL",
+        f"--chdir={directory}",
+        sys.executable,
+        "-I",
+        "-S",
+        str(step_main.__file__),
+        str(base),
+        *command,
+    ]
+
+
+def step_environment(
+    program: ReplicaProgram,
+    launch: Launch,
+    replica: int,
+    *,
+    on_gpus: bool,
+    result: Path,
+    pass_on: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the environment of srun, which hands all of it on to the replica.
+
+    Args:
+        program: what it runs.
+        launch: its generation.
+        replica: which of its replicas.
+        on_gpus: whether its slots are GPUs, which Slurm picks, or CPUs.
+        result: file for what its agent leaves.
+        pass_on: variables of the scheduler passed in addition to those of `inherited`.
+    """
+    devices = (
+        {"PIPOLLUX_DEVICES": ",".join(f"cuda:{stage}" for stage in range(launch.num_stages))}
+        if on_gpus
+        else cpu_variables(launch.num_stages)
+    )
+    passed = inherited(os.environ, pass_on)
+    return {
+        **{name: value for name, value in passed.items() if name not in _SET_BY_SLURM},
+        **controller_variables(os.environ),
+        **replica_variables(program, launch, replica),
+        **devices,
+        "PIPOLLUX_RESULT_FILE": str(result),
+    }

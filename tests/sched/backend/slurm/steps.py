@@ -1,0 +1,91 @@
+"""Replicas of the toy job as steps of a real Slurm, and waiting for what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipollux_sched.backend.base import Ended, Launch, ReplicaKey, ReplicaProgram, ReplicaState
+from pipollux_sched.backend.slurm.engine import SlurmEngine
+from pipollux_sched.store import StateDir
+from tests.hosts.harness.slurm import SlurmCluster
+
+TOY = Path(__file__).parents[2] / "toy_job.py"
+TIMEOUT = 240.0
+
+
+def allocate(cluster: SlurmCluster, *options: str) -> int:
+    """Return the number of a job that holds nodes and runs nothing."""
+    with cluster.start("salloc", "--no-shell", *options, stderr=-1, text=True) as command:
+        assert command.stderr is not None
+        said = command.stderr.read()
+    found = re.search(r"Granted job allocation (\d+)", said)
+    assert found is not None, said
+    return int(found[1])
+
+
+def start(
+    engine: SlurmEngine, job: str, node: str, *args: str, stages: int = 1, generation: int = 1
+) -> ReplicaKey:
+    """Start a job of one replica, which needs no scheduler to be found."""
+    program = ReplicaProgram(job=job, script=TOY, args=args, num_stages=stages)
+    folder = engine.checkpoints(program)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    launch = Launch(
+        job=job,
+        generation=generation,
+        nodes=(node,),
+        slots=(tuple(range(stages)),),
+        supervisor_url="",
+        checkpoints=folder,
+    )
+    engine.start(program, launch, 0)
+    return launch.keys[0]
+
+
+def state(engine: SlurmEngine, key: ReplicaKey) -> ReplicaState:
+    return engine.listing().replicas[key]
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Return what a condition returns, as soon as that is true."""
+    deadline = time.monotonic() + TIMEOUT
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+def runs(engine: SlurmEngine, state_dir: StateDir, key: ReplicaKey) -> ReplicaState:
+    """Return the state of a replica as soon as its script trains."""
+    until(lambda: "goes on from step" in log(state_dir, key))
+    until(lambda: not state(engine, key).waiting)
+    return state(engine, key)
+
+
+def ended(engine: SlurmEngine, key: ReplicaKey) -> Ended:
+    """Return how a replica ended, as soon as it has."""
+    found = until(lambda: state(engine, key).ended)
+    assert isinstance(found, Ended)
+    return found
+
+
+def log(state_dir: StateDir, key: ReplicaKey) -> str:
+    path = state_dir.log(*key)
+    return path.read_text() if path.exists() else ""
+
+
+def environment(state_dir: StateDir, key: ReplicaKey) -> dict[str, str]:
+    """Return the variables that the toy job has printed."""
+    line = next(line for line in log(state_dir, key).splitlines() if line.startswith("{"))
+    return dict(json.loads(line))
+
+
+def step_names(cluster: SlurmCluster) -> dict[str, str]:
+    """Return the nodes of the steps that are there, by name."""
+    lines = cluster.call("squeue", "--steps", "--noheader", "--format=%j|%N").splitlines()
+    return dict(line.split("|") for line in lines)

@@ -1,0 +1,255 @@
+"""The engine on a real Slurm: placement, signals, exit statuses, adoption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, ReplicaKey, Signal
+from pipollux_sched.backend.slurm.engine import SlurmEngine
+from pipollux_sched.backend.slurm.pools import OwnAllocation
+from pipollux_sched.spec.job import JobSpec, SpecError
+from pipollux_sched.store import StateDir
+from tests.hosts.harness.hosts import Hosts
+from tests.hosts.harness.slurm import SlurmCluster
+from tests.sched.backend.slurm.conftest import MakeEngine
+from tests.sched.backend.slurm.steps import (
+    ended,
+    environment,
+    log,
+    runs,
+    start,
+    state,
+    step_names,
+    until,
+)
+
+pytestmark = pytest.mark.exhaustive
+
+
+def test_the_nodes_are_those_of_the_allocation(engine: SlurmEngine) -> None:
+    nodes = engine.nodes()
+    assert {
+        name: (node.slots, node.spec.kind, node.spec.cpus) for name, node in nodes.items()
+    } == dict.fromkeys(("n1", "n2", "n3"), (4, "gpu", 16))
+    assert all(node.ready and not node.draining for node in nodes.values())
+
+
+def test_replicas_run_where_they_were_placed_with_gpus_of_their_own(
+    cluster: SlurmCluster, engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    first = start(engine, "first", "n2", stages=2)
+    second = start(engine, "second", "n2", stages=1)
+    third = start(engine, "third", "n2", stages=1)
+    other = start(engine, "other", "n3", stages=4, generation=7)
+    keys = (first, second, third, other)
+    for key in keys:
+        runs(engine, state_dir, key)
+    assert {name: node for name, node in step_names(cluster).items() if ".g" in name} == {
+        "first.g1.r0": "n2",
+        "second.g1.r0": "n2",
+        "third.g1.r0": "n2",
+        "other.g7.r0": "n3",
+    }
+    variables = {key: environment(state_dir, key) for key in keys}
+    gpus = {key: variables[key]["CUDA_VISIBLE_DEVICES"].split(",") for key in keys}
+    assert {key.job: len(held) for key, held in gpus.items()} == {
+        "first": 2,
+        "second": 1,
+        "third": 1,
+        "other": 4,
+    }
+    assert sorted(gpus[first] + gpus[second] + gpus[third]) == ["0", "1", "2", "3"]
+    assert variables[first]["PIPOLLUX_DEVICES"] == "cuda:0,cuda:1"
+
+
+def test_starting_twice_starts_once(
+    cluster: SlurmCluster, engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    key = start(engine, "toy", "n1")
+    assert start(engine, "toy", "n1") == key
+    handle = runs(engine, state_dir, key).handle
+    assert cluster.call("squeue", "--steps", "-h", "-o", "%i %j").split()[:2] == [
+        handle,
+        "toy.g1.r0",
+    ]
+    assert list(step_names(cluster)).count("toy.g1.r0") == 1
+
+
+def test_a_stopped_replica_saves_however_often_it_is_told(
+    engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    key = start(engine, "toy", "n1")
+    runs(engine, state_dir, key)
+
+    def told_again() -> bool:
+        engine.signal(key, Signal.STOP)
+        return state(engine, key).ended is not None
+
+    until(told_again)
+    how = ended(engine, key)
+    assert (how.status, how.lost) == (143, "")
+    assert how.result.asked
+    assert how.result.stopped_step is not None
+    assert how.result.stopped_step > 0
+    engine.forget(key.job, key.generation)
+    assert key not in engine.listing().replicas
+    assert "goes on from step 0" in log(state_dir, key)
+
+
+def test_a_replica_that_is_told_to_stop_before_it_has_begun_never_trains(
+    engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    key = start(engine, "toy", "n1")
+    engine.signal(key, Signal.STOP)
+    assert ended(engine, key).status == 143
+
+
+def test_exit_statuses_are_those_of_the_script(engine: SlurmEngine) -> None:
+    complete = start(engine, "complete", "n1", "--steps=3")
+    failed = start(engine, "failed", "n2", "--fail-at=2")
+    killed = start(engine, "killed", "n3")
+    assert ended(engine, complete)[::2] == (0, "")
+    how = ended(engine, failed)
+    assert (how.status, how.lost) == (1, "")
+    assert how.result.error is not None
+    assert how.result.error.text == "RuntimeError: step 2 went wrong on replica 0"
+    until(lambda: not state(engine, killed).waiting)
+    engine.signal(killed, Signal.KILL)
+    assert ended(engine, killed)[::2] == (-9, "")
+
+
+def test_a_stubborn_job_leaves_nothing_behind_when_it_is_killed(
+    engine: SlurmEngine, state_dir: StateDir, hosts: Hosts
+) -> None:
+    quiet = {name: hosts.pids(name) for name in hosts.names}
+    key = start(engine, "toy", "n1", "--stubborn")
+    runs(engine, state_dir, key)
+    engine.signal(key, Signal.STOP)
+    engine.signal(key, Signal.KILL)
+    ended(engine, key)
+    left = hosts.pids("n1") - quiet["n1"]
+    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)]
+    assert not [command for command in commands if "sleep" in command]
+
+
+def test_a_job_that_fits_nowhere_is_refused_in_the_words_of_slurm(
+    engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    key = start(engine, "toy", "n1", stages=9)
+    how = ended(engine, key)
+    assert (how.status, how.lost) == (1, "")
+    assert "srun: error: " in log(state_dir, key)
+    with pytest.raises(ClusterUnavailableError, match="no allocation of Slurm's has node n9"):
+        start(engine, "other", "n9")
+
+
+def test_no_command_shows_what_is_secret(
+    engine: SlurmEngine, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipollux_sched.backend.base import Launch, ReplicaProgram
+    from tests.sched.backend.slurm.steps import TOY
+
+    program = ReplicaProgram(
+        job="toy", script=TOY, environment={"PIPOLLUX_TOKEN": "very-secret-indeed"}
+    )
+    folder = engine.checkpoints(program)
+    Path(folder).mkdir(parents=True)
+    launch = Launch(
+        job="toy",
+        generation=1,
+        nodes=("n1",),
+        slots=((0,),),
+        supervisor_url="",
+        checkpoints=folder,
+    )
+    engine.start(program, launch, 0)
+    key = launch.keys[0]
+    runs(engine, state_dir, key)
+    commands = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    assert any("--job-name=toy.g1.r0" in command for command in commands)
+    assert not any("very-secret-indeed" in command for command in commands)
+    assert environment(state_dir, key)["PIPOLLUX_TOKEN"] == "very-secret-indeed"
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from pipollux_sched.backend.slurm.engine import SlurmEngine
+from pipollux_sched.backend.slurm.pools import OwnAllocation
+from pipollux_sched.store import StateDir
+from tests.sched.backend.slurm.steps import start, until
+engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
+start(engine, "long", "n1")
+start(engine, "short", "n2", "--steps=40")
+start(engine, "orphan", "n3")
+until(lambda: not any(x.waiting for x in engine.listing().replicas.values()))
+print("started", flush=True)
+until(lambda: False)
+"""
+
+
+def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
+    pool: int, make_engine: MakeEngine, state_dir: StateDir, repository: Path
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(state_dir.path), str(pool)],
+        cwd=repository,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(repository), *sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    with driver:
+        assert driver.stdout.readline() == "started\n"
+        driver.kill()
+    long, short = ReplicaKey("long", 1, 0), ReplicaKey("short", 1, 0)
+    orphan = ReplicaKey("orphan", 1, 0)
+    # The step of one whose srun died with the scheduler's machine runs on.
+    # (All at once: a second process of srun would end the step for want of the first.)
+    runner = json.loads((state_dir.generation("orphan", 1) / "replica-0.srun").read_text())
+    os.killpg(runner["pid"], signal.SIGKILL)
+    until(lambda: (state_dir.generation("short", 1) / "replica-0.exit").exists())
+    engine = make_engine(OwnAllocation(pool))
+    assert set(engine.listing().replicas) == {long, short, orphan}
+    assert ended(engine, short)[::2] == (0, "")
+    runs(engine, state_dir, long)
+    found = engine.recover({("long", 1), ("short", 1)}, 30.0)
+    assert [line.partition(" of ")[2] for line in found] == ["job orphan (orphan.g1.r0)"]
+    assert orphan not in engine.listing().replicas
+    assert state(engine, long).ended is None
+    engine.signal(long, Signal.STOP)
+    assert ended(engine, long).result.stopped_step
+
+
+def test_a_node_that_does_not_share_the_state_directory_is_named(
+    pool: int, make_engine: MakeEngine, state_dir: StateDir, hosts: Hosts
+) -> None:
+    hosts.call("n2", "mount", "-t", "tmpfs", "none", str(state_dir.path))
+    try:
+        with pytest.raises(BackendError, match=f"node n2 does not see {state_dir.path}; keep"):
+            make_engine(OwnAllocation(pool))
+    finally:
+        hosts.call("n2", "umount", str(state_dir.path))
+
+
+def test_an_allocation_that_is_not_there_is_refused(
+    cluster: SlurmCluster, make_engine: MakeEngine
+) -> None:
+    with pytest.raises(BackendError, match="no running allocation 999 of yours"):
+        make_engine(OwnAllocation(999))
+
+
+def test_containers_are_refused(engine: SlurmEngine) -> None:
+    with pytest.raises(SpecError, match="image: 'train:1' cannot be run by the slurm backend"):
+        engine.check(JobSpec(name="toy", image="train:1"))
+    engine.check(JobSpec(name="toy", script="train.py"))
