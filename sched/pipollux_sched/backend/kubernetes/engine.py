@@ -275,6 +275,8 @@ class KubernetesEngine(Engine):
     def _state(self, pod: PodView) -> ReplicaState:
         node = self._nodes.find(("", pod.node)) if pod.node else None
         gone = self._is_gone(pod.node) if pod.node and node is None else False
+        if node is not None:
+            self._absent.pop(pod.node, None)
         return replica_state(pod, node, gone=gone, ordered=pod.key in self._ordered)
 
     def _is_gone(self, node: str) -> bool:

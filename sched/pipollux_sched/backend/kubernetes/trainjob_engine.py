@@ -71,7 +71,7 @@ class TrainJobEngine(KubernetesEngine):
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Suspend the TrainJob, which deletes all of its pods; a kill does not wait for them."""
         name = trainjob_name(key.job, key.generation)
-        trainjob = self._trainjobs.find((self.namespace, name))
+        trainjob = next((one for one in self._trainjobs.values() if one.name == name), None)
         if trainjob is None:
             return
         self._ordered.update(
@@ -113,11 +113,16 @@ class TrainJobEngine(KubernetesEngine):
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End TrainJobs that nobody looks after: see `Engine`."""
+        with_pods = {pod.key[:2] for pod in self._pods.values()}
+        others = [
+            one
+            for one in self._trainjobs.values()
+            if (one.job, one.generation) not in {*adopted, *with_pods}
+        ]
         found = super().recover(adopted, grace)
-        for trainjob in self._trainjobs.values():
-            if (trainjob.job, trainjob.generation) not in adopted:
-                found.append(f"TrainJob {trainjob.name}")
-                self.forget(trainjob.job, trainjob.generation)
+        for trainjob in others:
+            found.append(f"TrainJob {trainjob.name}")
+            self.forget(trainjob.job, trainjob.generation)
         return found
 
     def _find(self, key: ReplicaKey) -> PodView | None:
