@@ -52,7 +52,10 @@ def test_a_generation_from_start_to_stop(rig: Rig, client: Client) -> None:
     assert made.metadata.annotations["scheduling.volcano.sh/queue-name"] == "research"
     pods = list(client.list(Pod))
     assert {pod.spec.nodeName for pod in pods} == {"n1", "n2"}
-    assert {rig.log(key).split("\n")[0] for key in keys} == {"ready 0", "ready 1"}
+    until(
+        lambda: {rig.log(key).split("\n")[0] for key in keys} == {"ready 0", "ready 1"},
+        "what both have printed is in their logs",
+    )
     assert rig.engine.nodes()["n1"].slots == 4  # our own are not taken
     rig.engine.signal(keys[0], Signal.STOP)
     rig.engine.signal(keys[1], Signal.STOP)
