@@ -36,6 +36,7 @@ _asked = False
 def main() -> int:
     """Run the agent; return its exit status."""
     _ignore_repeated_signals()
+    _make_folder()
     script = sys.argv.index("--") + 1
     sys.argv.insert(script, str(Path(__file__).with_name("script_main.py")))
     with tempfile.TemporaryDirectory(prefix="pipollux-agent-") as folder:
@@ -77,6 +78,17 @@ def _package() -> str:
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules[package.__name__] = package
     return package.__name__
+
+
+def _make_folder() -> None:
+    """Make the folder for checkpoints, which only a replica can where the scheduler sees no disk.
+
+    Where it cannot be made, the script says so when it saves.
+    """
+    folder = os.environ.get("PIPOLLUX_CHECKPOINT_DIR")
+    if folder:
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
 
 
 def _ignore_repeated_signals() -> None:
