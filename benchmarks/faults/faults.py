@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from injections import INJECTIONS  # lies beside
+from injections import INJECTIONS, Injection  # lies beside
 from invariants import Invariants
 from outer_faults import mount_small_disk, unmount
 from scheduler_faults import MOST_UNDER_WAY
@@ -37,15 +38,26 @@ class Run:
         seed: of the faults, and of the jobs.
         num_jobs: jobs that are kept going.
         out: takes a line of JSON for each fault; None: nowhere.
+        invariants: of the world that it happens in; None: a new world.
+        injections: the faults, and how often each comes.
     """
 
-    def __init__(self, folder: Path, seed: int, num_jobs: int, out: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        num_jobs: int,
+        out: Path | None,
+        invariants: Invariants | None = None,
+        injections: Mapping[str, tuple[int, Injection]] = INJECTIONS,
+    ) -> None:
         self.rng = random.Random(seed)
         self.seed = seed
         self.disk = folder / "small"
-        self.has_disk = mount_small_disk(self.disk)
-        self.world = World(folder)
-        self.invariants = Invariants(self.world)
+        self.has_disk = invariants is None and mount_small_disk(self.disk)
+        self.invariants = invariants or Invariants(World(folder))
+        self.world = self.invariants.world
+        self.injections = injections
         self.num_jobs = num_jobs
         self.out = out
         self.begun = time.monotonic()
@@ -75,10 +87,10 @@ class Run:
 
     def inject(self) -> None:
         """Let one thing go wrong, wait until all is well again, and look whether it is."""
-        kinds, weights = list(INJECTIONS), [weight for weight, _ in INJECTIONS.values()]
+        kinds, weights = list(self.injections), [weight for weight, _ in self.injections.values()]
         kind = self.rng.choices(kinds, weights)[0]
         self.world.struck, begun = None, time.monotonic()
-        hit = INJECTIONS[kind][1](self.world, self.rng)
+        hit = self.injections[kind][1](self.world, self.rng)
         if hit is None:
             time.sleep(0.2)  # nothing was there to be hit; soon there may be
             return
@@ -114,7 +126,7 @@ class Run:
     def report(self) -> str:
         """Say what was done, and how long it took until all was well again."""
         lines = ["| fault | times | well again after: median | worst |", "|---|---|---|---|"]
-        for kind in INJECTIONS:
+        for kind in self.injections:
             times = self.done.get(kind, [])
             if times:
                 lines.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from world import NODES, World, backs_off  # lies beside
+from world import World, backs_off  # lies beside
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord, NodeCondition
@@ -24,7 +24,7 @@ class Invariants:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
         self._generations: dict[str, int] = {}
 
     def settled(self) -> bool:
@@ -32,7 +32,7 @@ class Invariants:
 
         Each job trains, or waits: for room that is not there, or until its back-off is over.
         """
-        jobs = self._world.under_way()
+        jobs = self.world.under_way()
         if any(job.state.intent is not None for job in jobs):
             return False
         if any(job.state.running_on and job.state.reason != "Training" for job in jobs):
@@ -43,9 +43,9 @@ class Invariants:
 
     def violations(self) -> list[str]:
         """Say what is not as it must be, at any moment; nothing if all is well."""
-        jobs = self._world.jobs()
+        jobs = self.world.jobs()
         return [
-            *(f"{name} is gone" for name in self._world.acknowledged.keys() - jobs.keys()),
+            *(f"{name} is gone" for name in self.world.acknowledged.keys() - jobs.keys()),
             *(f"{path}: {path.read_text()}" for path in self._started_twice()),
             *self._conditions(jobs.values()),
             *self._slots(jobs.values()),
@@ -66,17 +66,17 @@ class Invariants:
 
     def _slots(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
         """No node holds more than it has."""
-        held = dict.fromkeys(NODES, 0)
+        held = dict.fromkeys(self.world.nodes, 0)
         for job in jobs:
             for node in job.state.running_on:
                 held[node] += job.state.running_stages or job.spec["num_stages"]
-        for node, slots in NODES.items():
+        for node, slots in self.world.nodes.items():
             if held[node] > slots:
                 yield f"{node} holds {held[node]} of {slots}"
 
     def _order(self, jobs: Iterable[JobRecord]) -> Iterator[str]:
         """Generations only grow, and of each job at most the last one is open."""
-        generations = {job.name: self._world.store.generations(job.name) for job in jobs}
+        generations = {job.name: self.world.store.generations(job.name) for job in jobs}
         for job in jobs:
             generation, before = job.state.generation, self._generations.get(job.name, 0)
             self._generations[job.name] = generation
@@ -93,7 +93,7 @@ class Invariants:
 
     def _left_running(self, jobs: Mapping[str, JobRecord]) -> Iterator[str]:
         """Nothing runs of a job that has ended."""
-        for pid, environment in self._world.processes().items():
+        for pid, environment in self.world.processes().items():
             job = jobs.get(environment.get("PIPOLLUX_JOB_ID", ""))
             if job is not None and job.phase.ended:
                 yield f"{job.name} is {job.phase}, and process {pid} of it runs"
@@ -103,7 +103,7 @@ class Invariants:
         for job in jobs:
             if job.phase is Phase.RUNNING and job.state.reason == "Training":
                 try:
-                    self._world.until("its replicas live", lambda job=job: self._lives(job), NOTICE)
+                    self.world.until("its replicas live", lambda job=job: self._lives(job), NOTICE)
                 except AssertionError:
                     yield f"{job.name}: {job.state.running_on} was started, not all of it runs"
 
@@ -111,17 +111,17 @@ class Invariants:
         state, generation = job.state, str(job.state.generation)
         there = {
             environment.get("RANK")
-            for environment in self._world.processes(job.name).values()
+            for environment in self.world.processes(job.name).values()
             if environment.get("PIPOLLUX_GENERATION") == generation
         }
         if {str(rank) for rank in range(len(state.running_on))} <= there:
             return True
-        now = self._world.jobs()[job.name].state
+        now = self.world.jobs()[job.name].state
         return (now.generation, now.reason, now.intent) != (state.generation, "Training", None)
 
     def _damage(self) -> Iterator[str]:
         """The file of the store is whole, and no row refers to one that is not there."""
-        where = f"{self._world.directory.database.as_uri()}?mode=ro"
+        where = f"{self.world.directory.database.as_uri()}?mode=ro"
         with closing(sqlite3.connect(where, uri=True, timeout=30.0)) as database:
             rows = database.execute("PRAGMA integrity_check").fetchall()
             broken = database.execute("PRAGMA foreign_key_check").fetchall()
@@ -130,17 +130,17 @@ class Invariants:
 
     def _log(self) -> Iterator[str]:
         """Nothing has failed in the scheduler that it did not expect to."""
-        log = self._world.folder / "serve.log"
+        log = self.world.folder / "serve.log"
         if "Traceback" in log.read_text(errors="replace"):
             yield f"{log} tells of an exception"
 
     def _started_twice(self) -> list[Path]:
-        kept = (self._world.directory.path / "jobs").glob("*/checkpoints/violations")
-        return [*kept, *(self._world.folder / "small").glob("*/violations")]
+        kept = (self.world.directory.path / "jobs").glob("*/checkpoints/violations")
+        return [*kept, *(self.world.folder / "small").glob("*/violations")]
 
     def _free(self, jobs: Iterable[JobRecord]) -> dict[str, int]:
         """Slots that nobody holds, by node that takes jobs."""
-        nodes = self._world.store.nodes().values()
+        nodes = self.world.store.nodes().values()
         free = {node.name: node.slots for node in nodes if node.condition is NodeCondition.READY}
         for job in jobs:
             running_on = job.state.running_on

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scheduler_faults import being_moved  # lies beside
-from world import NODES, World
+from world import World
 
 from pipollux_sched.store import JobRecord
 
@@ -144,7 +144,7 @@ def _full(folder: Path) -> Iterator[None]:
 
 
 def _out_for_a_while(world: World, rng: random.Random, condition: str) -> str:
-    node = rng.choice(list(NODES))
+    node = rng.choice(list(world.nodes))
     world.set_node(node, condition)
     time.sleep(rng.uniform(1.0, 5.0))
     world.set_node(node, "ready")

@@ -7,16 +7,19 @@ what it hit, or None where there was nothing to hit.
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from workload import COUNTING, TRAINING  # lies beside
-from world import World
+from world import World  # lies beside
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.store import JobRecord
+
+_AGENT = re.compile(r"\S*python\S* -P \S*/agent\.py ")
+"""The command of an agent, and of none of those who start it."""
 
 
 def kill_runner(world: World, rng: random.Random) -> str | None:
@@ -93,23 +96,17 @@ def runners(world: World, job: str) -> list[int]:
 
 def agents(world: World, job: str) -> list[int]:
     """The torchrun agents of a job."""
-    commands = {pid: _command(pid) for pid in world.processes(job)}
-    return [
-        pid
-        for pid, command in commands.items()
-        if "torch.distributed.run" in command and "runner.py" not in command
-    ]
+    return [pid for pid in world.processes(job) if _AGENT.match(_command(pid))]
 
 
 def workers(world: World, job: str, rank: str | None = None) -> list[int]:
     """Processes of a job that train; all, or replica `rank` alone."""
-    found = []
-    for pid, environment in world.processes(job).items():
-        command = _command(pid)
-        script = COUNTING.name in command or TRAINING.name in command
-        if script and "torch.distributed.run" not in command:
-            found += [pid] if rank in (None, environment.get("RANK")) else []
-    return found
+    return [
+        pid
+        for pid, environment in world.processes(job).items()
+        # Only the agents set it.
+        if "RANK" in environment and rank in (None, environment["RANK"])
+    ]
 
 
 def _hit_one(

@@ -31,17 +31,19 @@ class World:
 
     Args:
         folder: an empty folder for all of it.
+        nodes: slots of each node by name.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: Mapping[str, int] = NODES) -> None:
         self.folder = folder
+        self.nodes = nodes
         self.directory = StateDir(folder / "state")
         self.cluster = folder / "cluster.yaml"
         self.clock = folder / "clock"
         self.clock.write_text("0")
         self.acknowledged: dict[str, Work] = {}
         """What every job whose submission was answered has to do, by name."""
-        nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in NODES.items()]
+        nodes = [{"name": name, "slots": slots, "kind": "cpu"} for name, slots in nodes.items()]
         self.cluster.write_text(json.dumps({"nodes": nodes}))
         self.submission_seconds = 0.1
         """What the last submission took."""
@@ -58,11 +60,20 @@ class World:
         """Start a scheduler."""
         with (self.folder / "serve.log").open("ab") as log:
             self._server = subprocess.Popen(
-                [sys.executable, str(SERVE), str(self.folder)],
+                self.command(),
+                env={**os.environ, **self.environment()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def command(self) -> list[str]:
+        """Return the command of a scheduler."""
+        return [sys.executable, str(SERVE), str(self.folder)]
+
+    def environment(self) -> Mapping[str, str]:
+        """Return variables of the scheduler besides this process's own."""
+        return {}
 
     def serve(self) -> None:
         """Start a scheduler, and return when it answers."""
@@ -161,10 +172,17 @@ class World:
                 dead = process.status() == psutil.STATUS_ZOMBIE
             except (psutil.Error, OSError):
                 continue
-            ours = environment.get("PIPOLLUX_STATE_DIR") == str(self.directory.path)
-            if ours and not dead and job in (None, environment.get("PIPOLLUX_JOB_ID")):
+            if (
+                self.is_ours(environment)
+                and not dead
+                and job in (None, environment.get("PIPOLLUX_JOB_ID"))
+            ):
                 found[process.pid] = environment
         return found
+
+    def is_ours(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process with this environment belongs to a job of the scheduler."""
+        return environment.get("PIPOLLUX_STATE_DIR") == str(self.directory.path)
 
     def until(self, what: str, true: Callable[[], object], seconds: float = PATIENCE) -> float:
         """Wait until something is true; return the seconds that it took."""
