@@ -1,0 +1,188 @@
+"""The demo's two jobs on two real kubelets: start, grow over nodes, shrink, grow, complete.
+
+    sudo PIPOLLUX_KUBERNETES=… python benchmarks/clusters/kubernetes_demo.py [--share 1.0]
+
+Prints the story, by time; ends with status 1 if it is not as it must be. Each node has as many
+slots as this machine has cores: two are what the demo is made for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import yaml
+from counted import fault  # lies beside
+from kubernetes_site import ROOT, Site, end_in_order  # lies beside
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.store import GenerationRecord
+from tests.kubernetes.harness.control_plane import ControlPlane
+
+COUNTED = Path(__file__).with_name("counted.py")
+EXAMPLES = ROOT / "examples"
+STEPS_ALONE = 60
+"""Steps of the first job on both nodes before the second one arrives."""
+LAST = 1200.0
+
+
+def main() -> None:
+    """Run it, print the story."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--share", type=float, default=1.0, help="of the demo's work")
+    options = parser.parse_args()
+    end_in_order()
+    with ControlPlane(nodes=2) as cluster:
+        site = Site(
+            cluster,
+            *("--device-resource", "cpu", "--interval", "10", "--hints-interval", "5"),
+            *("--checkpoint-interval", "20", "--grace", "20"),
+        )
+        try:
+            wrong = Demo(site, options.share).run()
+        except BaseException:
+            kept = Path(tempfile.mkdtemp(prefix="pipollux-kubernetes-demo-"))
+            shutil.copytree(site.directory.path, kept / "state")
+            shutil.copy(site.log, kept)
+            print(f"state and log of the scheduler are kept in {kept}", file=sys.stderr)
+            raise
+        finally:
+            site.close()
+    print("\n".join(f"WRONG: {sentence}" for sentence in wrong) or "All as it must be.")
+    sys.exit(bool(wrong))
+
+
+class Demo:
+    """One run of the two jobs.
+
+    Args:
+        site: where.
+        share: how much of the demo's work they are to do.
+    """
+
+    def __init__(self, site: Site, share: float) -> None:
+        self._site, self._share = site, share
+        self._epochs: dict[str, int] = {}
+        self._shown: dict[str, object] = {}
+        self._begun = time.monotonic()
+
+    def run(self) -> list[str]:
+        """Run both jobs to their end; return what is not as it must be."""
+        first, second = yaml.safe_load((EXAMPLES / "demo-jobs.yaml").read_text())["jobs"]
+        self._submit(first)
+        self._watch("the first job trains on both nodes", lambda: self._alone(first["name"]))
+        self._submit(second)
+        self._watch("both jobs have ended", lambda: not self._site.under_way())
+        self._site.until("no pod is left", lambda: not self._site.pods(), 60.0)
+        return [*self._wrong(), *self._wrong_story(first["name"], second["name"])]
+
+    def _submit(self, job: dict[str, object]) -> None:
+        given = [str(word) for word in job["args"]]  # type: ignore[attr-defined]
+        amounts = dict(zip(given[::2], given[1::2], strict=True))
+        name = "--characters" if "--characters" in amounts else "--epochs"
+        amounts[name] = str(max(1, round(int(amounts[name]) * self._share)))
+        self._epochs[str(job["name"])] = int(amounts["--epochs"])
+        args = [word for pair in amounts.items() for word in pair]
+        fields = {
+            "numStages": job.get("num_stages", 1),
+            "maxReplicas": job["max_replicas"],
+        }
+        if "num_microbatches" in job:
+            fields["numMicrobatches"] = job["num_microbatches"]
+        script = str(EXAMPLES / str(job["script"]))
+        self._site.apply(str(job["name"]), COUNTED, [script, *args], **fields)
+        self._say(f"{job['name']} is submitted")
+
+    def _alone(self, name: str) -> bool:
+        """Whether the first job has trained for a while on two nodes."""
+        generations = self._site.store.generations(name)
+        last = generations[-1] if generations else None
+        if last is None or len(set(last.nodes)) < 2 or last.first_step is None:
+            return False
+        points = self._site.store.overview.points(name, 10)
+        return bool(points) and points[-1].step - last.first_step >= STEPS_ALONE * self._share
+
+    def _watch(self, what: str, done: object) -> None:
+        def look() -> bool:
+            for name, job in self._site.jobs().items():
+                now = (job.phase.value, tuple(job.state.running_on), job.state.reason)
+                if self._shown.get(name) != now:
+                    self._shown[name] = now
+                    where = " ".join(job.state.running_on) or "no node"
+                    points = self._site.store.overview.points(name, 1)
+                    loss = points[-1].loss if points else None
+                    more = "" if loss is None else f", step {points[-1].step}, loss {loss:.3f}"
+                    self._say(
+                        f"{name}: {now[0]} ({now[2]}), generation {job.state.generation} on "
+                        f"{where}{more}"
+                    )
+            return bool(done())  # type: ignore[operator]
+
+        self._site.until(what, look, LAST)
+
+    def _say(self, sentence: str) -> None:
+        print(f"{time.monotonic() - self._begun:6.1f} s  {sentence}", flush=True)
+
+    def _wrong(self) -> list[str]:
+        """What must be true of each job, whatever was decided."""
+        wrong = []
+        for name, job in self._site.jobs().items():
+            if job.phase is not Phase.COMPLETE:
+                wrong.append(f"{name} is {job.phase.value}: {job.state.reason}")
+                continue
+            if missing := fault(self._site.checkpoints(name), self._epochs[name]):
+                wrong.append(f"{name}: {missing}")
+            wrong += self._rising(name)
+        return wrong
+
+    def _rising(self, name: str) -> list[str]:
+        """The loss falls, over restarts too: no generation begins where the first did."""
+        points = [p for p in self._site.store.overview.points(name, 10_000) if p.loss is not None]
+        generations = self._site.store.generations(name)
+        starts = [g.first_step for g in generations if g.first_step is not None]
+        parts = [
+            [p.loss for p in points if begin <= p.step < end]
+            for begin, end in zip(starts, [*starts[1:], sys.maxsize], strict=True)
+        ]
+        means = [_mean(part[-10:]) for part in parts if part]
+        first, last = _mean([p.loss for p in points[:3]]), means[-1]
+        told = ", ".join(f"{part[0]:.3f} to {part[-1]:.3f}" for part in parts if part)
+        self._say(f"{name}: loss by generation {told}")
+        steps = [p.step for p in points]
+        wrong = [] if last < 0.8 * first else [f"{name}: loss {first:.3f} has become {last:.3f}"]
+        wrong += [
+            f"{name}: loss {part[0]:.3f} after a restart, as at the beginning"
+            for part in parts[1:]
+            if part and _mean(part[:3]) > 0.9 * first
+        ]
+        return wrong if steps == sorted(steps) else [*wrong, f"{name}: steps out of order"]
+
+    def _wrong_story(self, first: str, second: str) -> list[str]:
+        """Two nodes, one for a newcomer, two again."""
+        sizes = [_size(g) for g in self._site.store.generations(first) if g.first_step is not None]
+        wanted = [2, 1, 2]
+        rest = iter(sizes)
+        told = all(size in rest for size in wanted)
+        self._say(f"{first}: replicas by generation {sizes}")
+        with_both = any(g.first_step is not None for g in self._site.store.generations(second))
+        wrong = [] if told else [f"{first} had {sizes} replicas, and not 2, 1 and 2 again"]
+        return wrong if with_both else [*wrong, f"{second} has not trained"]
+
+
+def _size(generation: GenerationRecord) -> int:
+    return len(generation.nodes)
+
+
+def _mean(losses: list[float | None]) -> float:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known)
+
+
+if __name__ == "__main__":
+    main()
