@@ -1,0 +1,197 @@
+"""The two jobs of `pipollux demo` on three Slurm hosts, and whether all was as it must be.
+
+    python benchmarks/clusters/slurm_demo.py [--folder DIR]
+
+The pool has nodes of two slots. Somebody else's job holds the third host at first, so that the two
+jobs have as much room as the demo has on one machine; it ends once the first job has made room for
+the second, and the third host joins the pool. Prints Markdown; status 1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurm_world import REPOSITORY, SlurmWorld  # lies beside
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.spec.job import load_jobs
+from pipollux_sched.spec.script import with_script_found
+
+OPTIONS = (
+    *("--nodes=3", "--interval=15", "--hints-interval=5", "--checkpoint-interval=20"),
+    *("--grace=20",),
+)
+"""Those of `pipollux demo`."""
+STEPS_ALONE = 60
+EPOCHS = {"digits": 120, "char-lm": 3}
+SAMPLES = {"digits": 1437 * 120, "char-lm": 11875 * 3}
+PATIENCE = 1200.0
+
+
+class Story:
+    """What happens to the jobs, as the scheduler's store and Slurm have it.
+
+    Args:
+        world: the scheduler.
+    """
+
+    def __init__(self, world: SlurmWorld) -> None:
+        self._world = world
+        self._begun = time.time()
+        self._now: dict[str, tuple[str, ...]] = {}
+        self.lines: list[str] = []
+        self.sizes: dict[str, list[int]] = {}
+
+    def look(self) -> None:
+        """Take note of allocations that have changed."""
+        for name, job in self._world.jobs().items():
+            nodes = tuple(job.state.running_on) if job.state.reason == "Training" else ()
+            if job.phase is Phase.COMPLETE:
+                self._tell(name, ("complete",))
+            elif nodes:
+                self._tell(name, nodes)
+
+    def say(self, text: str) -> None:
+        """Take note of something else."""
+        line = f"| {time.time() - self._begun:.0f} s | {text} |"
+        self.lines.append(line)
+        print(line, file=sys.stderr, flush=True)
+
+    def _tell(self, job: str, where: tuple[str, ...]) -> None:
+        if self._now.get(job) == where:
+            return
+        self._now[job] = where
+        if where == ("complete",):
+            self.say(f"{job} is complete")
+            return
+        self.sizes.setdefault(job, []).append(len(where))
+        self.say(f"{job} trains on {', '.join(where)}")
+
+
+def tell(world: SlurmWorld, story: Story) -> None:
+    """Let the two jobs arrive, and go on until both have ended."""
+    file = REPOSITORY / "examples" / "demo-jobs.yaml"
+    first, second = (with_script_found(job, file) for job in load_jobs(file))
+
+    def until(what: str, true: Any) -> None:
+        def look() -> bool:
+            story.look()
+            failed = [x.name for x in world.jobs().values() if x.phase is Phase.FAILED]
+            assert not failed, f"{failed} failed"
+            return bool(true())
+
+        world.until(what, look, PATIENCE)
+
+    with world.api() as client:
+        client.submit(first)
+        story.say(f"{first.name} is submitted")
+        until("the first job is on two hosts", lambda: story.sizes.get(first.name, [])[-1:] == [2])
+        until("it trains", lambda: _step(world, first.name) >= STEPS_ALONE)
+        client.submit(second)
+        story.say(f"{second.name} is submitted")
+        until(
+            "the first job makes room for the second",
+            lambda: story.sizes.get(second.name) and story.sizes[first.name][-1] == 1,
+        )
+        world.slurm.call("scancel", "--name=neighbour")
+        story.say("the neighbour leaves n3 to others")
+    until("both are complete", lambda: all(x.phase.ended for x in world.jobs().values()))
+
+
+def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
+    """Say what is not as it must be."""
+    for name, job in world.jobs().items():
+        if job.phase is not Phase.COMPLETE or job.state.failures:
+            yield f"{name} is {job.phase.value} after {job.state.failures} failures"
+        points = world.store.overview.points(name, 5000)
+        yield from _account(world, name, points)
+    if story.sizes.get("char-lm", [])[:1] != [1] and 1 not in story.sizes.get("char-lm", []):
+        yield f"char-lm did not shrink: {story.sizes}"
+    if story.sizes.get("char-lm", [])[-1:] != [2]:
+        yield f"char-lm did not grow in the end: {story.sizes}"
+
+
+def _account(world: SlurmWorld, name: str, points: list[Any]) -> Iterator[str]:
+    """Each epoch is trained to its end once, with all samples, and the loss falls."""
+    logs = [path for _, _, path in world.directory.logs(name)]
+    text = "\n".join(log.read_text(errors="replace") for log in logs)
+    epochs = [int(number) for number in re.findall(r"^.*epoch (\d+): ", text, re.MULTILINE)]
+    if sorted(epochs) != list(range(EPOCHS[name])):
+        yield f"{name}: the ends of epochs in its logs are {sorted(epochs)}"
+    steps = [point.step for point in points]
+    samples = [point.samples for point in points]
+    if steps != sorted(set(steps)) or samples != sorted(set(samples)):
+        yield f"{name}: steps or samples do not grow from point to point"
+    if SAMPLES[name] and samples[-1] != SAMPLES[name]:
+        yield f"{name}: {samples[-1]} samples were trained, not {SAMPLES[name]}"
+    losses = [point.loss for point in points if point.loss is not None]
+    tenth = max(len(losses) // 10, 1)
+    parts = [sum(losses[i : i + tenth]) / tenth for i in (0, len(losses) // 2, len(losses) - tenth)]
+    if parts != sorted(parts, reverse=True):
+        yield f"{name}: the loss does not fall: {parts}"
+
+
+def _step(world: SlurmWorld, job: str) -> int:
+    points = world.store.overview.points(job, 1)
+    return points[-1].step if points else 0
+
+
+def report(world: SlurmWorld, story: Story) -> str:
+    """Return the story as Markdown."""
+    lines = ["| after | |", "|---|---|", *story.lines, ""]
+    for name, job in world.jobs().items():
+        points = world.store.overview.points(name, 5000)
+        generations = world.store.generations(name)
+        first, last = points[0], points[-1]
+        lines.append(
+            f"{name}: {job.phase.value}, {len(generations)} generations, {last.step} steps, "
+            f"{last.samples} samples, loss {first.loss:.3f} to {last.loss:.3f}; at each start: "
+            + ", ".join(_starts(generations, points))
+        )
+    return "\n".join(lines)
+
+
+def _starts(generations: list[Any], points: list[Any]) -> Iterator[str]:
+    for entry in generations:
+        later = [p for p in points if p.time >= entry.created_at and p.loss is not None]
+        if later:
+            yield f"step {later[0].step} loss {later[0].loss:.3f}"
+
+
+def main() -> None:
+    """Run it all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="pipollux-slurm-demo-"))
+    faults: list[str] = []
+    neighbour = "--job-name=neighbour --nodelist=n3 --exclusive --output=/dev/null"
+    with SlurmWorld(folder, slots=2, options=OPTIONS, preparation=neighbour) as world:
+        story = Story(world)
+        try:
+            tell(world, story)
+            faults += wrong(world, story)
+            print(report(world, story))
+        except AssertionError as error:
+            faults.append(str(error))
+        world.end()
+        left = world.processes()
+        faults += [f"left running: {left}"] if left else []
+        pools = world.pools()
+        faults += [f"allocations left: {pools}"] if pools else []
+    if faults:
+        print("\n".join(faults), f"what is left of it lies in {folder}", sep="\n", file=sys.stderr)
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

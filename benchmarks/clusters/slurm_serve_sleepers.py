@@ -1,0 +1,14 @@
+"""`pipollux serve` whose replicas are those of `slurm_sleeper.py`; all else is the real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipollux_sched.backend.slurm import engine
+from pipollux_sched.cli import main
+
+SLEEPER = Path(__file__).with_name("slurm_sleeper.py")
+
+engine.agent_command = lambda *_, **__: [sys.executable, "-I", "-S", str(SLEEPER)]  # type: ignore[attr-defined]
+main()
