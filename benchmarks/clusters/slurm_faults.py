@@ -183,12 +183,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=600.0, help="no faults after so long")
+    parser.add_argument("--only", action="append", choices=list(FAULTS), help="may be repeated")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="pipollux-slurm-faults-"))
     injections = {
-        name: (weight, partial(on_slurm, fault=fault)) for name, (weight, fault) in FAULTS.items()
+        name: (weight, partial(on_slurm, fault=fault))
+        for name, (weight, fault) in FAULTS.items()
+        if not options.only or name in options.only
     }
     last = time.monotonic() + 60.0 * options.minutes
     try:
