@@ -1,0 +1,61 @@
+"""How a replica ended, from what its step has left and what Slurm says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipollux_sched.backend.base import Ended
+from pipollux_sched.backend.slurm.ending import how_ended
+from pipollux_sched.backend.slurm.output import SlurmJob
+from pipollux_sched.backend.slurm.record import ReplicaFiles, ReplicaRecord
+from pipollux_sched.backend.slurm.snapshot import SlurmSnapshot
+
+POOL = SlurmJob(5, "RUNNING", None, None, "n1", "", "pool")
+RECORD = ReplicaRecord(pool=5, node="n1")
+
+
+def ended(folder: Path, said: str = "", status: int | None = None, told: str = "") -> Ended:
+    """Return how a replica ended whose srun ended with 1, in an allocation that is well."""
+    files = ReplicaFiles(folder / "replica-0")
+    if status is not None:
+        files.exit.write_text(json.dumps({"code": status}))
+    if told:
+        files.write_signal(told)
+    log = folder / "log"
+    log.write_text(f"step 1\n{said}\n")
+    snapshot = SlurmSnapshot(number=1, jobs={5: POOL})
+    return how_ended(RECORD, files, log, 1, snapshot)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "srun: error: Unable to create step for job 5: Memory required by task is not available",
+        "srun: error: Unable to create step for job 5: Requested nodes are busy",
+        "srun: error: Unable to create step for job 5: Job/step already completing or completed",
+        "slurmstepd: error: *** STEP 5.2 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT",
+    ],
+)
+def test_what_slurm_does_is_no_failure_of_the_job(tmp_path: Path, said: str) -> None:
+    assert ended(tmp_path, said).lost == f"Slurm ended it: {said}"
+    assert ended(tmp_path, said, status=3) == Ended(3), "the agent itself says how it ended"
+
+
+def test_what_the_job_did(tmp_path: Path) -> None:
+    assert ended(tmp_path) == Ended(1)
+    assert ended(tmp_path, "slurmstepd: error: Detected 1 oom_kill event in StepId=5.2").lost == ""
+    assert ended(tmp_path, told="kill") == Ended(-9)
+
+
+def test_an_allocation_that_is_over(tmp_path: Path) -> None:
+    gone = how_ended(
+        RECORD,
+        ReplicaFiles(tmp_path / "replica-0"),
+        tmp_path / "log",
+        0,
+        SlurmSnapshot(number=1, jobs={5: POOL._replace(state="PREEMPTED", reason="None")}),
+    )
+    assert gone.lost == "Slurm's allocation 5 with node n1 has ended: PREEMPTED, None."
