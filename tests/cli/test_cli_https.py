@@ -34,6 +34,7 @@ def serve(cli: Cli, files: Certificates, port: int, host: str = EVERYWHERE) -> s
     return url
 
 
+@pytest.mark.exhaustive
 def test_every_command_over_https(cli: Cli, files: Certificates, tmp_path: Path) -> None:
     url = serve(cli, files, free_port())
     with being_elsewhere(cli, tmp_path / "elsewhere") as elsewhere:

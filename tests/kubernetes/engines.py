@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightkube import KubeConfig
 
 from pipollux_sched.backend import Launch, ReplicaKey, ReplicaProgram
-from pipollux_sched.backend.base import Ended, ReplicaState, Signal
+from pipollux_sched.backend.base import ClusterUnavailableError, Ended, ReplicaState, Signal
 from pipollux_sched.backend.kubernetes.engine import KubernetesEngine
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.store import StateDir
@@ -121,7 +122,8 @@ class Rig:
 
     def log(self, key: ReplicaKey) -> str:
         """Return the log of a replica, as far as it was brought here."""
-        self.engine.fetch_log(key)
+        with suppress(ClusterUnavailableError):  # its kubelet does not serve yet, or any more
+            self.engine.fetch_log(key)
         path = self.state_dir.log(*key)
         return path.read_text() if path.exists() else ""
 

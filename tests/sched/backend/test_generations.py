@@ -266,7 +266,9 @@ def test_engines_by_name(state_dir: StateDir) -> None:
     engine = make_engine("local", EngineOptions(state_dir=state_dir, cluster=cluster))
     assert isinstance(engine, LocalEngine)
     assert (engine.name, list(engine.nodes())) == ("local", ["a"])
-    with pytest.raises(BackendError, match="there is no backend 'mesos'; known are: local"):
+    with pytest.raises(
+        BackendError, match="there is no backend 'mesos'; known are: kubernetes, local, slurm"
+    ):
         make_engine("mesos", EngineOptions(state_dir=state_dir))
     with pytest.raises(BackendError, match="has no nodes; give it a cluster"):
         make_engine("local", EngineOptions(state_dir=state_dir))

@@ -108,7 +108,7 @@ def test_an_empty_database_beside_jobs_is_no_new_store(tmp_path: Path, lost: str
     directory = StateDir(tmp_path / "state")
     with scheduler_on(directory.path) as scheduler:
         scheduler.submit(toy("kept"))
-        scheduler.cancel("kept")
+        scheduler.control.cancel("kept")
     for name in ("first", "kept", "last", "older"):
         directory.checkpoints(name).mkdir(parents=True, exist_ok=True)
     whole = directory.database.read_bytes()
