@@ -172,6 +172,8 @@ class KubernetesEngine(Engine):
             grace = int(self._options.grace) + GRACE_MARGIN
         if pod.deletion_grace is None or (signal is Signal.KILL and pod.deletion_grace > grace):
             self._ordered.add(key)
+            if signal is Signal.STOP:
+                self._expect_end(pod)
             self._api.delete(Pod, pod.name, grace)
 
     def listing(self) -> Listing:
@@ -199,6 +201,7 @@ class KubernetesEngine(Engine):
         for key in [key for key in (*self._ordered, *self._logs) if key[:2] == (job, generation)]:
             self._ordered.discard(key)
             self._logs.pop(key, None)
+            self._follower.drop(key)
 
     def fetch_log(self, key: ReplicaKey) -> None:
         """Bring the log of a replica: see `Engine`."""
@@ -265,6 +268,11 @@ class KubernetesEngine(Engine):
 
     def _note_change(self) -> None:
         self._follower.wake()
+
+    def _expect_end(self, pod: PodView) -> None:
+        """Follow the log of a pod that runs and is about to be told to end."""
+        if pod.is_running:
+            self._follower.expect_end(pod.key, lambda: self._mirrors.call(self._follower.wake))
 
     def _log(self, key: ReplicaKey) -> PodLog:
         return self._logs.setdefault(key, PodLog(self._state_dir.log(*key)))

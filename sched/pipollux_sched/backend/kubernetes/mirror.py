@@ -198,6 +198,11 @@ class Mirrors:
         self._thread = threading.Thread(target=self._run, name="pipollux-kubernetes", daemon=True)
         self._thread.start()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread of the watches; do not wait for it."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(function)
+
     def close(self) -> None:
         """End all watches, and the thread."""
         if not self._loop.is_closed():

@@ -2,7 +2,8 @@
 
 Beside each log lies the time of its last line, so that the next call, also of a later scheduler,
 brings only what has come since. A kubelet removes the log of a deleted pod as soon as its
-containers have ended; so the log of a pod that is being deleted is followed to its end.
+containers have ended; so the log of a pod that is being deleted, or soon will be, is followed to
+its end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LOG_LIMIT = 64 * 2**20
 """Bytes at which a log is renamed to `LOG.1`, and begun again."""
 LAST_LINES = 5.0
 """Seconds for which the log of a container that has ended is still followed."""
+FIRST_LINE = 0.3
+"""Seconds that whoever is about to delete a pod waits for its log to be followed."""
 _STAMP = re.compile(
     r"(?P<stamp>(?P<whole>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?"
     r"(?P<zone>Z|[+-]\d\d:\d\d))(?: (?P<line>.*))?$",
@@ -98,6 +101,15 @@ class PodLog:
             return ""
 
 
+class _Following:
+    """A log that is followed."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        """Set when its first line has come."""
+        self.ended = threading.Event()
+
+
 class LogFollower:
     """Follows the logs of pods that are being deleted, in the thread of the watches.
 
@@ -115,16 +127,36 @@ class LogFollower:
     ) -> None:
         self._namespace, self._pods, self._log_of = namespace, pods, log_of
         self._woken = asyncio.Event()
-        self._followed: dict[ReplicaKey, threading.Event] = {}
+        self._followed: dict[ReplicaKey, _Following] = {}
+        self._wanted: dict[ReplicaKey, _Following] = {}
 
     def wake(self) -> None:
         """Look for further pods; called in the thread of the watches."""
         self._woken.set()
 
+    def expect_end(self, key: ReplicaKey, wake: Callable[[], None]) -> None:
+        """Follow the log of a replica that is about to be deleted; wait until that has begun.
+
+        It is not waited for long: a log without new lines shows nothing.
+
+        Args:
+            key: the replica.
+            wake: calls `wake` in the thread of the watches.
+        """
+        if key in self._followed:
+            return
+        following = self._wanted.setdefault(key, _Following())
+        wake()
+        following.begun.wait(FIRST_LINE)
+
+    def drop(self, key: ReplicaKey) -> None:
+        """Expect the end of a replica no longer."""
+        self._wanted.pop(key, None)
+
     def await_end(self, key: ReplicaKey) -> None:
         """Wait for the last lines of a replica that has ended, if its log is followed."""
-        ended = self._followed.get(key)
-        if ended is not None and not ended.wait(LAST_LINES):
+        following = self._followed.get(key)
+        if following is not None and not following.ended.wait(LAST_LINES):
             _LOG.warning("the last lines of replica %s are late", key)
 
     async def run(self, client: AsyncClient) -> None:
@@ -137,11 +169,13 @@ class LogFollower:
                 for key in self._followed.keys() - pods.keys():
                     del self._followed[key]
                 for key, pod in pods.items():
-                    if pod.deletion_grace and pod.is_running and key not in self._followed:
-                        self._followed[key] = threading.Event()
-                        tasks.create_task(self._follow(client, pod, self._followed[key]))
+                    ending = pod.deletion_grace or key in self._wanted
+                    if ending and pod.is_running and key not in self._followed:
+                        following = self._wanted.pop(key, None) or _Following()
+                        self._followed[key] = following
+                        tasks.create_task(self._follow(client, pod, following))
 
-    async def _follow(self, client: AsyncClient, pod: PodView, ended: threading.Event) -> None:
+    async def _follow(self, client: AsyncClient, pod: PodView, following: _Following) -> None:
         log = self._log_of(pod.key)
         try:
             lines = client.log(
@@ -155,10 +189,12 @@ class LogFollower:
             )
             async for line in lines:
                 log.add([line])
+                following.begun.set()
         except (httpx2.HTTPError, OSError, RuntimeError) as error:
             _LOG.debug("the log of pod %s is not followed: %s", pod.name, error)
         finally:
-            ended.set()
+            following.begun.set()
+            following.ended.set()
 
 
 def _stamped(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -78,6 +78,9 @@ class TrainJobEngine(KubernetesEngine):
             ReplicaKey(key.job, key.generation, r) for r in range(trainjob.num_nodes)
         )
         if not trainjob.suspended and not trainjob.failure:
+            for other, found in self._by_key().items():
+                if other[:2] == key[:2]:
+                    self._expect_end(found)
             patched = self._api.patch(TrainJob, name, {"spec": {"suspend": True}})
             if patched is not None:
                 self._trainjobs.note(patched)
