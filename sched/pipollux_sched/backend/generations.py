@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -90,6 +90,7 @@ class Generations:
         state_dir: where the logs of replicas are.
         grace: seconds that a generation has to save when a newer one takes its place.
         start_timeout: seconds in which all replicas of a generation must run, or none does.
+        clock: returns the time in seconds; must be monotonic.
     """
 
     def __init__(
@@ -100,14 +101,16 @@ class Generations:
         *,
         grace: float = STOP_GRACE,
         start_timeout: float = START_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._launches = launches
         self._state_dir = state_dir
         self._grace = grace
         self._start_timeout = start_timeout
         self._nodes = dict(engine.nodes())
-        self._looked_at = time.monotonic()
+        self._looked_at = clock()
         self._ledger = SlotLedger({name: node.slots for name, node in self._nodes.items()})
         self._running: dict[str, RunningGeneration] = {}
         self._pending: dict[str, _Pending] = {}
@@ -270,8 +273,8 @@ class Generations:
         with self._lock:
             for job in list(self.running()):
                 self.stop(job, grace)
-        deadline = time.monotonic() + grace + SHUTDOWN_PATIENCE
-        while self._running and time.monotonic() < deadline:
+        deadline = self._clock() + grace + SHUTDOWN_PATIENCE
+        while self._running and self._clock() < deadline:
             reports = self.poll()
             with self._lock:
                 self._reports = reports + self._reports
@@ -346,7 +349,7 @@ class Generations:
             exited = Exited(generation, Outcome.FAILED, message=str(error))
             self._reports.append(Report(job, exited))
             return
-        except BaseException:
+        except BaseException:  # whatever it is, the slots are not left taken
             self._ledger.release(job)
             raise
         del self._pending[job]
@@ -361,6 +364,7 @@ class Generations:
             program=program,
             grace=self._grace,
             start_timeout=self._start_timeout,
+            clock=self._clock,
         )
 
     def _read_launch(self, job: str, generation: int) -> Launch | None:
@@ -371,7 +375,7 @@ class Generations:
             return None
 
     def _look_at_nodes(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._looked_at + NODES_INTERVAL:
             return
         self._looked_at = now

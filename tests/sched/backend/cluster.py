@@ -41,8 +41,8 @@ class Cluster(Engine):
 
     Args:
         fault: asked at each message; returns "" (all is well), "lost", "unanswered" (it arrives,
-            but the answer does not), "late" (it arrives with the next `settle`), or "old" (a
-            listing of before, once more).
+            but the answer does not), "late" (it arrives with the next `settle`), or "old" (the
+            listing that the scheduler got last, once more).
     """
 
     name = "memory"
@@ -56,7 +56,8 @@ class Cluster(Engine):
         self.ambiguous: set[ReplicaKey] = set()
         """Whose start was not answered at some time."""
         self._late: list[Callable[[], None]] = []
-        self._listings = [Listing(0, {})]
+        self._version = 0
+        self._got: Listing | None = None
 
     def check(self, spec: JobSpec) -> None:
         pass
@@ -98,29 +99,34 @@ class Cluster(Engine):
         fault = self.fault("listing")
         if fault in ("lost", "unanswered"):
             raise ClusterUnavailableError("the cluster in memory does not answer")
-        if fault == "old":
-            return self._listings[-1]
+        if fault == "old" and self._got is not None:
+            return self._got
         states = {
             key: ReplicaState(
                 f"replica {key.replica}", "" if one.runs or one.ended else "It waits.", one.ended
             )
             for key, one in self.there.items()
         }
-        self._listings.append(Listing(self._listings[-1].version + 1, states))
-        return self._listings[-1]
+        self._version += 1
+        self._got = Listing(self._version, states)
+        return self._got
 
     def forget(self, job: str, generation: int) -> None:
         self.forgotten.append((job, generation))
         for key in [key for key in self.there if key[:2] == (job, generation)]:
             del self.there[key]
 
-    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002
+    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:  # noqa: ARG002  # nothing saves
         left = [key for key in self.there if key[:2] not in adopted]
         for key in left:
             del self.there[key]
         return list(map(str, left))
 
     # What happens in the world
+
+    def meet(self) -> None:
+        """Let a scheduler come that has no listing yet."""
+        self._got = None
 
     def settle(self) -> None:
         """Let what is late arrive."""

@@ -14,7 +14,6 @@ from pipollux_sched.backend import (
     ReplicaProgram,
     Report,
 )
-from pipollux_sched.backend import generation as generation_module
 from pipollux_sched.backend.base import Signal
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.registry import EngineOptions, make_engine
@@ -36,18 +35,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(generation_module.time, "monotonic", clock)
-    monkeypatch.setattr(
-        generation_module.RunningGeneration.__init__,
-        "__kwdefaults__",
-        {
-            "start_timeout": 600.0,
-            "clock": clock,
-        },
-    )
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -57,7 +46,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture
 def backend(cluster: Cluster, state_dir: StateDir, clock: Clock) -> Generations:
-    return Generations(cluster, LaunchFiles(state_dir), state_dir, grace=7.0)
+    return Generations(cluster, LaunchFiles(state_dir), state_dir, grace=7.0, clock=clock)
 
 
 def program(job: str, **fields: object) -> ReplicaProgram:
@@ -238,11 +227,11 @@ def test_nodes_come_and_go(backend: Generations, cluster: Cluster, clock: Clock)
     backend.apply(program("one", num_stages=2), 1, ["a"])
     run(backend, cluster)
     cluster.nodes_now = {"d": Node(cpu_nodes(d=4)[0], taken=1), "b": NODES["b"]}
-    backend._looked_at = -10.0
+    clock.now += 10.0
     backend.poll()
     assert backend.free() == {"d": 3, "b": 2}
     cluster.nodes_now = NODES
-    backend._looked_at = -10.0
+    clock.now += 10.0
     backend.poll()
     assert backend.free() == {"a": 0, "b": 2, "c": 1}
 
