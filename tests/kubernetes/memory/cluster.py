@@ -11,13 +11,16 @@ import yaml
 from tests.kubernetes.cluster import GPU, IMAGE, Cluster
 
 from .answers import ApiError, Object
+from .conditions import set_condition
 from .controllers import Controllers
 from .defaults import NODE_INFO
+from .deletion import delete
 from .failures import Failures
 from .http import Front
-from .kubelet import Kubelet, read_log
+from .kubelet import Kubelet
+from .pod_logs import read_log
 from .placement import place_pods
-from .registry import Registry, set_condition
+from .registry import Registry
 from .requests import LogStream
 from .resources import NAMESPACES, NODES, PODS
 from .store import Change, now
@@ -156,7 +159,7 @@ class MemoryCluster(Cluster):
     def delete_node(self, name: str) -> None:
         """End a machine, and delete its node; its pods follow a little later."""
         self._end_machine(name)
-        self.registry.delete(NODES, "", name, {})
+        delete(self.registry.store, NODES, "", name, {})
 
     def lose_node(self, name: str) -> None:
         """End a machine; its pods leave the node when they tolerate that no longer."""

@@ -7,7 +7,8 @@ import contextlib
 import time
 
 from .answers import ApiError, Object
-from .registry import FOREGROUND, ORPHAN, Registry
+from .deletion import FOREGROUND, ORPHAN, delete
+from .registry import Registry
 from .resources import DEFINITIONS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, Resource
 from .store import Change
 
@@ -88,7 +89,7 @@ class Controllers:
         metadata = thing["metadata"]
         with contextlib.suppress(ApiError):
             where = metadata.get("namespace", ""), metadata["name"]
-            self._registry.delete(resource, *where, options)
+            delete(self._registry.store, resource, *where, options)
 
     def _finish(self, resource: Resource, thing: Object, finalizer: str) -> None:
         metadata = thing["metadata"]

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from .answers import ApiError, Object
+from .conditions import set_condition
 from .quantities import requested, total
-from .registry import Registry, set_condition
+from .registry import Registry
 from .resources import NODES, PODS
 
 # Their order is that of the checks.

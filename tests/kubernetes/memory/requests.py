@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from . import answers, patches
+from . import answers, deletion, kinds, patches
 from .answers import ApiError, Object
 from .registry import Registry
 from .resources import NAMESPACES, PODS, Resource
@@ -106,7 +106,7 @@ def _discovery(registry: Registry, path: str) -> Answer | None:
         return Answer(200, VERSION)
     if path == "/api":
         return Answer(200, {"kind": "APIVersions", "versions": ["v1"]})
-    resources = registry.resources()
+    resources = kinds.served(registry.store)
     versions = {(r.group, r.version) for r in resources}
     if path == "/apis":
         groups = []
@@ -154,9 +154,9 @@ def _target(registry: Registry, path: str) -> _Target:
         namespace, rest = rest[1], rest[2:]
     if len(rest) > 3:
         raise answers.no_such_path()
-    if group and group not in {resource.group for resource in registry.resources()}:
+    if group and group not in {resource.group for resource in kinds.served(registry.store)}:
         raise answers.no_such_group()
-    resource = registry.resource(group, version, rest[0])
+    resource = kinds.find(registry.store, group, version, rest[0])
     name, subresource = (*rest[1:], "", "")[:2]
     if resource.namespaced != bool(namespace) and (name or not resource.namespaced):
         raise answers.no_such_path()
@@ -306,13 +306,17 @@ def _delete_options(request: Request) -> Object:
 
 def _delete(registry: Registry, request: Request, target: _Target) -> Answer:
     options = _delete_options(request)
-    deleted = registry.delete(target.resource, target.namespace, target.name, options)
+    deleted = deletion.delete(
+        registry.store, target.resource, target.namespace, target.name, options
+    )
     return Answer(200, deleted)
 
 
 def _delete_all(registry: Registry, request: Request, target: _Target) -> Answer:
     matches, options = _selected(request, target.resource), _delete_options(request)
-    things = registry.delete_all(target.resource, target.namespace, matches, options)
+    things = deletion.delete_all(
+        registry.store, target.resource, target.namespace, matches, options
+    )
     body = {"kind": f"{target.resource.kind}List", "apiVersion": target.resource.api_version}
     metadata = {"resourceVersion": str(registry.store.version)}
     if target.resource.custom:
