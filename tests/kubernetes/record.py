@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .conversations import CONVERSATIONS, WITH_KUBELETS, hold
+from .conversations.all import CONVERSATIONS, WITH_KUBELETS, hold
 from .harness.control_plane import ControlPlane
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.services import require_kubernetes
 
-from .conversations import CONVERSATIONS, WITH_KUBELETS, hold
+from .conversations.all import CONVERSATIONS, WITH_KUBELETS, hold
 from .harness.control_plane import ControlPlane
 from .memory.cluster import MemoryCluster
 from .record import recorded

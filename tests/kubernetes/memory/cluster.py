@@ -18,8 +18,8 @@ from .deletion import delete
 from .failures import Failures
 from .http import Front
 from .kubelet import Kubelet
-from .pod_logs import read_log
 from .placement import place_pods
+from .pod_logs import read_log
 from .registry import Registry
 from .requests import LogStream
 from .resources import NAMESPACES, NODES, PODS
