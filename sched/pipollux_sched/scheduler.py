@@ -1,12 +1,15 @@
 """The scheduler as one object: store, supervisor, allocator, backend, started and ended as one.
 
-Five threads share the work, and meet in the store alone:
+Six threads share the work, and meet in the store alone:
 
 * `pipollux-http` answers jobs and users (`pipollux_sched.server`);
 * `pipollux-allocator` decides who gets what, and may take its time over it (`.allocator`);
-* `pipollux-executor` starts and stops processes and watches them (`.executor`);
-* `pipollux-watchdog` looks for what is overdue, and tidies the store (`.watchdog`);
-* `pipollux-events` hands events on to listeners (`.event_feed`).
+* `pipollux-executor` starts and stops processes and watches them (`.controller`);
+* `pipollux-watchdog` looks for what is overdue, and tidies the store (`.controller`);
+* `pipollux-records` keeps the cluster's own records of jobs in step (`.backend`);
+* `pipollux-events` hands events on to listeners (`.store.event_feed`).
+
+Where the number of nodes is looked after, `pipollux-expander` asks for them.
 """
 
 from __future__ import annotations
@@ -14,26 +17,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.autoscaler import Autoscaler
 from pipollux_sched.allocator.expander import Expander
-from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make_engine
-from pipollux_sched.controller.admission import program
 from pipollux_sched.controller.commands import Control
-from pipollux_sched.controller.deletion import JobDeletion
-from pipollux_sched.controller.executor import Executor
-from pipollux_sched.controller.job_actions import StoredJobs
-from pipollux_sched.controller.node_watch import NodeWatch
-from pipollux_sched.controller.takeover import take_over
-from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT, Watchdog
+from pipollux_sched.controller.controller import Controller
+from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
@@ -173,19 +169,12 @@ class Scheduler:
             self._start_feed(resources)
             self._start_backend(resources)
             self._start_server(resources)
-            self._node_watch.look()
-            take_over(self._store, self._backend, self._executor, self.url, self._grace)
-            self._control.expect_replicas()
+            self._controller.take_over(self.url)
             if self._autoscaler is not None:
                 resources.callback(self._autoscaler.stop)
                 self._threads.watch(self._autoscaler.start())
-            self._threads.start(resources, "watchdog", self._watchdog().run, self._ending)
-            run = partial(self._executor.run, self._ending)
-            self._threads.start(resources, "executor", run, self._executor.woken)
+            self._controller.start(self._threads, resources, self._ending)
             self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
-            jobs = StoredJobs(self._store, self._control)
-            run = partial(self._backend.keep_records, jobs, self._ending)
-            self._threads.start(resources, "records", run, self._ending)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -204,7 +193,7 @@ class Scheduler:
                 return
             self._stopping = True
         with self._resources:
-            self._executor.stop_all(self._grace if grace is None else grace, hurry)
+            self._controller.executor.stop_all(self._grace if grace is None else grace, hurry)
 
     def abandon(self) -> None:
         """End, and leave jobs, their processes and the store to the one that has taken it over."""
@@ -249,11 +238,11 @@ class Scheduler:
     @property
     def control(self) -> Control:
         """Carries out what users ask."""
-        return self._control
+        return self._controller.control
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Take a job in: see `Control.submit`."""
-        return self._control.submit(spec)
+        return self.control.submit(spec)
 
     def jobs(self) -> dict[str, JobRecord]:
         """Return all jobs by name, in the order they came."""
@@ -303,45 +292,29 @@ class Scheduler:
         )
         engine = make_engine(self._backend_name, options)
         resources.callback(engine.close)
-        self._backend = Generations(engine, self._store, self.state_dir, grace=self._grace)
-        self._executor = Executor(
+        backend = Generations(engine, self._store, self.state_dir, grace=self._grace)
+        self._controller = Controller(
             self._store,
-            self._backend,
-            lambda job: program(job, self._environment),
+            backend,
+            self.state_dir,
+            environment=self._environment,
+            plan_settings={"policy": self._policy_name, "restart_seconds": self._restart_seconds},
             grace=self._grace,
-            on_ended=self._reconsider.set,
-        )
-        self._deletion = JobDeletion(self._store, self.state_dir)
-        self._deletion.finish()
-        self._control = Control(
-            self._store,
-            self._executor,
-            self._backend,
-            lambda: {name: node_info(node.spec) for name, node in self._backend.nodes().items()},
+            heartbeat_timeout=self._heartbeat_timeout,
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
-            state_dir=self.state_dir.path,
-            deletion=self._deletion,
         )
         resources.callback(self._end_processes)
-        self._node_watch = NodeWatch(
-            self._store,
-            self._backend,
-            self._executor.handle,
-            settings={"policy": self._policy_name, "restart_seconds": self._restart_seconds},
-            reconsider=self._reconsider.set,
-        )
 
     def _end_processes(self) -> None:
         # Where starting fails, or the store was lost, what runs is left to the next scheduler.
         if self._serving and not self._abandoned:
-            self._backend.shutdown()
-            self._executor.step()  # takes up what that has brought about
+            self._controller.end_processes()
 
     def _start_server(self, resources: ExitStack) -> None:
         app = create_app(
             self._store,
-            self._control,
+            self.control,
             state_dir=self.state_dir,
             admin_token=self.admin_token,
             metrics=self._metrics,
@@ -362,17 +335,6 @@ class Scheduler:
         resources.callback(lambda: None if self._abandoned else self.state_dir.remove_server())
 
     # What the threads do
-
-    def _watchdog(self) -> Watchdog:
-        return Watchdog(
-            self._store,
-            self._control.heartbeats,
-            self._executor.handle,
-            ending=self._ending,
-            look_at_nodes=self._node_watch.look,
-            tidy=self._deletion.finish,
-            heartbeat_timeout=self._heartbeat_timeout,
-        )
 
     def _note_nodes(self, plan: NodePlan) -> None:
         data = {"desired": plan.num_nodes, "drain": plan.drain, "release": plan.release}
@@ -397,4 +359,4 @@ class Scheduler:
         # Under the lock that `stop` takes, or a decision could start a job behind its back.
         with self._deciding:
             if not self._stopping:
-                self._executor.handle_all(events)
+                self._controller.executor.handle_all(events)

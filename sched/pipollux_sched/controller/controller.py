@@ -1,0 +1,122 @@
+"""The controller: all that acts on the jobs of one scheduler, wired together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from pipollux_sched.allocator.job_infos import node_info
+from pipollux_sched.backend import Generations
+from pipollux_sched.store import StateDir, Store
+from pipollux_sched.utils.vital_thread import VitalThreads
+
+from .admission import program
+from .commands import Control
+from .deletion import JobDeletion
+from .executor import Executor
+from .job_actions import StoredJobs
+from .node_watch import NodeWatch
+from .takeover import take_over
+from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
+
+__all__ = ["Controller"]
+
+
+class Controller:
+    """Carries out, on a backend, what users ask and the allocator decides.
+
+    Args:
+        store: the scheduler's store.
+        backend: runs the jobs.
+        state_dir: where their logs and checkpoints are.
+        environment: variables of every job; what is added later counts for later generations.
+        plan_settings: further data of the event that lists the nodes: policy, restart_seconds.
+        grace: seconds that a job has to save when it is asked to stop.
+        heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
+        reconsider: called when the allocator has something new to decide on.
+        stopping: returns whether the scheduler stops, so that no job may be submitted any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Generations,
+        state_dir: StateDir,
+        *,
+        environment: Mapping[str, str],
+        plan_settings: Mapping[str, Any],
+        grace: float,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        reconsider: Callable[[], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._store, self._backend = store, backend
+        self._grace, self._heartbeat_timeout = grace, heartbeat_timeout
+        self.executor = Executor(
+            store,
+            backend,
+            lambda job: program(job, environment),
+            grace=grace,
+            on_ended=reconsider,
+        )
+        self._deletion = JobDeletion(store, state_dir)
+        self._deletion.finish()
+        self.control = Control(
+            store,
+            self.executor,
+            backend,
+            lambda: {name: node_info(node.spec) for name, node in backend.nodes().items()},
+            reconsider=reconsider,
+            stopping=stopping,
+            state_dir=state_dir.path,
+            deletion=self._deletion,
+        )
+        self._node_watch = NodeWatch(
+            store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
+        )
+
+    def take_over(self, url: str) -> None:
+        """Adopt what an earlier scheduler left running, or end it: see `takeover.take_over`.
+
+        Args:
+            url: URL of this scheduler.
+
+        Raises:
+            BackendError: a process is left and cannot be ended.
+        """
+        self._node_watch.look()
+        take_over(self._store, self._backend, self.executor, url, self._grace)
+        self.control.expect_replicas()
+
+    def start(self, threads: VitalThreads, resources: ExitStack, ending: threading.Event) -> None:
+        """Start the threads that watch and act; closing `resources` ends them.
+
+        Args:
+            threads: those of the scheduler.
+            resources: what is closed when it ends.
+            ending: set when the threads must end.
+        """
+        watchdog = Watchdog(
+            self._store,
+            self.control.heartbeats,
+            self.executor.handle,
+            ending=ending,
+            look_at_nodes=self._node_watch.look,
+            tidy=self._deletion.finish,
+            heartbeat_timeout=self._heartbeat_timeout,
+        )
+        threads.start(resources, "watchdog", watchdog.run, ending)
+        threads.start(
+            resources, "executor", partial(self.executor.run, ending), self.executor.woken
+        )
+        jobs = StoredJobs(self._store, self.control)
+        keep = partial(self._backend.keep_records, jobs, ending)
+        threads.start(resources, "records", keep, ending)
+
+    def end_processes(self) -> None:
+        """End what still runs at once, and store how it ended."""
+        self._backend.shutdown()
+        self.executor.step()
