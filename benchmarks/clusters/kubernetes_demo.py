@@ -13,7 +13,9 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -46,7 +48,7 @@ def main() -> None:
         )
         try:
             wrong = Demo(site, options.share).run()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: what explains it is kept
             kept = Path(tempfile.mkdtemp(prefix="pipollux-kubernetes-demo-"))
             shutil.copytree(site.directory.path, kept / "state")
             shutil.copy(site.log, kept)
@@ -82,8 +84,8 @@ class Demo:
         self._site.until("no pod is left", lambda: not self._site.pods(), 60.0)
         return [*self._wrong(), *self._wrong_story(first["name"], second["name"])]
 
-    def _submit(self, job: dict[str, object]) -> None:
-        given = [str(word) for word in job["args"]]  # type: ignore[attr-defined]
+    def _submit(self, job: dict[str, Any]) -> None:
+        given = [str(word) for word in job["args"]]
         amounts = dict(zip(given[::2], given[1::2], strict=True))
         name = "--characters" if "--characters" in amounts else "--epochs"
         amounts[name] = str(max(1, round(int(amounts[name]) * self._share)))
@@ -108,7 +110,7 @@ class Demo:
         points = self._site.store.overview.points(name, 10)
         return bool(points) and points[-1].step - last.first_step >= STEPS_ALONE * self._share
 
-    def _watch(self, what: str, done: object) -> None:
+    def _watch(self, what: str, done: Callable[[], bool]) -> None:
         def look() -> bool:
             for name, job in self._site.jobs().items():
                 now = (job.phase.value, tuple(job.state.running_on), job.state.reason)
@@ -122,7 +124,7 @@ class Demo:
                         f"{name}: {now[0]} ({now[2]}), generation {job.state.generation} on "
                         f"{where}{more}"
                     )
-            return bool(done())  # type: ignore[operator]
+            return done()
 
         self._site.until(what, look, LAST)
 

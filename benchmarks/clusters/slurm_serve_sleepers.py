@@ -10,5 +10,6 @@ from pipollux_sched.cli import main
 
 SLEEPER = Path(__file__).with_name("slurm_sleeper.py")
 
-engine.agent_command = lambda *_, **__: [sys.executable, "-I", "-S", str(SLEEPER)]  # type: ignore[attr-defined]
+# Nothing else is replaced.
+engine.agent_command = lambda *_, **__: [sys.executable, "-I", "-S", str(SLEEPER)]  # type: ignore[attr-defined]  # see above
 main()

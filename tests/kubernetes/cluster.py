@@ -101,7 +101,7 @@ class Cluster(ABC):
     def __enter__(self) -> Cluster:
         try:
             self.start()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nothing stays behind
             self.stop()
             raise
         return self

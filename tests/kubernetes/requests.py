@@ -36,7 +36,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
 
     def recording(kind: type[Any]) -> type[Any]:
-        class Recording(kind):  # type: ignore[misc]
+        class Recording(kind):  # type: ignore[misc]  # one of two classes
             def __init__(self, *args: Any, **more: Any) -> None:
                 super().__init__(*args, **more)
                 prepare = self._client.prepare_request

@@ -299,7 +299,7 @@ class Engine(ABC):
             BackendError: something is left that cannot be ended.
         """
 
-    def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002
+    def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002  # most have none
         """Keep the cluster's own records of jobs in step with the scheduler's until the end.
 
         It runs in a thread of its own while jobs are scheduled. An engine without such records

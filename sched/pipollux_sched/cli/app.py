@@ -102,8 +102,8 @@ def _print_version(wanted: bool) -> None:
 def pipollux(
     context: typer.Context,
     server: ServerUrl = None,  # noqa: ARG001  # read by `choose_server`, from the context
-    token_file: TokenFile = None,  # noqa: ARG001
-    ca_file: AuthorityFile = None,  # noqa: ARG001
+    token_file: TokenFile = None,  # noqa: ARG001  # as above
+    ca_file: AuthorityFile = None,  # noqa: ARG001  # as above
     _version: Annotated[
         bool,
         typer.Option(

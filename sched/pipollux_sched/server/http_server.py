@@ -129,7 +129,7 @@ class _Server(uvicorn.Server):
         if self.config.is_ssl:
             # A handshake has the time of a request's head; asyncio's own limit is a minute.
             limit = {"ssl_handshake_timeout": self.config.head_timeout}
-            loop.create_server = partial(loop.create_server, **limit)  # type: ignore[method-assign]
+            loop.create_server = partial(loop.create_server, **limit)  # type: ignore[method-assign]  # uvicorn has no setting for it
         await super().startup(sockets)
         # asyncio uses the number accepted at a turn as the length of the kernel's queue too.
         for listener in sockets or ():

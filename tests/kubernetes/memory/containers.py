@@ -181,7 +181,8 @@ def records(log: Path) -> Iterator[tuple[bytes, bytes]]:
 def substituted(text: str, paths: Mapping[str, str]) -> str:
     """Return a text with the paths of mounted volumes rewritten to the folders that they are."""
     for path in sorted(paths, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])", lambda _: paths[path], text)  # noqa: B023
+        folder = paths[path].replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])", folder, text)
     return text
 
 

@@ -42,7 +42,7 @@ _ADDRESSES = itertools.count(1)
 
 def random_suffix() -> str:
     """Return what follows `metadata.generateName`."""
-    return "".join(random.choices("bcdfghjklmnpqrstvwxz2456789", k=5))  # noqa: S311
+    return "".join(random.choices("bcdfghjklmnpqrstvwxz2456789", k=5))  # noqa: S311  # no secret
 
 
 def fill_in(resource: Resource, thing: Object) -> None:

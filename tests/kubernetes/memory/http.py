@@ -48,7 +48,7 @@ class Server(ThreadingHTTPServer):
         self.connections.discard(request)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  # the base class's
         """Keep what went wrong here; that a client has gone is no error."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     disable_nagle_algorithm = True
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's
         """Say nothing."""
 
     def _serve(self) -> None:
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "application/json" if isinstance(found, Watch) else "text/plain"
         self._stream(lines, kind, cut)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815  # the base class's
 
     def _meet(self, failure: Failure) -> None:
         if failure.delay:

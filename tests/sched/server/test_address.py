@@ -22,7 +22,7 @@ NAME = socket.gethostname()
         (ServerAddress(), "http://127.0.0.1:7070"),
         (ServerAddress(host="10.0.0.5", tls=TLS), "https://10.0.0.5:7070"),
         (ServerAddress(host="fe80::1"), "http://[fe80::1]:7070"),
-        (ServerAddress(host="0.0.0.0"), f"http://{NAME}:7070"),  # noqa: S104
+        (ServerAddress(host="0.0.0.0"), f"http://{NAME}:7070"),  # noqa: S104  # what is tested
         (ServerAddress(host="::", tls=TLS), f"https://{NAME}:7070"),
         (ServerAddress(advertise_url="https://gpus.example.com/a/"), "https://gpus.example.com/a"),
     ],
@@ -43,7 +43,7 @@ def test_names_that_may_be_asked_for() -> None:
         host="10.0.0.5", advertise_url="https://gpus.example.com", allowed_hosts=["*.example.org"]
     )
     assert address.hosts() == ["10.0.0.5", "*.example.org", "gpus.example.com"]
-    everywhere = ServerAddress(host="0.0.0.0").hosts()  # noqa: S104
+    everywhere = ServerAddress(host="0.0.0.0").hosts()  # noqa: S104  # what is tested
     own = {
         entry.address
         for entries in psutil.net_if_addrs().values()
@@ -62,7 +62,7 @@ def test_names_that_may_be_asked_for() -> None:
         ("::1", True, False),
         ("10.0.0.5", False, False),
         ("node-1", False, False),
-        ("0.0.0.0", False, True),  # noqa: S104
+        ("0.0.0.0", False, True),  # noqa: S104  # what is tested
         ("::", False, True),
     ],
 )

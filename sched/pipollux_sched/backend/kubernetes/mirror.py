@@ -213,7 +213,7 @@ class Mirrors:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._follow_all())
-        except Exception as error:
+        except Exception as error:  # whatever it is, engines must not trust old objects
             _LOG.exception("the watches of the Kubernetes API have ended")
             for mirror in self._mirrors:
                 mirror.fail(f"the watches of the Kubernetes API have ended: {error}")
@@ -291,7 +291,7 @@ async def _watch(client: AsyncClient, mirror: Mirror[Any], version: str) -> None
                 return
             raise
         finally:
-            await changes.aclose()  # type: ignore[attr-defined]
+            await changes.aclose()  # type: ignore[attr-defined]  # lightkube yields them
 
 
 def _changes(

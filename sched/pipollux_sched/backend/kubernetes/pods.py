@@ -40,6 +40,7 @@ TERMINATION_LOG_LIMIT = 4096
 """Bytes of a termination message that a kubelet hands on."""
 GRACE_MARGIN = 10
 """Seconds that the kubelet waits longer than the scheduler, which then kills it itself."""
+_SHARED_MEMORY_PATH = "/dev/shm"  # noqa: S108  # a container's own
 _TOKEN = "PIPOLLUX_TOKEN"  # noqa: S105  # the name of a variable
 CHECKPOINTS = "pipollux-checkpoints"
 SHARED_MEMORY = "pipollux-shm"
@@ -239,8 +240,8 @@ def mounts(given: Iterable[Mapping[str, Any]], options: KubernetesOptions) -> li
     """Return what is mounted; a user's own volume at one of our places stays."""
     mounts = [dict(entry) for entry in given]
     taken = {entry.get("mountPath") for entry in mounts}
-    if "/dev/shm" not in taken:  # noqa: S108  # a container's own; what loaders share needs room
-        mounts.append({"name": SHARED_MEMORY, "mountPath": "/dev/shm"})  # noqa: S108
+    if _SHARED_MEMORY_PATH not in taken:  # what loaders share needs room
+        mounts.append({"name": SHARED_MEMORY, "mountPath": _SHARED_MEMORY_PATH})
     if options.has_volume and options.checkpoint_folder not in taken:
         mounts.append({"name": CHECKPOINTS, "mountPath": options.checkpoint_folder})
     return mounts

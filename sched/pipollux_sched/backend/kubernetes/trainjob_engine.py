@@ -54,7 +54,7 @@ class TrainJobEngine(KubernetesEngine):
         """Return what is kept of a deleted pod: nothing of it runs any more."""
         return pod._replace(deletion_grace=0)
 
-    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002
+    def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:  # noqa: ARG002  # all at once
         """Create the TrainJob of a generation, with its first replica."""
         name = trainjob_name(launch.job, launch.generation)
         if self._trainjobs.find((self.namespace, name)) is not None:

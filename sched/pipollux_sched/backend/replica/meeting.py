@@ -99,7 +99,8 @@ def _ask(
     while True:
         try:
             with _opener().open(request, timeout=REQUEST_TIMEOUT + WAIT) as answer:
-                return json.loads(answer.read() or b"{}")  # type: ignore[no-any-return]
+                found: dict[str, Any] = json.loads(answer.read() or b"{}")
+                return found
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(1000).decode("utf-8", "replace")

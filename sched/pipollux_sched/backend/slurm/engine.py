@@ -103,7 +103,7 @@ class SlurmEngine(Engine):
         try:
             self._slurm.start()
             self._checks.wait()
-        except BaseException:
+        except BaseException:  # whatever it is, no thread is left behind
             self.close()
             raise
 

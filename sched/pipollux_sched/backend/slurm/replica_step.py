@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -88,7 +89,7 @@ class ReplicaStep:
             process = ReplicaProcess.start(
                 command, status=files.srun, log=log, environment=environment, directory=None
             )
-        except BaseException:
+        except BaseException:  # no record of a step that was never started is left
             files.record.unlink(missing_ok=True)
             raise
         return cls(key, record, files, log, process)
@@ -152,7 +153,7 @@ class ReplicaStep:
         if pid and self._process.poll() is None:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            with suppress(Exception):
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
 
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:

@@ -98,7 +98,7 @@ def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> Plan
     responses={**refusals(404), **text_reply("text/html")},
     summary="The report, as one HTML file",
 )
-def report(services: ServicesDep, job: _Jobs = [], seconds: _Seconds = None) -> Response:  # noqa: B006
+def report(services: ServicesDep, job: _Jobs = [], seconds: _Seconds = None) -> Response:  # noqa: B006  # as above
     """Return the report that `pipollux report` writes."""
     with services.computing.take("the admin"):
         page = kept_report(services.store, job, seconds)
