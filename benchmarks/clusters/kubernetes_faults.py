@@ -31,7 +31,7 @@ from injections import Injection
 from invariants import Invariants
 from kubernetes_site import CRD, NAMESPACE, PROGRAM, end_in_order, free_port  # lies beside
 from lightkube.resources.core_v1 import Pod
-from process_faults import agents, workers
+from process_faults import agents, noticed, workers
 from workload import COUNTING, Work
 from world import World
 
@@ -109,8 +109,16 @@ class KubernetesWorld(World):
     def running_pod(self, rng: random.Random) -> str | None:
         """Name of a pod that runs, drawn at random."""
         pods = self.kubernetes.pods(NAMESPACE).values()
-        names = sorted(pod.metadata.name for pod in pods if pod.status.phase == "Running")
+        names = sorted(
+            pod.metadata.name
+            for pod in pods
+            if pod.status.phase == "Running" and pod.metadata.deletionTimestamp is None
+        )
         return rng.choice(names) if names else None
+
+    def job_of(self, pod: str) -> JobRecord:
+        """Return the job that a pod belongs to, as it is now."""
+        return self.jobs()[pod.rsplit("-g", 1)[0]]
 
 
 class KubernetesInvariants(Invariants):
@@ -150,8 +158,10 @@ def delete_pod(world: KubernetesWorld, rng: random.Random) -> str | None:
         return None
     world.strike()
     grace = rng.choice([None, 1])
+    job = world.job_of(name)
     with world.kubernetes.client(NAMESPACE) as client:
         client.delete(Pod, name, grace_period=grace)
+    noticed(world, job)
     return f"{name}, {'its own grace' if grace is None else 'a second of grace'}"
 
 
@@ -160,7 +170,9 @@ def evict_pod(world: KubernetesWorld, rng: random.Random) -> str | None:
     if (name := world.running_pod(rng)) is None:
         return None
     world.strike()
+    job = world.job_of(name)
     world.kubernetes.evict(NAMESPACE, name)
+    noticed(world, job)
     return name
 
 
@@ -200,18 +212,21 @@ def _kill_one(
     for job in rng.sample(world.training(), len(world.training())):
         if pids := find(world, job.name):
             world.signal(rng.choice(pids), signal.SIGKILL)
-            return f"{job.name}, generation {job.state.generation}"
+            return f"{noticed(world, job)}, generation {job.state.generation}"
     return None
 
 
 def kill_scheduler(world: KubernetesWorld, rng: random.Random) -> str | None:
     """SIGKILL of the scheduler, and a pod that is deleted before the next one comes."""
     name = world.running_pod(rng)
+    if name is None:
+        return None
+    job = world.job_of(name)
     world.kill()
-    if name is not None:
-        with world.kubernetes.client(NAMESPACE) as client:
-            client.delete(Pod, name)
+    with world.kubernetes.client(NAMESPACE) as client:
+        client.delete(Pod, name)
     world.serve()
+    noticed(world, job)
     return f"the scheduler, and pod {name} deleted"
 
 

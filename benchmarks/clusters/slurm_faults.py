@@ -82,9 +82,14 @@ def revoke_pool(world: SlurmWorld, rng: random.Random) -> str | None:
     if not pools:
         return None
     number = rng.choice(pools)
+    before = world.store.last_event()
     world.strike()
     world.slurm.call("scancel", str(number))
     kill_perhaps(world, rng)
+    world.until(
+        "the scheduler knows that nodes are gone",
+        lambda: world.store.events(before, types=["cluster"], limit=1),
+    )
     return f"allocation {number}"
 
 
@@ -119,9 +124,11 @@ def cancel_step(world: SlurmWorld, rng: random.Random) -> str | None:
     if not steps:
         return None
     number, name = rng.choice(steps)
+    job = world.jobs()[name.partition(".")[0]]
     world.strike()
     world.slurm.call("scancel", number)
     kill_perhaps(world, rng)
+    processes.noticed(world, job)
     return name
 
 
