@@ -25,7 +25,7 @@ from pipollux_sched.allocator.autoscaler import Autoscaler
 from pipollux_sched.allocator.expander import Expander
 from pipollux_sched.allocator.loop import AllocationLoop
 from pipollux_sched.allocator.snapshot import SnapshotReader
-from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, Strategy
+from pipollux_sched.allocator.strategy import EvenStrategy, FixedStrategy, PolicyStrategy, Strategy
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make_engine
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.controller.controller import Controller
@@ -292,13 +292,19 @@ class Scheduler:
         )
         engine = make_engine(self._backend_name, options)
         resources.callback(engine.close)
-        backend = Generations(engine, self._store, self.state_dir, grace=self._grace)
+        backend = Generations(
+            engine, self._store.launches, self.state_dir, grace=self._grace
+        )
         self._controller = Controller(
             self._store,
             backend,
             self.state_dir,
             environment=self._environment,
-            plan_settings={"policy": self._policy_name, "restart_seconds": self._restart_seconds},
+            plan_settings={
+                "policy": self._policy_name,
+                "restart_seconds": self._restart_seconds,
+                "even": engine.even,
+            },
             grace=self._grace,
             heartbeat_timeout=self._heartbeat_timeout,
             reconsider=self._reconsider.set,
@@ -341,9 +347,10 @@ class Scheduler:
         self._store.add_event("autoscaling", data)
 
     def _allocation(self) -> AllocationLoop:
+        evens = self._backend.even and not isinstance(self._strategy, FixedStrategy)
         allocator = Allocator(
             SnapshotReader(self._store, restart_seconds=self._restart_seconds),
-            self._strategy,
+            EvenStrategy(self._strategy) if evens else self._strategy,
             carry_out=self._carry_out,
             metrics=self._metrics,
         )

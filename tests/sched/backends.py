@@ -26,6 +26,7 @@ class LaunchFiles:
 
     def __init__(self, state_dir: StateDir) -> None:
         self._folder = state_dir.path / "launches"
+        self.stopped: dict[tuple[str, int], int] = {}
 
     def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,9 @@ class LaunchFiles:
         file = self._file(job, generation)
         found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return None if found is None else dict(found)
+
+    def stopped_step(self, job: str, generation: int) -> int | None:
+        return self.stopped.get((job, generation))
 
     def _file(self, job: str, generation: int) -> Path:
         return self._folder / f"{job}-{generation}.json"

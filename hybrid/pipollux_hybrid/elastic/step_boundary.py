@@ -19,6 +19,7 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT
+from pipollux_hybrid.job.stop_notice import tell_stop
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 __all__ = ["StepBoundary", "acknowledge"]
@@ -143,6 +144,8 @@ class StepBoundary:
         ctx = self._context
         if failure is None:
             failure = _mark(ctx)
+        if failure is None and ctx.env.checkpoint_dir is not None:
+            tell_stop(ctx.env, ctx.step or 0)
         self._metrics.finish_progress()
         ctx.control.barrier()
         if ctx.env.rank == 0:

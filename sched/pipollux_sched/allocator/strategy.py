@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -12,6 +13,7 @@ from .job_infos import free_resources, including, node_template, preferring, sha
 
 __all__ = [
     "Candidate",
+    "EvenStrategy",
     "FixedStrategy",
     "Nodes",
     "PolicyStrategy",
@@ -116,6 +118,50 @@ class FixedStrategy:
     ) -> Mapping[str, Sequence[str]]:
         """Leave everything as it is."""
         return {job.name: job.held for job in candidates}
+
+
+@dataclass(frozen=True)
+class EvenStrategy:
+    """Follows another strategy on a cluster where a job has as many replicas on each of its nodes.
+
+    Of an uneven answer it keeps as many replicas as can be even, on as few nodes as possible; what
+    is left over stays free until the next round.
+    """
+
+    strategy: Strategy
+
+    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:
+        """Return an even part of what the other strategy gives."""
+        return _even_part(candidate, self.strategy.place(candidate, free))
+
+    def optimize(
+        self, candidates: Sequence[Candidate], nodes: Nodes
+    ) -> Mapping[str, Sequence[str]]:
+        """Return even parts of what the other strategy gives; what a job holds, it may keep."""
+        result = self.strategy.optimize(candidates, nodes)
+        by_name = {job.name: job for job in candidates}
+        return {
+            name: given
+            if sorted(given) == sorted(by_name[name].allocation)
+            else _even_part(by_name[name], given)
+            for name, given in result.items()
+        }
+
+
+def _even_part(job: Candidate, given: Sequence[str]) -> Sequence[str]:
+    counts = Counter(given)
+    if len(set(counts.values())) < 2:
+        return given
+    each = max(set(counts.values()), key=lambda n: (n * sum(c >= n for c in counts.values()), n))
+    kept: Counter[str] = Counter()
+    nodes = []
+    for node in given:
+        kept[node] += 1
+        if counts[node] >= each and kept[node] <= each:
+            nodes.append(node)
+    if len(nodes) < job.info.least_replicas:
+        return ()
+    return Allocation(nodes, given.shape) if isinstance(given, Allocation) else nodes
 
 
 def jobs_of(candidates: Sequence[Candidate]) -> dict[str, JobInfo]:

@@ -207,6 +207,8 @@ class Engine(ABC):
     """
 
     name: str = "engine"
+    even: bool = False
+    """Whether a job must have as many replicas on each of its nodes."""
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:

@@ -56,6 +56,8 @@ class RunningGeneration:
         engine: runs its replicas.
         launch: what it is to be.
         log: returns the log file of a replica.
+        stopped_step: returns the step at which the job told that it has saved and stops; None if it
+            did not.
         program: what its replicas run; None: they were started by an earlier scheduler.
         grace: seconds to save for the replicas when one was stopped from outside.
         start_timeout: seconds in which all replicas must run.
@@ -68,6 +70,7 @@ class RunningGeneration:
         launch: Launch,
         log: Callable[[ReplicaKey], Path],
         *,
+        stopped_step: Callable[[], int | None],
         program: ReplicaProgram | None,
         grace: float,
         start_timeout: float = START_TIMEOUT,
@@ -76,6 +79,7 @@ class RunningGeneration:
         self.launch = launch
         self._engine = engine
         self._log = log
+        self._stopped_step = stopped_step
         self._program = program
         self._clock = clock
         self._to_start = set() if program is None else set(launch.keys)
@@ -226,7 +230,7 @@ class RunningGeneration:
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(generation, Outcome.COMPLETE)
-            step = _agreed_step(ends)
+            step = self._agreed_step(ends)
             # An image's own entry point, without our agent, tells by its status alone.
             alone = all(_stopped(end) and end.result == ReplicaResult() for end in ends.values())
             if (alone or step is not None) and not self._broke(ends):
@@ -236,6 +240,15 @@ class RunningGeneration:
                 return Exited(generation, Outcome.STOPPED, step, message=lost)
         message, cannot_start = self._describe(ends)
         return Exited(generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
+
+    def _agreed_step(self, ends: Mapping[ReplicaKey, Ended]) -> int | None:
+        """Return the step at which the replicas agreed to stop, None if they did not.
+
+        What an agent leaves at its end is lost with it; what the job told before is not.
+        """
+        steps = (end.result.stopped_step for end in ends.values())
+        left = next((step for step in steps if step is not None), None)
+        return self._stopped_step() if left is None else left
 
     def _broke(self, ends: Mapping[ReplicaKey, Ended]) -> bool:
         """Return whether a replica failed by itself, so that the others' checkpoints are invalid.
@@ -266,9 +279,3 @@ class RunningGeneration:
 
 def _stopped(end: Ended) -> bool:
     return end.status in (STOPPED, -15)
-
-
-def _agreed_step(ends: Mapping[ReplicaKey, Ended]) -> int | None:
-    """Return the step at which the replicas agreed to stop, None if they did not."""
-    steps = (end.result.stopped_step for end in ends.values())
-    return next((step for step in steps if step is not None), None)

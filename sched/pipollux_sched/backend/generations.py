@@ -64,13 +64,16 @@ class Running(NamedTuple):
 
 
 class LaunchStore(Protocol):
-    """Keeps launches for the next scheduler; `pipollux_sched.store.Store` is one."""
+    """Keeps launches for the next scheduler, and what the jobs told: the store's `launches`."""
 
     def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
         """Keep a launch; it is on the disk when this returns."""
 
     def launch(self, job: str, generation: int) -> dict[str, Any] | None:
         """Return a launch, None if there is none."""
+
+    def stopped_step(self, job: str, generation: int) -> int | None:
+        """Return the step at which a generation told that it has saved and stops, if it did."""
 
 
 class _Pending(NamedTuple):
@@ -123,6 +126,11 @@ class Generations:
     def name(self) -> str:
         """The engine's."""
         return self._engine.name
+
+    @property
+    def even(self) -> bool:
+        """Whether a job must have as many replicas on each of its nodes."""
+        return self._engine.even
 
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that the engine can never run: see `Engine.check`."""
@@ -361,6 +369,7 @@ class Generations:
             self._engine,
             launch,
             lambda key: self._state_dir.log(*key),
+            stopped_step=lambda: self._launches.stopped_step(launch.job, launch.generation),
             program=program,
             grace=self._grace,
             start_timeout=self._start_timeout,

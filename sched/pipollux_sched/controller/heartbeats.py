@@ -183,6 +183,20 @@ class Heartbeats:
                 if now - last > limit_seconds and replica not in known.finished
             ]
 
+    def lingering(self, limit_seconds: float) -> list[tuple[str, int]]:
+        """Return the jobs, and generations, whose replicas have all finished long ago.
+
+        Their scripts have ended, and nobody hears of their processes any more.
+        """
+        with self._lock:
+            now = self._clock()
+            return [
+                (job, known.number)
+                for job, known in self._jobs.items()
+                if known.finished >= known.last.keys()
+                and now - max(moment for moment, _ in known.last.values()) > limit_seconds
+            ]
+
     def stalled(self) -> list[StalledJob]:
         """Return the jobs whose step has stayed the same for their `hang_timeout`."""
         with self._lock:

@@ -48,6 +48,8 @@ class NodeWatch:
         self._mark = f"{backend.name}: "
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
+        self._moved: set[tuple[str, int]] = set()
+        """Jobs and generations that were told that their node is lost."""
 
     def look(self) -> None:
         """Write what has changed since the last call into the store, and move jobs off lost nodes.
@@ -55,14 +57,17 @@ class NodeWatch:
         Where that fails, the next call does it.
         """
         nodes = self._backend.nodes()
-        if nodes == self._seen:
-            return
+        if nodes != self._seen:
+            self._write(nodes)
+            self._seen = nodes
+        # What was decided on before a node was lost may be started there after.
+        self._move_off({name for name, node in nodes.items() if node.ready})
+
+    def _write(self, nodes: Mapping[str, Node]) -> None:
         changed = self._list(nodes)
         known = self._store.nodes()
         for name, node in nodes.items():
             changed |= self._set_condition(known[name], node)
-        self._move_off({name for name, node in nodes.items() if node.ready})
-        self._seen = nodes
         if changed:
             self._reconsider()
 
@@ -103,8 +108,11 @@ class NodeWatch:
         return wanted is not record.condition
 
     def _move_off(self, ready: set[str]) -> None:
-        for job in self._store.jobs(live=True):
-            lost = sorted(set(job.state.running_on) - ready)
-            if lost:
+        running = self._backend.running()
+        self._moved &= {(name, entry.generation) for name, entry in running.items()}
+        for name, entry in running.items():
+            lost = sorted(set(entry.nodes) - ready)
+            if lost and (name, entry.generation) not in self._moved:
                 why = f"Node {lost[0]} does not answer, or is no longer in the cluster."
-                self._handle(job.name, NodeLost(job.state.generation, why))
+                self._handle(name, NodeLost(entry.generation, why))
+                self._moved.add((name, entry.generation))

@@ -24,6 +24,12 @@ TIDY_INTERVAL = 5.0
 """Seconds between two times that heartbeats are stored, and the store is tidied."""
 HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a replica counts as lost."""
+EXIT_TIMEOUT = 60.0
+"""Seconds in which processes must end when the scripts of all replicas have ended."""
+_LINGERING = (
+    f"All replicas said that their scripts have ended, and not all processes did within "
+    f"{EXIT_TIMEOUT:g} s, so all were ended."
+)
 
 
 class Watchdog:
@@ -87,6 +93,9 @@ class Watchdog:
             self._let(name, HeartbeatLost(generation, why))
             told.add((name, generation))
             # Not before: an event that could not be stored is tried again at the next check.
+            self._heartbeats.forget(name, generation)
+        for name, generation in self._heartbeats.lingering(EXIT_TIMEOUT):
+            self._let(name, HeartbeatLost(generation, _LINGERING))
             self._heartbeats.forget(name, generation)
         for stalled in self._heartbeats.stalled():
             self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))

@@ -90,6 +90,9 @@ class JobState:
     """Whether its user suspended it, so that it gets nothing until it is resumed."""
     failures: int = 0
     """How often a generation ended by itself without being complete, since one trained for long."""
+    interruptions: int = 0
+    """How often in a row a generation was taken away, by the cluster or a person, before it had
+    trained."""
     max_restarts: int = 3
     """How many such failures lead to a restart."""
     first_generation: int = 1

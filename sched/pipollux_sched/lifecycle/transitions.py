@@ -54,9 +54,9 @@ BACKOFF_LIMIT = 60.0
 """Longest wait before a failed job is started again, in seconds."""
 
 
-def backoff(failures: int) -> float:
-    """Return the seconds to wait before a restart after so many failures: 1, 2, 4, … up to 60."""
-    return float(min(2.0 ** (max(failures, 1) - 1), BACKOFF_LIMIT))
+def backoff(times: int) -> float:
+    """Return the seconds to wait before a restart after so many ends: 1, 2, 4, … up to 60."""
+    return float(min(2.0 ** min(max(times, 1) - 1, 10), BACKOFF_LIMIT))
 
 
 def advance(state: JobState, event: Event, now: float) -> Transition:
@@ -212,8 +212,13 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
         restarting = Record(
             "restarting", event.generation, {"why": why, "restarts": state.failures}
         )
-        waiting = enter(gone, Phase.RESTARTING, "StoppedFromOutside", why, now)
-        return waiting, (stopped, restarting, RetryAfter(event.generation, backoff(1)))
+        # A cluster that takes away whatever is started is not asked again every second.
+        interruptions = 1 if state.training else state.interruptions + 1
+        waiting = enter(
+            gone, Phase.RESTARTING, "StoppedFromOutside", why, now, interruptions=interruptions
+        )
+        seconds = backoff(interruptions)
+        return waiting, (stopped, restarting, RetryAfter(event.generation, seconds))
     return _failed(state, gone, event, now)
 
 

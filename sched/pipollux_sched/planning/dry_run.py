@@ -10,11 +10,17 @@ from dataclasses import replace
 from pipollux_sched.allocator.decide import Decision, place_new, reallocate
 from pipollux_sched.allocator.reasons import explain
 from pipollux_sched.allocator.snapshot import Snapshot
-from pipollux_sched.allocator.strategy import Candidate, PolicyStrategy, Strategy, free_of
+from pipollux_sched.allocator.strategy import (
+    Candidate,
+    EvenStrategy,
+    PolicyStrategy,
+    Strategy,
+    free_of,
+)
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
-from pipollux_sched.views.cluster import serving_policy
+from pipollux_sched.views.cluster import serves_evenly, serving_policy
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -37,7 +43,10 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     """
     serving = serving_policy(store)
     name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
-    strategy, state = PolicyStrategy(make_policy(name, seed=seed)), Snapshot.read(store)
+    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed))
+    if serves_evenly(store):
+        strategy = EvenStrategy(strategy)
+    state = Snapshot.read(store)
     try:
         return PlanView(policy=name, jobs=plan_live(state, strategy))
     except Exception as error:  # policies are user code

@@ -6,7 +6,6 @@ begun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, distinct, func, select, true
@@ -14,7 +13,6 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from pipollux_sched.lifecycle import Intent, Outcome, Phase
 
-from .errors import StaleGenerationError
 from .records import GenerationRecord, generation_record
 from .tables import GenerationRow, JobRow
 
@@ -58,25 +56,6 @@ def of_job(session: Session, name: str) -> list[GenerationRecord]:
     """Return the generations of a job, oldest first."""
     query = select(GenerationRow).where(GenerationRow.job == name).order_by(GenerationRow.id)
     return [generation_record(row) for row in session.scalars(query)]
-
-
-def note_launch(session: Session, name: str, generation: int, data: Mapping[str, Any]) -> None:
-    """Store what the backend needs to adopt a generation.
-
-    Raises:
-        StaleGenerationError: the job has no such generation.
-    """
-    mine = (GenerationRow.job == name, GenerationRow.generation == generation)
-    found = session.scalar(select(GenerationRow).where(*mine))
-    if found is None:
-        raise StaleGenerationError(f"job {name!r} has no generation {generation}")
-    found.launch = dict(data)
-
-
-def launch(session: Session, name: str, generation: int) -> dict[str, Any] | None:
-    """Return what `note_launch` stored of a generation; None if nothing."""
-    mine = (GenerationRow.job == name, GenerationRow.generation == generation)
-    return session.scalar(select(GenerationRow.launch).where(*mine))
 
 
 def count(session: Session, *, live: bool) -> dict[str, int]:

@@ -152,6 +152,7 @@ def job_state(row: JobRow) -> JobState:
         intent=Intent(row.intent) if row.intent else None,
         suspended=row.suspended,
         failures=row.failures,
+        interruptions=row.interruptions,
         max_restarts=row.max_restarts,
         first_generation=row.first_generation,
     )
@@ -170,6 +171,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.intent = state.intent.value if state.intent else None
     row.suspended = state.suspended
     row.failures = state.failures
+    row.interruptions = state.interruptions
     row.max_restarts = state.max_restarts
     row.first_generation = state.first_generation
 

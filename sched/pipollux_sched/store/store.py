@@ -27,6 +27,7 @@ from .errors import StoreError
 from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
 from .journal import Change
+from .launches import LaunchRecords
 from .queries import Overview
 from .records import (
     GenerationRecord,
@@ -75,6 +76,8 @@ class Store:
         """Where the replicas of running jobs can be reached."""
         self.heartbeats = HeartbeatRecords(self._database, clock)
         """When the replicas of running jobs were heard of last."""
+        self.launches = LaunchRecords(self._database)
+        """How generations were started, and where they have saved."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
         self.deletions = Deletions(self._database, clock)
@@ -274,20 +277,6 @@ class Store:
         """Return the generations of a job, oldest first."""
         with self._database.read() as session:
             return generations.of_job(session, name)
-
-    def note_launch(self, job: str, generation: int, data: Mapping[str, Any]) -> None:
-        """Store what the backend needs to adopt a generation, as JSON; an earlier one is replaced.
-
-        Raises:
-            StaleGenerationError: the job has no such generation.
-        """
-        with self._database.write() as session:
-            generations.note_launch(session, job, generation, data)
-
-    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
-        """Return what `note_launch` stored of a generation; None if nothing."""
-        with self._database.read() as session:
-            return generations.launch(session, job, generation)
 
     def num_generations(self, *, live: bool = False) -> dict[str, int]:
         """Return the number of starts by job; jobs that never started are left out."""

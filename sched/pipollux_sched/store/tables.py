@@ -61,6 +61,7 @@ class JobRow(Base):
     intent: Mapped[str | None]
     suspended: Mapped[bool]
     failures: Mapped[int]
+    interruptions: Mapped[int] = mapped_column(server_default="0")
     max_restarts: Mapped[int]
     first_generation: Mapped[int]
 
@@ -98,6 +99,7 @@ class GenerationRow(Base):
     outcome: Mapped[str | None]
     intent: Mapped[str | None]
     launch: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    stopped_step: Mapped[int | None]
 
 
 class EventRow(Base):

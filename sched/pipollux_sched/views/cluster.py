@@ -83,6 +83,12 @@ def serving_policy(store: Store) -> str:
     return str(served[-1].get("policy", "")).removesuffix("Policy").lower() if served else ""
 
 
+def serves_evenly(store: Store) -> bool:
+    """Tell whether the present or last scheduler gives a job as many replicas on each node."""
+    served = store.latest_events(1, types=["cluster"])
+    return bool(served and served[-1].get("even"))
+
+
 def list_generations(
     store: Store, since: float, nodes: Collection[str] | None = None
 ) -> list[GenerationLine]:

@@ -45,8 +45,15 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def backend(cluster: Cluster, state_dir: StateDir, clock: Clock) -> Generations:
-    return Generations(cluster, LaunchFiles(state_dir), state_dir, grace=7.0, clock=clock)
+def launches(state_dir: StateDir) -> LaunchFiles:
+    return LaunchFiles(state_dir)
+
+
+@pytest.fixture
+def backend(
+    cluster: Cluster, state_dir: StateDir, clock: Clock, launches: LaunchFiles
+) -> Generations:
+    return Generations(cluster, launches, state_dir, grace=7.0, clock=clock)
 
 
 def program(job: str, **fields: object) -> ReplicaProgram:
@@ -134,6 +141,19 @@ def test_a_grace_period_is_enforced(backend: Generations, cluster: Cluster, cloc
     ended = exited(backend.poll())
     assert ended.outcome is Outcome.FAILED
     assert ended.message == "The replicas left no agreed checkpoint within 30 s."
+
+
+def test_killed_after_it_has_saved(
+    backend: Generations, cluster: Cluster, clock: Clock, launches: LaunchFiles
+) -> None:
+    """Its agent left nothing; the job itself told the step of its checkpoint."""
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    backend.stop("one", 5.0)
+    launches.stopped["one", 1] = 12
+    clock.now += 5.0
+    backend.poll()
+    assert exited(backend.poll()) == Exited(1, Outcome.STOPPED, 12)
 
 
 @pytest.mark.parametrize(

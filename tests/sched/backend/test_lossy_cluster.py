@@ -32,6 +32,9 @@ class Launches:
     def launch(self, job: str, generation: int) -> dict[str, Any] | None:
         return self.kept.get((job, generation))
 
+    def stopped_step(self, *_: object) -> None:
+        """No job has told anything."""
+
 
 class LossyCluster(RuleBasedStateMachine):
     """A scheduler and its cluster; either may fail at any moment."""

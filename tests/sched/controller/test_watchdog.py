@@ -138,6 +138,23 @@ def test_a_replica_that_has_nothing_left_to_do_is_not_silent(case: Case) -> None
     ]
 
 
+def test_processes_that_do_not_end_though_their_scripts_have(case: Case) -> None:
+    case.submit("toy")
+    case.store.transition("toy", Allocate(["a", "b"], "free"))
+    case.heartbeats.note("toy", 1, 0, 9, finished=True)
+    case.heartbeats.note("toy", 1, 1)
+    case.clock.now += 29.0
+    case.heartbeats.note("toy", 1, 1, 9, finished=True)
+    case.clock.now += 60.0
+    assert case.look() == []
+    case.clock.now += 1.0
+    [(name, event)] = case.look()
+    assert name == "toy"
+    assert isinstance(event, HeartbeatLost)
+    assert event.why.startswith("All replicas said that their scripts have ended")
+    assert case.look() == []
+
+
 def test_what_was_heard_is_stored_now_and_then(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_INTERVAL", 0.01)
     monkeypatch.setattr(watchdog, "TIDY_INTERVAL", 0.01)

@@ -90,7 +90,8 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
 
 
 def alike(state: JobState) -> JobState:
-    """Leave out what no transition looks at: when, how often started, and what people are told."""
+    """Leave out what decides nothing: when, how often started, what people are told, and how often
+    it was interrupted, which makes a wait longer."""
     deadline = state.reason if state.reason == "DeadlineExceeded" else ""
     conditions = tuple(
         replace(entry, time=0.0, message="", reason=deadline)
@@ -99,7 +100,8 @@ def alike(state: JobState) -> JobState:
     )
     generation = min(state.generation, 1)
     first = generation + 1 if state.first_generation > state.generation else 1
-    return replace(state, conditions=conditions, generation=generation, first_generation=first)
+    changes = {"generation": generation, "first_generation": first, "interruptions": 0}
+    return replace(state, conditions=conditions, **changes)
 
 
 def test_every_state_that_a_job_can_come_to_makes_sense() -> None:

@@ -288,6 +288,21 @@ def test_every_failure_waits_longer_until_there_were_too_many() -> None:
     assert state.message == "Failed 3 times, max_restarts is 2: boom"
 
 
+def test_a_job_that_is_taken_away_again_and_again_waits_longer() -> None:
+    """Until it has trained; it is no failure of its own."""
+    state, waits = TRAINING, []
+    taken = Exited(1, Outcome.STOPPED, message="Pod was evicted.")
+    for trains in (True, False, False, False, True, False):
+        state = replace(state, training=trains)
+        state, actions = advance(state, replace(taken, generation=state.generation), now=0.0)
+        retry = actions[-1]
+        assert isinstance(retry, RetryAfter)
+        waits.append(retry.seconds)
+        state, _ = advance(state, Retry(retry.generation), now=0.0)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]
+    assert state.failures == 0
+
+
 def test_failures_are_forgiven_once_a_generation_has_trained_for_long() -> None:
     state = replace(TRAINING, failures=3)
     last, _ = advance(state, BROKEN, now=1.0 + 599.0)

@@ -39,6 +39,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "/jobs/toy/hints?generation=1": ("PUT", HINTS),
     "/jobs/toy/reports": ("POST", report()),
     "/jobs/toy/heartbeats": ("POST", {"generation": 1, "replica": 0, "step": 3}),
+    "/jobs/toy/stops": ("POST", {"generation": 1, "step": 3}),
     "/jobs/toy/replicas": ("POST", {"generation": 1, "replica": 0, "address": "10.0.0.1:1"}),
     "/jobs": ("POST", {"name": "other", "script": SCRIPT, "stage_choices": [1, 2]}),
     "/nodes/node-b": ("PUT", {"condition": "ready", "reason": "why not"}),

@@ -17,6 +17,7 @@ BODIES = {
     ("put", "/jobs/{name}/hints"),
     ("post", "/jobs/{name}/reports"),
     ("post", "/jobs/{name}/heartbeats"),
+    ("post", "/jobs/{name}/stops"),
     ("post", "/jobs/{name}/replicas"),
     ("post", "/jobs"),
     ("post", "/jobs/batch"),

@@ -73,11 +73,23 @@ def test_a_job_is_deleted_with_its_heartbeats(store: Store) -> None:
 
 def test_what_a_backend_needs_to_adopt_a_generation(store: Store, place: Path | str) -> None:
     run(store, "a")
-    assert store.launch("toy", 1) is None
-    store.note_launch("toy", 1, {"steps": ["17.0", "17.1"]})
-    store.note_launch("toy", 1, {"steps": ["17.3"], "port": 29500})
+    assert store.launches.launch("toy", 1) is None
+    store.launches.note_launch("toy", 1, {"steps": ["17.0", "17.1"]})
+    store.launches.note_launch("toy", 1, {"steps": ["17.3"], "port": 29500})
     with Store(place) as other:
-        assert other.launch("toy", 1) == {"steps": ["17.3"], "port": 29500}
-        assert other.launch("toy", 2) is other.launch("gone", 1) is None
+        assert other.launches.launch("toy", 1) == {"steps": ["17.3"], "port": 29500}
+        assert other.launches.launch("toy", 2) is other.launches.launch("gone", 1) is None
     with pytest.raises(StaleGenerationError, match="job 'toy' has no generation 2"):
-        store.note_launch("toy", 2, {})
+        store.launches.note_launch("toy", 2, {})
+
+
+def test_where_the_replicas_have_saved_is_told_by_the_present_generation(store: Store) -> None:
+    run(store, "a")
+    assert store.launches.stopped_step("toy", 1) is None
+    store.launches.note_stop("toy", 1, 0)
+    assert store.launches.stopped_step("toy", 1) == 0
+    for generation in (1, 2):
+        store.transition("toy", Exited(1, Outcome.COMPLETE))
+        with pytest.raises(StaleGenerationError):
+            store.launches.note_stop("toy", generation, 7)
+    assert store.launches.stopped_step("toy", 1) == 0

@@ -170,15 +170,18 @@ def test_a_store_of_the_first_version(place: Path | str) -> None:
     for undo in (
         "DROP TABLE heartbeats",
         "ALTER TABLE generations DROP COLUMN launch",
+        "ALTER TABLE generations DROP COLUMN stopped_step",
+        "ALTER TABLE jobs DROP COLUMN interruptions",
         "ALTER TABLE generations ADD COLUMN port BIGINT",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         execute(place, undo)
     with Store(place) as store:
-        assert store.launch("toy", 1) is None
+        assert store.launches.launch("toy", 1) is None
         assert store.heartbeats.of("toy", 1) == {}
         store.heartbeats.keep([ReceivedHeartbeat("toy", 1, 0, 7)])
-        store.note_launch("toy", 1, {"ids": [17]})
+        store.launches.note_launch("toy", 1, {"ids": [17]})
+        store.launches.note_stop("toy", 1, 7)
         assert store.job("toy").state.running_on == ("a", "b")
     assert differences(place) == ([], REVISION)
 

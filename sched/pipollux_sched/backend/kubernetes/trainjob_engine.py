@@ -41,6 +41,7 @@ class TrainJobEngine(KubernetesEngine):
     """
 
     name = "kubernetes"
+    even = True
 
     def _more_mirrors(self) -> list[Mirror[Any]]:
         label = {names.SCHEDULER_LABEL: self._options.scheduler}

@@ -51,6 +51,13 @@ class HeartbeatBody(_Wire):
     ] = False
 
 
+class StopBody(_Wire):
+    """An agreed stop of a generation."""
+
+    generation: Annotated[int, Field(ge=1, le=2**62, description="a whole number of at least 1")]
+    step: Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
+
+
 class Registration(_Wire):
     """Address of one replica."""
 
@@ -115,6 +122,15 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
         finished=heartbeat.finished,
     )
     services.metrics.heartbeats.inc()
+
+
+@router.post("/stops", status_code=204, summary="Tell that all has been saved")
+def post_stop(name: str, store: StoreDep, stop: StopBody) -> None:
+    """Keep the step at which the replicas agreed to stop, once their checkpoint is written.
+
+    What ends them after that, and however, nothing of their work is lost.
+    """
+    store.launches.note_stop(name, stop.generation, stop.step)
 
 
 @router.post("/replicas", status_code=204, summary="Tell where a replica is")

@@ -1,4 +1,4 @@
-"""The table of heartbeats, and what a backend needs to adopt a generation."""
+"""The table of heartbeats, and what clusters need: launches, agreed stops, interruptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Add the table `heartbeats`, and `launch` to `generations` in place of `port`."""
+    """Add the table and three columns; what a backend kept in `port` is in `launch`."""
     integer = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.create_table(
         "heartbeats",
@@ -23,3 +23,5 @@ def upgrade() -> None:
     )
     op.add_column("generations", sa.Column("launch", sa.JSON(), nullable=True))
     op.drop_column("generations", "port")
+    op.add_column("generations", sa.Column("stopped_step", integer, nullable=True))
+    op.add_column("jobs", sa.Column("interruptions", integer, nullable=False, server_default="0"))

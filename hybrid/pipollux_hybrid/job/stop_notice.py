@@ -1,0 +1,40 @@
+"""Telling the scheduler that the replicas have saved, and stop as they were asked to.
+
+The marker beside the checkpoint says the same, but only the agent brings it to the scheduler, at
+its end: a cluster that kills a replica at the end of its grace period kills the agent with it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from .env import JobEnvironment
+
+__all__ = ["tell_stop"]
+
+LOG = logging.getLogger(__name__)
+REQUEST_TIMEOUT = 2.0
+"""Seconds that the end of the replicas waits for the scheduler; then the agent tells it."""
+
+
+def tell_stop(env: JobEnvironment, step: int) -> None:
+    """Tell the scheduler the step of the checkpoint, if there is a scheduler; replica 0 does.
+
+    Args:
+        env: who this replica is, and whom to tell.
+        step: the optimizer step at which all replicas have stopped.
+    """
+    if env.rank != 0 or env.generation < 1 or not (env.supervisor_url and env.job_id):
+        return
+    # A third of a second that a script without a scheduler need not wait for.
+    import httpx
+
+    from .supervisor_client import supervisor_client
+
+    body = {"generation": env.generation, "step": step}
+    try:
+        with supervisor_client(env, timeout=REQUEST_TIMEOUT) as client:
+            answer = client.post(f"{env.supervisor_url}/jobs/{env.job_id}/stops", json=body)
+            answer.raise_for_status()
+    except httpx.HTTPError as error:
+        LOG.debug("the scheduler was not told of the stop at step %d: %s", step, error)
