@@ -70,7 +70,7 @@ class Service:
         self.store = Store(self.state_dir.database, create=True)
         self.store.set_nodes((n.name, n.slots, n.kind, n.model_dump(mode="json")) for n in nodes)
         engine = LocalEngine(ClusterSpec(nodes=tuple(nodes)), self.state_dir)
-        backend = Generations(engine, self.store, self.state_dir, grace=1.0)
+        backend = Generations(engine, self.store.launches, self.state_dir, grace=1.0)
         executor = Executor(self.store, backend, lambda job: program(job, {}), grace=1.0)
         self.num_reconsidered = 0
         self.control = Control(

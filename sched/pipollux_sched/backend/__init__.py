@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .base import BackendError, Engine, Launch, Node, ReplicaKey, ReplicaProgram
-from .generations import Generations, Report, Running
+from .generations import Generations
+from .report import Report, Running
 
 __all__ = [
     "BackendError",

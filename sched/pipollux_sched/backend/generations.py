@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
@@ -33,9 +33,10 @@ from .base import (
 )
 from .generation import START_TIMEOUT, RunningGeneration
 from .job_actions import JobActions
+from .report import LaunchStore, Report, Running
 from .slots import SlotLedger
 
-__all__ = ["STOP_GRACE", "Generations", "LaunchStore", "Report", "Running"]
+__all__ = ["STOP_GRACE", "Generations"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,35 +46,6 @@ NODES_INTERVAL = 1.0
 """Seconds between two looks at the nodes."""
 SHUTDOWN_PATIENCE = 10.0
 """Seconds after the grace period for which `shutdown` waits for processes to end."""
-
-
-class Report(NamedTuple):
-    """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
-
-    job: str
-    event: Started | Exited
-    unsent: Mapping[str, Any] | None = None
-    """Body of the training report that a generation which has ended could not send, unchecked."""
-
-
-class Running(NamedTuple):
-    """A generation whose processes run, or are about to start."""
-
-    generation: int
-    nodes: tuple[str, ...]
-
-
-class LaunchStore(Protocol):
-    """Keeps launches for the next scheduler, and what the jobs told: the store's `launches`."""
-
-    def note_launch(self, job: str, generation: int, data: dict[str, Any]) -> None:
-        """Keep a launch; it is on the disk when this returns."""
-
-    def launch(self, job: str, generation: int) -> dict[str, Any] | None:
-        """Return a launch, None if there is none."""
-
-    def stopped_step(self, job: str, generation: int) -> int | None:
-        """Return the step at which a generation told that it has saved and stops, if it did."""
 
 
 class _Pending(NamedTuple):

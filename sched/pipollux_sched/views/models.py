@@ -53,6 +53,7 @@ class JobView(View):
     intent: Intent | None
     suspended: bool
     failures: int
+    interruptions: int
     max_restarts: int
     first_generation: int
     spec: dict[str, Any]

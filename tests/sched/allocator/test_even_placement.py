@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.allocator.decide import place_new, reallocate
+from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info, node_info
 from pipollux_sched.allocator.strategy import Candidate, EvenStrategy, Nodes
 from pipollux_sched.policy import Allocation
@@ -25,10 +25,10 @@ class Says:
 
     answer: Sequence[str]
 
-    def place(self, candidate: Candidate, free: Nodes) -> Sequence[str]:  # noqa: ARG002  # the protocol's
+    def place(self, *_: object) -> Sequence[str]:
         return self.answer
 
-    def optimize(self, candidates: Sequence[Candidate], nodes: Nodes) -> Mapping[str, Sequence[str]]:  # noqa: ARG002, E501  # the protocol's
+    def optimize(self, candidates: Sequence[Candidate], _: Nodes) -> Mapping[str, Sequence[str]]:
         return {job.name: self.answer for job in candidates}
 
 
@@ -56,8 +56,6 @@ def candidate(allocation: Sequence[str] = (), min_replicas: int = 1) -> Candidat
 def test_the_largest_even_part(answer: str, kept: str) -> None:
     strategy = EvenStrategy(Says(list(answer)))
     assert list(strategy.place(candidate(), NODES)) == list(kept)
-    [decision] = place_new([candidate()], NODES, strategy) or [None]
-    assert (decision.nodes if decision else ()) == tuple(kept)
     result = strategy.optimize([candidate(["c"])], NODES)
     assert list(result["toy"]) == list(kept)
 
