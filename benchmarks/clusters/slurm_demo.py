@@ -3,8 +3,9 @@
     python benchmarks/clusters/slurm_demo.py [--folder DIR]
 
 The pool has nodes of two slots. Somebody else's job holds the third host at first, so that the two
-jobs have as much room as the demo has on one machine; it ends once the first job has made room for
-the second, and the third host joins the pool. Prints Markdown; status 1 if something is wrong.
+jobs have as much room as the demo has on one machine; it ends with the second job, and the third
+host joins the pool. The scripts run under `counted.py`, which keeps account of each sample. Prints
+Markdown; status 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slurm_world import REPOSITORY, SlurmWorld  # lies beside
+from counted import fault  # lies beside
+from slurm_world import HERE, REPOSITORY, SlurmWorld
 
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.spec.job import load_jobs
+from pipollux_sched.spec.job import JobSpec, load_jobs
 from pipollux_sched.spec.script import with_script_found
 
 OPTIONS = (
@@ -79,7 +81,7 @@ class Story:
 def tell(world: SlurmWorld, story: Story) -> None:
     """Let the two jobs arrive, and go on until both have ended."""
     file = REPOSITORY / "examples" / "demo-jobs.yaml"
-    first, second = (with_script_found(job, file) for job in load_jobs(file))
+    first, second = (_counted(with_script_found(job, file)) for job in load_jobs(file))
 
     def until(what: str, true: Any) -> None:
         def look() -> bool:
@@ -101,9 +103,15 @@ def tell(world: SlurmWorld, story: Story) -> None:
             "the first job makes room for the second",
             lambda: story.sizes.get(second.name) and story.sizes[first.name][-1] == 1,
         )
+        until("the second job is complete", lambda: world.jobs()[second.name].phase.ended)
         world.slurm.call("scancel", "--name=neighbour")
         story.say("the neighbour leaves n3 to others")
     until("both are complete", lambda: all(x.phase.ended for x in world.jobs().values()))
+
+
+def _counted(job: JobSpec) -> JobSpec:
+    args = (str(job.script), *job.args)
+    return job.model_copy(update={"script": HERE / "counted.py", "args": args})
 
 
 def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
@@ -111,12 +119,11 @@ def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
     for name, job in world.jobs().items():
         if job.phase is not Phase.COMPLETE or job.state.failures:
             yield f"{name} is {job.phase.value} after {job.state.failures} failures"
-        points = world.store.overview.points(name, 5000)
-        yield from _account(world, name, points)
-    if story.sizes.get("char-lm", [])[:1] != [1] and 1 not in story.sizes.get("char-lm", []):
-        yield f"char-lm did not shrink: {story.sizes}"
-    if story.sizes.get("char-lm", [])[-1:] != [2]:
-        yield f"char-lm did not grow in the end: {story.sizes}"
+        yield from _account(world, name, world.store.overview.points(name, 5000))
+        if missing := fault(world.checkpoints(job), EPOCHS[name]):
+            yield f"{name}: {missing}"
+    if story.sizes.get("char-lm") != [1, 2, 1, 2]:
+        yield f"char-lm did not start, grow, shrink and grow again: {story.sizes}"
 
 
 def _account(world: SlurmWorld, name: str, points: list[Any]) -> Iterator[str]:
