@@ -292,9 +292,9 @@ class Scheduler:
         )
         engine = make_engine(self._backend_name, options)
         resources.callback(engine.close)
-        backend = Generations(
-            engine, self._store.launches, self.state_dir, grace=self._grace
-        )
+        if engine.even and not isinstance(self._strategy, FixedStrategy):
+            self._strategy = EvenStrategy(self._strategy)
+        backend = Generations(engine, self._store.launches, self.state_dir, grace=self._grace)
         self._controller = Controller(
             self._store,
             backend,
@@ -347,10 +347,9 @@ class Scheduler:
         self._store.add_event("autoscaling", data)
 
     def _allocation(self) -> AllocationLoop:
-        evens = self._backend.even and not isinstance(self._strategy, FixedStrategy)
         allocator = Allocator(
             SnapshotReader(self._store, restart_seconds=self._restart_seconds),
-            EvenStrategy(self._strategy) if evens else self._strategy,
+            self._strategy,
             carry_out=self._carry_out,
             metrics=self._metrics,
         )

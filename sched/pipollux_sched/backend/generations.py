@@ -99,11 +99,6 @@ class Generations:
         """The engine's."""
         return self._engine.name
 
-    @property
-    def even(self) -> bool:
-        """Whether a job must have as many replicas on each of its nodes."""
-        return self._engine.even
-
     def check(self, spec: JobSpec) -> None:
         """Refuse a job that the engine can never run: see `Engine.check`."""
         self._engine.check(spec)
