@@ -15,7 +15,7 @@ import pytest
 
 from tests.extent import explores, is_exhaustive, load_profile, needs_kubelets
 
-pytest_plugins = ["tests.kubernetes.fixtures"]
+pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures"]
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +15,11 @@ from lightkube.generic_resource import create_global_resource
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Namespace, Node, Pod, ServiceAccount
 
+from tests import waiting
+
 GPU = "nvidia.com/gpu"
 IMAGE = "docker.io/pipollux/test:1"
 """The image of containers in tests: Python, torch, the packages of this checkout."""
-PATIENCE = 240.0
-"""Seconds that something may take in a test."""
 T = TypeVar("T")
 
 Definition = create_global_resource(
@@ -28,24 +27,12 @@ Definition = create_global_resource(
 )
 
 
-def until(condition: Callable[[], T | None], what: str, patience: float = PATIENCE) -> T:
+def until(condition: Callable[[], T | None], what: str) -> T:
     """Return what a function returns as soon as that is true.
 
-    Args:
-        condition: asked again and again; while the API server refuses, it counts as not yet true.
-        what: named where it never becomes true, such as "pod a is running".
-        patience: seconds after which it never will.
+    While the API server refuses or does not answer, it counts as not yet true.
     """
-    deadline = time.monotonic() + patience
-    last: Exception | None = None
-    while time.monotonic() < deadline:
-        try:
-            if found := condition():
-                return found
-        except (ApiError, httpx2.HTTPError) as error:
-            last = error
-        time.sleep(0.05)
-    raise AssertionError(f"not within {patience:g} s: {what}" + (f" ({last})" if last else ""))
+    return waiting.until(condition, what, ignored=(ApiError, httpx2.HTTPError))
 
 
 class Cluster(ABC):

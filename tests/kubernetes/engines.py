@@ -87,7 +87,9 @@ class Rig:
     ) -> tuple[ReplicaKey, ...]:
         """Start a generation of a shell script; return its replicas."""
         path = self.folder / f"{job}-{generation}.sh"
-        path.write_text(script + "\n")
+        aside = path.with_suffix(".new")
+        aside.write_text(script + "\n")
+        aside.replace(path)  # a shell that reads it already goes on with the one before
         program = ReplicaProgram(
             job=job,
             script=path,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightkube import Client
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
-from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
+from pipollux_sched.backend.base import ClusterUnavailableError, Signal
 from pipollux_sched.backend.kubernetes import engine as engine_module
-from pipollux_sched.spec.job import JobSpec, SpecError
 
 from .cluster import GPU, Cluster, until
 from .engines import DEAF, RUNS, Rig
@@ -56,33 +54,6 @@ def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
     assert not list(client.list(Pod))
     assert [s.metadata.name for s in client.list(Secret) if "job" in s.metadata.name] == []
     assert rig.state_dir.log(*keys[0]).exists()
-
-
-def test_a_stop_leaves_status_and_last_words(rig: Rig) -> None:
-    """A pod that is told to stop is readable until it is forgotten, its last line, too."""
-    (key,) = rig.start(RUNS)
-    rig.running(key)
-    rig.engine.signal(key, Signal.STOP)
-    rig.engine.signal(key, Signal.STOP)
-    assert rig.ended(key) == (143, rig.ended(key).result, "")
-    assert rig.log(key) == "ready\ntold\n"
-    rig.forget()
-
-
-def test_kill_ends_what_does_not_stop(rig: Rig) -> None:
-    (key,) = rig.start(DEAF)
-    rig.running(key)
-    rig.engine.signal(key, Signal.STOP)
-    until(lambda: client_deletes(rig, key), "the pod is being deleted")
-    assert rig.state(key).ended is None
-    rig.engine.signal(key, Signal.KILL)
-    assert rig.ended(key).status == -9
-    rig.forget()
-
-
-def client_deletes(rig: Rig, key: ReplicaKey) -> bool:
-    pod = rig.engine._find(key)
-    return pod is not None and pod.deletion_grace is not None
 
 
 def test_what_the_cluster_ends_is_lost(
@@ -200,22 +171,6 @@ def test_the_api_server_away(rig: Rig, cluster: Cluster) -> None:
     rig.forget()
 
 
-def test_another_scheduler_finds_and_ends_them(rig: Rig) -> None:
-    """An engine knows its pods by labels alone, those too that ended meanwhile, and ends others."""
-    (done,) = rig.start("echo ready; exit 0", job="done")
-    (left,) = rig.start(RUNS, job="left")
-    (kept,) = rig.start(RUNS, job="kept")
-    rig.running(left, kept)
-    rig.engine.close()
-    rig.again()
-    assert rig.ended(done) == (0, rig.ended(done).result, "")
-    found = rig.engine.recover([("done", 1), ("kept", 1)], grace=20.0)
-    assert found == ["pod left-g1-r0 on n1"]
-    until(lambda: rig.state(left) is None, "it is gone")
-    assert rig.state(kept).ended is None
-    assert rig.log(left) == "ready\ntold\n"
-
-
 def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
     """A pod whose finalizer somebody has removed is no longer listed."""
     (key,) = rig.start(DEAF)
@@ -223,20 +178,6 @@ def test_gone_without_a_trace(rig: Rig, client: Client) -> None:
     client.patch(Pod, "job-g1-r0", {"metadata": {"finalizers": None}})
     client.delete(Pod, "job-g1-r0", grace_period=0)
     until(lambda: rig.state(key) is None, "it is not listed")
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"image": None, "script": "a.py"}, "image: is missing"),
-        ({"image": "a:1", "script": None}, "script: is missing"),
-        ({"image": "a:1", "script": "a.py", "name": "a" * 50}, "at most 48"),
-    ],
-)
-def test_jobs_that_can_never_run(rig: Rig, fields: dict[str, Any], named: str) -> None:
-    spec = JobSpec(**{"name": "job", **fields})
-    with pytest.raises(SpecError, match=named):
-        rig.engine.check(spec)
 
 
 @pytest.fixture(autouse=True)

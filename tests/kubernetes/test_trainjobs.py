@@ -15,7 +15,7 @@ from pipollux_sched.backend.kubernetes.mirror import Mirror
 from pipollux_sched.backend.kubernetes.trainjob_engine import TrainJobEngine
 
 from .cluster import GPU, until
-from .engines import DEAF, RUNS, Rig
+from .engines import RUNS, Rig
 from .memory.cluster import MemoryCluster
 from .requests import granted, record_requests
 from .trainer import Trainer
@@ -67,19 +67,6 @@ def test_a_generation_from_start_to_stop(rig: Rig, client: Client) -> None:
     assert not list(client.list(TrainJob))
 
 
-def test_exit_statuses_and_kill(rig: Rig) -> None:
-    (good,) = rig.start("exit 0", job="good")
-    (bad,) = rig.start("exit 3", job="bad")
-    (deaf,) = rig.start(DEAF, job="deaf")
-    assert rig.ended(good).status == 0
-    assert rig.ended(bad).status == 3
-    rig.running(deaf)
-    rig.engine.signal(deaf, Signal.KILL)
-    assert rig.ended(deaf).status == -9
-    for job in ("good", "bad", "deaf"):
-        rig.forget(job)
-
-
 def test_uneven_placement_is_refused(rig: Rig) -> None:
     with pytest.raises(BackendError, match="2 on n1, 1 on n2; a TrainJob places the same"):
         rig.start(RUNS, ["n1", "n1", "n2"])
@@ -97,17 +84,6 @@ def test_a_runtime_that_is_not_there(
     assert "ClusterTrainingRuntime none not found" in error.text
     rig.forget()
     rig.close()
-
-
-def test_another_scheduler_ends_them(rig: Rig) -> None:
-    (key,) = rig.start(RUNS)
-    rig.running(key)
-    rig.engine.close()
-    rig.again()
-    found = rig.engine.recover([], grace=20.0)
-    assert len(found) == 1
-    assert found[0].startswith("pod job-g1-node-0-0-")
-    until(lambda: rig.state(key) is None, "it is gone")
 
 
 def test_its_role_is_what_it_uses(

@@ -63,6 +63,7 @@ class Service:
         limits: Limits | None = None,
         *,
         nodes: Sequence[NodeSpec] = NODES,
+        host: str = "127.0.0.1",
         **options: Any,
     ) -> None:
         self.state_dir = StateDir(directory)
@@ -93,7 +94,7 @@ class Service:
             limits=limits,
             **options,
         )
-        self.server = HttpServer(self.app, "127.0.0.1", 0)
+        self.server = HttpServer(self.app, host, 0)
         self.server.start()
         self._clients: list[httpx.Client] = []
         self.admin = self.client(ADMIN)

@@ -25,6 +25,7 @@ ARGS.add_argument("--steps", type=int, default=1_000_000)
 ARGS.add_argument("--step-seconds", type=float, default=0.05)
 ARGS.add_argument("--fail-at", type=int)
 ARGS.add_argument("--fail-rank", type=int, default=0)
+ARGS.add_argument("--prints", action="store_true", help="tell each step")
 ARGS.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and so do the children")
 ARGS.add_argument("--beats", action="store_true", help="a thread gives signs of life")
 ARGS.add_argument(
@@ -62,6 +63,8 @@ def main() -> int:
         step += 1
         reached[0] = step
         time.sleep(options.step_seconds)
+        if options.prints:
+            print("step", step)
         if step == options.fail_at and rank == options.fail_rank:
             raise RuntimeError(f"step {step} went wrong on replica {rank}")
         if supervisor is not None:

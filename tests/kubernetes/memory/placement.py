@@ -14,6 +14,10 @@ from .resources import NODES, PODS
 # Their order is that of the checks.
 _SELECTOR = "node(s) didn't match Pod's node affinity"
 _UNSCHEDULABLE = "node(s) were unschedulable"
+_KEPT_AWAY = [
+    "node(s) didn't match pod affinity/anti-affinity",
+    "node(s) didn't match pod anti-affinity rules",
+]
 
 
 def place_pods(registry: Registry) -> None:
@@ -69,11 +73,12 @@ def _refusals(pod: Object, node: Object, running: list[Object]) -> list[str]:
         return [_SELECTOR]
     here = [other for other in running if other["spec"]["nodeName"] == metadata["name"]]
     used, room = total(requested(other) for other in here), total([node["status"]["allocatable"]])
-    return [
+    short = [
         "Too many pods" if name == "pods" else f"Insufficient {name}"
         for name, needed in requested(pod).items()
         if needed and used.get(name, 0.0) + needed > room.get(name, 0.0) + 1e-9
     ]
+    return short or (_KEPT_AWAY if any(_keeps_away(spec, other) for other in here) else [])
 
 
 def _tolerates(toleration: Mapping[str, str], taint: Mapping[str, str]) -> bool:
@@ -105,6 +110,16 @@ def _has_affinity(spec: Object, node: Object) -> bool:
         all(holds(rule, labels.get(rule["key"])) for rule in term.get("matchExpressions", []))
         and all(holds(rule, name) for rule in term.get("matchFields", []))
         for term in required["nodeSelectorTerms"]
+    )
+
+
+def _keeps_away(spec: Object, other: Object) -> bool:
+    """Whether a pod must not be where another one is; the node is the only topology here."""
+    rules = spec.get("affinity", {}).get("podAntiAffinity", {})
+    labels = other["metadata"].get("labels", {}).items()
+    return any(
+        rule["labelSelector"]["matchLabels"].items() <= labels
+        for rule in rules.get("requiredDuringSchedulingIgnoredDuringExecution", [])
     )
 
 

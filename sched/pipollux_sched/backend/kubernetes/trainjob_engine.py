@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from pipollux_sched.backend.base import (
@@ -71,25 +72,36 @@ class TrainJobEngine(KubernetesEngine):
 
     def signal(self, key: ReplicaKey, signal: Signal) -> None:
         """Suspend the TrainJob, which deletes all of its pods; a kill does not wait for them."""
-        name = trainjob_name(key.job, key.generation)
+        generation = key.job, key.generation
+        name = trainjob_name(*generation)
         trainjob = next((one for one in self._trainjobs.values() if one.name == name), None)
         if trainjob is None:
             return
+        pods = {key.replica: pod for key, pod in self._by_key().items() if key[:2] == generation}
         self._ordered.update(
-            ReplicaKey(key.job, key.generation, r) for r in range(trainjob.num_nodes)
+            ReplicaKey(*generation, replica)
+            for replica in range(trainjob.num_nodes)
+            if replica not in pods or pods[replica].terminated is None
         )
         if not trainjob.suspended and not trainjob.failure:
-            for other, found in self._by_key().items():
-                if other[:2] == key[:2]:
-                    self._expect_end(found)
+            for pod in pods.values():
+                self._keep_log(pod)
             patched = self._api.patch(TrainJob, name, {"spec": {"suspend": True}})
             if patched is not None:
                 self._trainjobs.note(patched)
-        pod = self._find(key)
-        if signal is Signal.STOP or pod is None or pod.terminated is not None:
+        if signal is Signal.STOP:
             return
-        if pod.deletion_grace is None or pod.deletion_grace > KILL_GRACE:
-            self._api.delete(Pod, pod.name, KILL_GRACE)
+        for pod in self._pods.values():  # of a replica there may be two: see `_by_key`
+            grace = pod.deletion_grace
+            if pod.key == key and pod.terminated is None and (grace is None or grace > KILL_GRACE):
+                self._api.delete(Pod, pod.name, KILL_GRACE)
+
+    def _keep_log(self, pod: PodView) -> None:
+        """Bring the log of a pod that is about to be deleted, or follow it to its end."""
+        self._expect_end(pod)
+        if pod.terminated is not None:
+            with suppress(BackendError):  # how it ended is known without its last lines
+                self.fetch_log(pod.key)
 
     def listing(self) -> Listing:
         """Return the replicas of all TrainJobs, those too whose pods are not made yet."""

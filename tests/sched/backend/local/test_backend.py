@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +17,8 @@ from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.spec.job import NodeSpec
 from pipollux_sched.store import StateDir
 from tests.sched.backends import cpu_nodes, local_backend
-from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
+from tests.waiting import until
 
 TWO_NODES = cpu_nodes(node_a=2, node_b=2)
 
@@ -36,106 +34,28 @@ def program(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram
     return ReplicaProgram(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
-def wait_for(backend: Generations, kind: type[Started | Exited], seconds: float = 240.0) -> object:
+def wait_for(backend: Generations, kind: type[Started | Exited]) -> object:
     """Poll until the backend reports something of this kind."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for report in backend.poll():
-            if isinstance(report.event, kind):
-                return report.event
-        time.sleep(0.05)
-    raise AssertionError(f"no {kind.__name__} within {seconds} s")
+
+    def look() -> object:
+        events = (report.event for report in backend.poll())
+        return next((event for event in events if isinstance(event, kind)), None)
+
+    return until(look, f"there is {kind.__name__}")
 
 
-def wait_for_text(path: Path, text: str, seconds: float = 240.0) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        content = path.read_text() if path.exists() else ""
-        if text in content:
-            return content
-        time.sleep(0.05)
-    raise AssertionError(f"{path} does not say {text!r}")
+def wait_for_text(path: Path, text: str) -> str:
+    until(lambda: path.exists() and text in path.read_text(), f"{path} says {text!r}")
+    return path.read_text()
 
 
-def environment_of(pid: int, seconds: float = 240.0) -> dict[str, str]:
+def environment_of(pid: int) -> dict[str, str]:
     """Read the environment of a process that was just started.
 
     ``Popen`` returns as soon as ``execve`` has closed its pipe, a moment before the kernel has laid
     out the new program's environment: until then it reads as empty.
     """
-    deadline = time.monotonic() + seconds
-    while not (environment := psutil.Process(int(pid)).environ()):
-        assert time.monotonic() < deadline
-    return environment
-
-
-def test_graceful_stop_on_two_nodes(backend: Generations, state_dir: StateDir) -> None:
-    """Two replicas of two stages fill both nodes, each with slots of its own; a stop saves."""
-    backend.apply(program(num_stages=2), 1, ["node-a", "node-b"])
-    started = wait_for(backend, Started)
-    assert isinstance(started, Started)
-    assert len(started.replicas) == 2
-    assert backend.free() == {"node-a": 0, "node-b": 0}
-    assert backend.running()["toy"] == (1, ("node-a", "node-b"))
-    environments = []
-    for replica in range(2):
-        said = wait_for_text(state_dir.log("toy", 1, replica), "goes on from step 0")
-        environments.append(json.loads(said.splitlines()[0]))
-    for environment in environments:
-        assert environment["PIPOLLUX_DEVICES"] == "cpu,cpu"
-        assert environment["PIPOLLUX_NUM_NODES"] == "2"
-        assert environment["PIPOLLUX_NUM_STAGES"] == "2"
-        assert environment["OMP_NUM_THREADS"] == "1"
-        assert environment["PIPOLLUX_CHECKPOINT_DIR"] == str(state_dir.checkpoints("toy"))
-
-    assert backend.stop("toy", grace=30.0)
-    exited = wait_for(backend, Exited)
-    assert isinstance(exited, Exited)
-    marker = json.loads((state_dir.checkpoints("toy") / "stopped.json").read_text())
-    assert exited == Exited(1, Outcome.STOPPED, marker["step"])
-    assert processes_of(state_dir.path) == []
-    assert backend.free() == {"node-a": 2, "node-b": 2}
-    assert not backend.stop("toy", grace=1.0)
-
-
-def test_a_newer_generation_takes_the_place_of_the_older(
-    backend: Generations, state_dir: StateDir
-) -> None:
-    backend.apply(program(), 1, ["node-a"])
-    wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    backend.apply(program("--steps", "3"), 2, ["node-b"])
-    stopped = wait_for(backend, Exited)
-    assert isinstance(stopped, Exited)
-    assert (stopped.generation, stopped.outcome) == (1, Outcome.STOPPED)
-    complete = wait_for(backend, Exited)
-    assert complete == Exited(2, Outcome.COMPLETE)
-    wait_for_text(state_dir.log("toy", 2, 0), f"goes on from step {stopped.step}")
-
-
-def test_stubborn_processes_are_killed(backend: Generations, state_dir: StateDir) -> None:
-    """Neither a worker that ignores the signal nor its children nor its orphans survive."""
-    backend.apply(program("--stubborn"), 1, ["node-a"])
-    wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    assert len(processes_of(state_dir.path)) >= 4  # agent, worker, child, orphan
-    backend.stop("toy", grace=0.5)
-    exited = wait_for(backend, Exited)
-    assert isinstance(exited, Exited)
-    assert exited.outcome is Outcome.FAILED
-    assert "0.5 s" in exited.message
-
-
-def test_one_failing_replica_ends_the_generation(backend: Generations, state_dir: StateDir) -> None:
-    """The other replica ends too, and the message has the last words of the one at fault."""
-    failing = program("--fail-at", "3", "--fail-rank", "1")
-    backend.apply(failing, 1, ["node-a", "node-b"])
-    exited = wait_for(backend, Exited)
-    assert isinstance(exited, Exited)
-    assert exited.outcome is Outcome.FAILED
-    first, second, *_, last = exited.message.splitlines()
-    error = "RuntimeError: step 3 went wrong on replica 1"
-    assert first == f"Replica 1 on node-b ended with exit status 1: {error}"
-    assert second == "The end of gen-1-replica-1.log:"
-    assert last == error
+    return until(lambda: psutil.Process(pid).environ(), f"{pid} has an environment")
 
 
 def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: StateDir) -> None:
@@ -150,29 +70,6 @@ def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: St
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is Outcome.STOPPED
-
-
-def test_recover_ends_what_another_instance_left(backend: Generations, state_dir: StateDir) -> None:
-    backend.apply(program(), 1, ["node-a"])
-    wait_for_text(state_dir.log("toy", 1, 0), "goes on from step 0")
-    found = local_backend(TWO_NODES, state_dir).recover(grace=20.0)
-    assert found
-    assert all("of job toy" in line for line in found)
-    assert processes_of(state_dir.path) == []
-    assert (state_dir.checkpoints("toy") / "stopped.json").exists()
-
-
-def test_a_generation_waits_for_its_slots(backend: Generations, state_dir: StateDir) -> None:
-    """What was decided for two jobs at once need not come about at once."""
-    backend.apply(program(job="first"), 1, ["node-a", "node-a"])
-    backend.apply(program(job="second"), 1, ["node-a"])
-    assert isinstance(wait_for(backend, Started), Started)
-    assert backend.free() == {"node-a": 0, "node-b": 2}
-    assert backend.running()["second"] == (1, ("node-a",))
-    assert backend.stop("second", grace=1.0)
-    gone = wait_for(backend, Exited)
-    assert isinstance(gone, Exited)
-    assert "before it had started" in gone.message
 
 
 def test_impossible_allocations_are_refused(backend: Generations) -> None:

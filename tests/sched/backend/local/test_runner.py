@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipollux_sched.backend.local import runner
 from pipollux_sched.backend.local.replica_process import ReplicaProcess, read_status
+from tests.waiting import until
 
 PATIENT = """
 import signal, sys, time
@@ -26,13 +26,6 @@ while not asked:
 time.sleep(0.3)
 sys.exit(40 + len(asked))
 """
-
-
-def until(what: Callable[[], bool], seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
 
 
 class Case:

@@ -1,4 +1,4 @@
-"""A real Slurm, an allocation of it, and engines whose steps are ended with the test."""
+"""An allocation of a real Slurm, and engines whose steps are ended with the test."""
 
 from __future__ import annotations
 
@@ -10,35 +10,16 @@ import pytest
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation, Pools
 from pipollux_sched.store import StateDir
-from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
 from tests.sched.backend.slurm.steps import allocate
-from tests.services import require_slurm
 
 MakeEngine = Callable[[Pools], SlurmEngine]
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    require_slurm()
-    with Hosts(3) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slurm(hosts: Hosts) -> Iterator[SlurmCluster]:
-    # A slurmd that is silent for so long has its node declared down.
-    with SlurmCluster(hosts, settings={"SlurmdTimeout": "10"}) as made:
-        yield made
-
-
 @pytest.fixture
-def cluster(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
-    """Slurm, found by its commands as the scheduler runs them, with all nodes idle."""
-    for name, value in slurm.environment.items():
-        monkeypatch.setenv(name, value)
-    slurm.wait_until(lambda: set(slurm.states().values()) == {"IDLE"})
-    return slurm
+def cluster(slurm_cluster: SlurmCluster) -> SlurmCluster:
+    """Slurm, found by its commands."""
+    return slurm_cluster
 
 
 @pytest.fixture

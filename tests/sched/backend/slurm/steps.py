@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipollux_sched.backend.base import Ended, Launch, ReplicaKey, ReplicaProgram, ReplicaState
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
+from tests.waiting import until
 
 TOY = Path(__file__).parents[2] / "toy_job.py"
-TIMEOUT = 240.0
 
 
 def allocate(cluster: SlurmCluster, *options: str) -> int:
@@ -51,15 +48,6 @@ def state(engine: SlurmEngine, key: ReplicaKey) -> ReplicaState:
     return engine.listing().replicas[key]
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """Return what a condition returns, as soon as that is true."""
-    deadline = time.monotonic() + TIMEOUT
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-    return found
-
-
 def runs(engine: SlurmEngine, state_dir: StateDir, key: ReplicaKey) -> ReplicaState:
     """Return the state of a replica as soon as its script trains."""
     until(lambda: "goes on from step" in log(state_dir, key))
@@ -69,9 +57,7 @@ def runs(engine: SlurmEngine, state_dir: StateDir, key: ReplicaKey) -> ReplicaSt
 
 def ended(engine: SlurmEngine, key: ReplicaKey) -> Ended:
     """Return how a replica ended, as soon as it has."""
-    found = until(lambda: state(engine, key).ended)
-    assert isinstance(found, Ended)
-    return found
+    return until(lambda: state(engine, key).ended)
 
 
 def log(state_dir: StateDir, key: ReplicaKey) -> str:

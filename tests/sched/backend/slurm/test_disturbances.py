@@ -12,7 +12,8 @@ from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
-from tests.sched.backend.slurm.steps import ended, runs, start, state, until
+from tests.sched.backend.slurm.steps import ended, runs, start, state
+from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
 

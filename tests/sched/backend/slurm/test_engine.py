@@ -15,7 +15,6 @@ import pytest
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation
-from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
@@ -28,8 +27,8 @@ from tests.sched.backend.slurm.steps import (
     start,
     state,
     step_names,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
 
@@ -70,74 +69,12 @@ def test_replicas_run_where_they_were_placed_with_gpus_of_their_own(
     assert variables[first]["PIPOLLUX_DEVICES"] == "cuda:0,cuda:1"
 
 
-def test_starting_twice_starts_once(
-    cluster: SlurmCluster, engine: SlurmEngine, state_dir: StateDir
-) -> None:
-    key = start(engine, "toy", "n1")
-    assert start(engine, "toy", "n1") == key
-    handle = runs(engine, state_dir, key).handle
-    assert cluster.call("squeue", "--steps", "-h", "-o", "%i %j").split()[:2] == [
-        handle,
-        "toy.g1.r0",
-    ]
-    assert list(step_names(cluster)).count("toy.g1.r0") == 1
-
-
-def test_a_stopped_replica_saves_however_often_it_is_told(
-    engine: SlurmEngine, state_dir: StateDir
-) -> None:
-    key = start(engine, "toy", "n1")
-    runs(engine, state_dir, key)
-
-    def told_again() -> bool:
-        engine.signal(key, Signal.STOP)
-        return state(engine, key).ended is not None
-
-    until(told_again)
-    how = ended(engine, key)
-    assert (how.status, how.lost) == (143, "")
-    assert how.result.asked
-    assert how.result.stopped_step is not None
-    assert how.result.stopped_step > 0
-    engine.forget(key.job, key.generation)
-    assert key not in engine.listing().replicas
-    assert "goes on from step 0" in log(state_dir, key)
-
-
 def test_a_replica_that_is_told_to_stop_before_it_has_begun_never_trains(
     engine: SlurmEngine, state_dir: StateDir
 ) -> None:
     key = start(engine, "toy", "n1")
     engine.signal(key, Signal.STOP)
     assert ended(engine, key).status == 143
-
-
-def test_exit_statuses_are_those_of_the_script(engine: SlurmEngine) -> None:
-    complete = start(engine, "complete", "n1", "--steps=3")
-    failed = start(engine, "failed", "n2", "--fail-at=2")
-    killed = start(engine, "killed", "n3")
-    assert ended(engine, complete)[::2] == (0, "")
-    how = ended(engine, failed)
-    assert (how.status, how.lost) == (1, "")
-    assert how.result.error is not None
-    assert how.result.error.text == "RuntimeError: step 2 went wrong on replica 0"
-    until(lambda: not state(engine, killed).waiting)
-    engine.signal(killed, Signal.KILL)
-    assert ended(engine, killed)[::2] == (-9, "")
-
-
-def test_a_stubborn_job_leaves_nothing_behind_when_it_is_killed(
-    engine: SlurmEngine, state_dir: StateDir, hosts: Hosts
-) -> None:
-    quiet = {name: hosts.pids(name) for name in hosts.names}
-    key = start(engine, "toy", "n1", "--stubborn")
-    runs(engine, state_dir, key)
-    engine.signal(key, Signal.STOP)
-    engine.signal(key, Signal.KILL)
-    ended(engine, key)
-    left = hosts.pids("n1") - quiet["n1"]
-    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)]
-    assert not [command for command in commands if "sleep" in command]
 
 
 def test_a_job_that_fits_nowhere_is_refused_in_the_words_of_slurm(
@@ -187,7 +124,8 @@ from pathlib import Path
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation
 from pipollux_sched.store import StateDir
-from tests.sched.backend.slurm.steps import start, until
+from tests.sched.backend.slurm.steps import start
+from tests.waiting import until
 engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
 start(engine, "long", "n1")
 start(engine, "short", "n2", "--steps=40")
@@ -247,9 +185,3 @@ def test_an_allocation_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(BackendError, match="no running allocation 999 of yours"):
         make_engine(OwnAllocation(999))
-
-
-def test_containers_are_refused(engine: SlurmEngine) -> None:
-    with pytest.raises(SpecError, match="image: 'train:1' cannot be run by the slurm backend"):
-        engine.check(JobSpec(name="toy", image="train:1"))
-    engine.check(JobSpec(name="toy", script="train.py"))

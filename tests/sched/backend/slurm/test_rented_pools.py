@@ -13,7 +13,8 @@ from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
 from tests.sched.backend.slurm.conftest import MakeEngine
-from tests.sched.backend.slurm.steps import ended, log, runs, start, state, until
+from tests.sched.backend.slurm.steps import ended, log, runs, start, state
+from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pipollux_sched.backend.slurm import step_main
-from tests.sched.backend.slurm.steps import until
+from tests.waiting import until
 
 COUNTS_SIGNALS = """
 import signal, sys, time

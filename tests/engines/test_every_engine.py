@@ -1,0 +1,244 @@
+"""What every engine does, below `Generations` and by itself: one suite for all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipollux_sched.backend import ReplicaKey
+from pipollux_sched.backend.base import Launch, Signal
+from pipollux_sched.backend.generation import RunningGeneration
+from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.spec.job import JobSpec, SpecError
+from tests.waiting import until
+
+from .case import NODES, SLOTS, EngineCase, Scheduler
+
+ENGINES = {
+    "local": (),
+    "memory": (),
+    "trainjobs": (),
+    "slurm": pytest.mark.exhaustive,
+    "kubelets": pytest.mark.kubernetes,
+}
+"""The cases, and where they run."""
+
+
+def on(*names: str) -> Any:
+    """Run a test on the engines of these names."""
+    cases = [pytest.param(name, marks=ENGINES[name]) for name in names]
+    return pytest.mark.parametrize("case", cases, indirect=True)
+
+
+on_all = on(*ENGINES)
+on_clusters = on(*(name for name in ENGINES if name != "local"))
+"""Those that end what nobody has asked them to end, and have other users."""
+
+
+@on_all
+def test_nodes_and_refusals(case: EngineCase) -> None:
+    """The slots of the nodes; and one sentence for each job that can never run."""
+    nodes = until(case.engine.nodes, "there are nodes")
+    assert {name: node.slots for name, node in nodes.items()} == dict.fromkeys(NODES, SLOTS)
+    assert all(node.ready and not node.draining for node in nodes.values())
+    good = {"name": "toy", "script": "train.py", "image": case.image}
+    case.engine.check(JobSpec(**good))
+    for fields, words in case.refused:
+        with pytest.raises(SpecError, match=words) as refused:
+            case.engine.check(JobSpec(**(good | fields)))
+        assert "\n" not in str(refused.value)
+
+
+@on_all
+def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
+    """Two replicas with what they need to know; they save when told, and their logs stay."""
+    program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
+    handles = scheduler.started("toy").replicas
+    launch = scheduler.launch("toy")
+    for replica, key in enumerate(launch.keys):
+        said = scheduler.says(key, "goes on from step 0")
+        environment = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
+        assert environment["PIPOLLUX_REPLICA"] == str(replica)
+        assert environment["PIPOLLUX_NUM_NODES"] == environment["PIPOLLUX_NUM_STAGES"] == "2"
+        assert len(environment["PIPOLLUX_DEVICES"].split(",")) == 2
+        assert environment["PIPOLLUX_CHECKPOINT_DIR"] == launch.checkpoints
+        scheduler.engine.start(program, launch, replica)  # nothing happens
+    before, after = scheduler.listing(), scheduler.listing()
+    assert before.version < after.version
+    assert {key: state.handle for key, state in after.replicas.items()} == dict(
+        zip(launch.keys, handles, strict=True)
+    )
+    assert scheduler.generations.free() == dict.fromkeys(NODES, SLOTS - 2)
+    scheduler.says(launch.keys[0], "step 5\n")
+    assert scheduler.generations.stop("toy", 60.0)
+    for _ in range(3):
+        for key in launch.keys:
+            scheduler.engine.signal(key, Signal.STOP)
+    exited = scheduler.exited("toy")
+    assert (exited.outcome, exited.message) == (Outcome.STOPPED, "")
+    assert exited.step
+    assert case.processes() == []
+    assert scheduler.generations.free() == dict.fromkeys(NODES, SLOTS)
+    assert not scheduler.generations.stop("toy", 60.0)
+    ends = [scheduler.listing().replicas[key].ended for key in launch.keys]
+    assert [end and (end.status, end.lost, end.result.asked) for end in ends] == [
+        (143, "", True)
+    ] * 2
+
+    def forgotten() -> bool:
+        scheduler.generations.forget("toy", 1)
+        return scheduler.listing().replicas == {}
+
+    until(forgotten, "nothing is listed")
+    lines = scheduler.log(launch.keys[0]).splitlines()
+    assert [line for line in lines if line.startswith(("replica", "step"))] == [
+        "replica 0 of generation 1 goes on from step 0",
+        *(f"step {step + 1}" for step in range(exited.step)),
+    ]
+
+
+@on_all
+def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
+    """Also two on one node and one on another, where the engine can place them so."""
+    nodes = ["n1", "n2"] if case.is_even else ["n1", "n1", "n2"]
+    scheduler.apply("toy", nodes, "--steps=3", f"--ends-on={len(nodes)}")
+    assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
+
+
+@on_all
+def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Scheduler) -> None:
+    """The other one ends too, and the message has the exception and the last words."""
+    scheduler.apply("toy", [*NODES], "--fail-at=3", "--fail-rank=1")
+    exited = scheduler.exited("toy")
+    assert exited.outcome is Outcome.FAILED
+    assert not exited.cannot_start
+    error = "RuntimeError: step 3 went wrong on replica 1"
+    assert error in exited.message
+    first, second, *_, last = exited.message.splitlines()
+    assert first == f"Replica 1 on n2 ended with exit status 1: {error}"
+    assert second == "The end of gen-1-replica-1.log:"
+    assert last == error
+    assert case.processes() == []
+
+
+@on_all
+def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
+    """On another node, from the same checkpoint."""
+    scheduler.apply("toy", ["n1"])
+    scheduler.started("toy")
+    scheduler.says(ReplicaKey("toy", 1, 0), "goes on from step 0")
+    scheduler.apply("toy", ["n2"], "--steps=0", generation=2)
+    stopped = scheduler.exited("toy")
+    assert (stopped.generation, stopped.outcome) == (1, Outcome.STOPPED)
+    assert scheduler.exited("toy") == Exited(2, Outcome.COMPLETE)
+    said = scheduler.says(ReplicaKey("toy", 2, 0), "of generation 2")
+    assert f"goes on from step {stopped.step}\n" in said
+
+
+@on_all
+def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) -> None:
+    """With all its processes, whoever their parent is."""
+    scheduler.apply("toy", ["n1"], "--stubborn")
+    scheduler.started("toy")
+    key = ReplicaKey("toy", 1, 0)
+    scheduler.says(key, "goes on from step 0")
+    scheduler.engine.signal(key, Signal.STOP)
+    assert len(case.processes()) >= 4  # agent, script, its child, its orphan
+    assert scheduler.generations.kill("toy", "its node is dead")
+    exited = scheduler.exited("toy")
+    assert (exited.outcome, exited.message) == (Outcome.FAILED, "its node is dead")
+    ended = scheduler.listing().replicas[key].ended
+    assert ended is not None
+    assert (ended.status, ended.lost) == (-9, "")
+    assert case.processes() == []
+
+
+@on_all
+def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
+    """What has ended meanwhile, too; and ends what nobody has adopted."""
+    jobs = {"kept": ["n1"], "left": ["n2"], "done": ["n2"]}
+    for job, nodes in jobs.items():
+        scheduler.apply(job, nodes, "--prints", *(["--steps=3"] if job == "done" else []))
+        scheduler.started(job)
+    kept, left, done = (ReplicaKey(job, 1, 0) for job in jobs)
+    scheduler.says(left, "goes on from step 0")
+    scheduler.says(kept, "goes on from step 0")
+    again = scheduler.again()
+    again.holds(done, lambda state: state.ended, "has ended")
+    assert set(again.listing().replicas) == {kept, left, done}
+    assert "died before it had started" in str(again.generations.adopt("never", 1, ""))
+    assert again.generations.adopt("kept", 1, "") is None
+    assert again.generations.adopt("done", 1, "") is None
+    found = again.generations.recover(60.0)
+    assert found
+    assert all("left" in line for line in found)
+    until(lambda: left not in again.listing().replicas, "it is not listed any more")
+    assert Path(scheduler.launch("left").checkpoints, "stopped.json").exists(), "it has saved"
+    assert again.exited("done") == Exited(1, Outcome.COMPLETE)
+    assert again.listing().replicas[kept].ended is None
+    again.generations.stop("kept", 60.0)
+    exited = again.exited("kept")
+    assert exited.outcome is Outcome.STOPPED
+    assert f"step {exited.step}\n" in again.log(kept)
+
+
+@on_clusters
+def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -> None:
+    """It is no failure of the job's, and the other replicas save."""
+    scheduler.apply("toy", [*NODES])
+    handles = scheduler.started("toy").replicas
+    keys = scheduler.launch("toy").keys
+    for key in keys:
+        scheduler.says(key, "goes on from step 0")
+    case.take_away(handles[1])
+    assert scheduler.exited("toy").outcome is Outcome.STOPPED
+    ended = scheduler.listing().replicas[keys[1]].ended
+    assert ended is not None
+    assert len(ended.lost.splitlines()) == 1
+
+
+@on_clusters
+def test_all_of_a_generation_run_or_none(case: EngineCase, scheduler: Scheduler) -> None:
+    """One whose node somebody else has taken meanwhile takes the others with it."""
+    program = scheduler.program("toy", [*NODES])
+    with case.occupy("n2"):
+        launch = Launch(
+            job="toy",
+            generation=1,
+            nodes=NODES,
+            slots=((0,), (0,)),
+            supervisor_url=program.supervisor_url,
+            checkpoints=scheduler.engine.checkpoints(program),
+        )
+        skipped = 0.0
+        running = RunningGeneration(
+            scheduler.engine,
+            launch,
+            lambda key: case.state_dir.log(*key),
+            program=program,
+            grace=60.0,
+            start_timeout=600.0,
+            clock=lambda: time.monotonic() + skipped,
+        )
+        running.begin()
+
+        def step() -> Exited | None:
+            exited = running.step(scheduler.listing().replicas)
+            assert running.take_started() is None
+            return exited
+
+        def waits() -> bool:
+            found = scheduler.listing().replicas
+            first, second = (found.get(key) for key in launch.keys)
+            there = first is not None and second is not None and not first.waiting
+            return step() is None and there and bool(second.waiting or second.ended)
+
+        until(waits, "one runs and the other does not")
+        skipped = 600.0
+        exited = until(step, "it has ended")
+        assert exited.outcome is not Outcome.COMPLETE
+        assert case.processes() == []
