@@ -219,6 +219,7 @@ def test_all_of_a_generation_run_or_none(case: EngineCase, scheduler: Scheduler)
             scheduler.engine,
             launch,
             lambda key: case.state_dir.log(*key),
+            stopped_step=lambda: None,
             program=program,
             grace=60.0,
             start_timeout=600.0,
