@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pipollux_sched.cli.app import app
 from pipollux_sched.client.client import Client
-from pipollux_sched.client.connection import ClientError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
+from tests.cli.slurm_serving import free_port, serving, step_of, steps, until
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
 from tests.services import require_slurm
-
-PIPOLLUX = Path(sys.executable).with_name("pipollux")
-TIMEOUT = 240.0
 
 
 @pytest.fixture
@@ -42,55 +33,6 @@ def cluster(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmClus
         for name, value in made.environment.items():
             monkeypatch.setenv(name, value)
         yield made
-
-
-@contextmanager
-def serving(state_dir: StateDir, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A scheduler that is told to stop in the end, unless it was killed."""
-    command = [str(PIPOLLUX), "serve", "--backend", "slurm", "--state-dir", str(state_dir.path)]
-    intervals = ("--interval=1", "--hints-interval=1", "--checkpoint-interval=1")
-    with subprocess.Popen([*command, *intervals, *options], text=True) as process:
-        try:
-            until(lambda: is_ready(state_dir, process))
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            process.wait(TIMEOUT)
-
-
-def is_ready(state_dir: StateDir, process: subprocess.Popen[str]) -> bool:
-    assert process.poll() is None, "the scheduler has ended"
-    known = state_dir.read_server()
-    if known is None or known.pid != process.pid:
-        return False
-    with suppress(ClientError), Client.of(state_dir) as client:
-        client.jobs()
-        return True
-    return False
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + TIMEOUT
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-    return found
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def step_of(state_dir: StateDir, job: str) -> int:
-    with Client.of(state_dir) as client:
-        (found,) = [listed for listed in client.jobs() if listed.name == job]
-    return found.progress.step if found.progress else 0
-
-
-def steps(cluster: SlurmCluster) -> list[str]:
-    return cluster.call("squeue", "-h", "--steps", "-o", "%j %N").splitlines()
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,7 @@ Partition: TypeAlias = Annotated[
 ]
 Gres: TypeAlias = Annotated[
     str | None,
-    _text("--gres", "gpu:K", "GPUs of each node, each of which is a slot.", "none: CPUs are slots"),
+    _text("--gres", "gpu:K", "GPUs that each node must have; a slot is a GPU.", "none: CPUs are slots"),
 ]
 TimeLimit: TypeAlias = Annotated[
     str | None,
@@ -126,7 +126,8 @@ def slurm_pools(
     least, most = (int(match["least"]), int(match["most"] or match["least"])) if match else (1, 0)
     if least > most:
         raise typer.BadParameter(
-            f"{nodes!r} is not MIN or MIN:MAX, whole numbers as in 2:16", param_hint="'--nodes'"
+            f"{nodes!r} is not MIN or MIN:MAX, whole numbers from 1 as in 2:16",
+            param_hint="'--nodes'",
         )
     _check_more(named.get("more", ()))
     options = PoolOptions(name=f"pipollux-{_identity(state_dir)}", num_nodes=least, **named)

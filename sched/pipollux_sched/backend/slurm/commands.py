@@ -93,10 +93,20 @@ def run(arguments: Sequence[str], *, timeout: float = COMMAND_TIMEOUT) -> str:
         ) from error
     if done.returncode == 0:
         return done.stdout
-    words = last_line(done.stderr) or f"{program} exited with {done.returncode}"
+    words = complaint(done.stderr) or f"{program} exited with {done.returncode}"
     if is_away(done.stderr):
         raise ClusterUnavailableError(f"Slurm does not answer: {words}")
     raise SlurmError(f"Slurm refused {program}: {words}")
+
+
+def complaint(text: str) -> str:
+    r"""Return what a command complained of: its last line, but for the hint at its help.
+
+    Example:
+        >>> complaint("sbatch: unrecognized option '--foo'\nTry \"sbatch --help\" for more\n")
+        "sbatch: unrecognized option '--foo'"
+    """
+    return last_line("\n".join(x for x in text.splitlines() if not x.startswith("Try ")))
 
 
 def last_line(text: str) -> str:

@@ -74,7 +74,7 @@ def why_gone(record: ReplicaRecord, snapshot: SlurmSnapshot) -> str:
     if allocation is not None and record.node not in allocation.shares:
         return f"Slurm took node {record.node} out of allocation {record.pool}."
     down = why_down(snapshot.nodes.get(record.node))
-    return f"Node {record.node} is down ({down})." if down else ""
+    return f"Slurm says that node {record.node} is {down}." if down else ""
 
 
 def slurm_words(log: Path) -> str:

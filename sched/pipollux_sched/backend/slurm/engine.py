@@ -32,7 +32,7 @@ from pipollux_sched.store import StateDir
 
 from .ending import why_gone
 from .node_check import NodeChecks
-from .nodes import NodeStates
+from .nodes import NodeStates, is_unknown
 from .pools import Pools, own_allocation
 from .record import (
     ReplicaFiles,
@@ -117,9 +117,11 @@ class SlurmEngine(Engine):
             )
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes of the running allocations: see `Engine`."""
+        """Return the nodes of the running allocations that were checked: see `Engine`."""
         snapshot = self._slurm.latest
-        return self._view.nodes(snapshot, self._pools.leaving(snapshot), self._checks.broken())
+        found = self._view.nodes(snapshot, self._pools.leaving(snapshot), self._checks.broken())
+        unchecked = self._checks.unchecked()
+        return {name: node for name, node in found.items() if name not in unchecked}
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the folder that all nodes share: see `Engine`."""
@@ -133,6 +135,8 @@ class SlurmEngine(Engine):
             return
         self._slurm.check()
         node = launch.nodes[replica]
+        if is_unknown(self._slurm.latest.nodes.get(node)):
+            raise ClusterUnavailableError(f"Slurm does not know yet how node {node} is")
         allocation = self._allocation_with(node)
         share = allocation.shares[node]
         files = ReplicaFiles.of(self._state_dir, key)

@@ -20,11 +20,17 @@ from . import step_main
 from .commands import is_away, last_line, slurm_environment
 from .snapshot import SlurmSnapshot
 
-__all__ = ["NodeChecks"]
+__all__ = ["CHECK_NAME", "NodeChecks"]
 
 _LOG = logging.getLogger(__name__)
 CHECK_TIMEOUT = 60.0
 """Seconds that the check of a node has."""
+CHECK_NAME = "pipollux-check"
+"""Name of its step."""
+REPEAT_INTERVAL = 15.0
+"""Seconds until a node that failed its check is checked again: an admin may have mended it."""
+_NOT_YET = ("completing", "Memory required by task is not available")
+"""Words of Slurm's for a node that it knows not yet, or not any more."""
 _AT_ONCE = 8
 _MARK = ".shared-"
 _MISSING = 3
@@ -32,7 +38,10 @@ _SCRIPT = f'for path; do test -e "$path" || {{ echo "$path"; exit {_MISSING}; }}
 
 
 class NodeChecks:
-    """Checks every node once per allocation, with a small step that holds no GPU.
+    """Checks every node of each allocation, with a small step that holds nothing.
+
+    It overlaps all others, so no replica has to wait for it, and Slurm itself ends one that hangs.
+    A node that fails is checked again now and then.
 
     Args:
         state_dir: the folder that all nodes must share.
@@ -46,6 +55,8 @@ class NodeChecks:
         self._lock = threading.Lock()
         self._broken: dict[tuple[int, str], str] = {}
         """Why nothing can run there; empty: all is well."""
+        self._not_before: dict[tuple[int, str], float] = {}
+        """When those that failed are checked again, by the monotonic clock."""
         self._under_way: set[tuple[int, str]] = set()
         self._there: set[tuple[int, str]] = set()
         self._workers = ThreadPoolExecutor(_AT_ONCE, "pipollux-node-check")
@@ -61,7 +72,9 @@ class NodeChecks:
         with self._lock:
             self._there = there
             self._broken = {key: why for key, why in self._broken.items() if key in there}
-            new = there - self._broken.keys() - self._under_way
+            now = time.monotonic()
+            due = {key for key, at in self._not_before.items() if key in there and at <= now}
+            new = (there - self._broken.keys() | due) - self._under_way
             self._under_way |= new
         for pool, node in sorted(new):
             with suppress(RuntimeError):  # it is being closed
@@ -74,7 +87,7 @@ class NodeChecks:
             BackendError: a node does not see what it must.
         """
         deadline = time.monotonic() + CHECK_TIMEOUT + 10.0
-        while self._under_way and time.monotonic() < deadline:
+        while self._unjudged() and time.monotonic() < deadline:
             time.sleep(0.05)
         with self._lock:
             missing = [why for why in self._broken.values() if "does not see" in why]
@@ -82,20 +95,23 @@ class NodeChecks:
             raise BackendError(missing[0])
 
     def broken(self) -> Mapping[str, str]:
-        """Return the nodes that nothing can run on, and why; among them those not yet checked."""
+        """Return the nodes that nothing can run on, and why."""
         with self._lock:
-            known = {node: why for (_, node), why in self._broken.items() if why}
-            unknown = {
-                node: "It is not yet checked whether it sees the state directory."
-                for _, node in self._there - self._broken.keys()
-            }
-            return unknown | known
+            return {node: why for (_, node), why in self._broken.items() if why}
+
+    def unchecked(self) -> set[str]:
+        """Return the nodes of which nothing is known yet."""
+        return {node for _, node in self._unjudged()}
 
     def close(self) -> None:
         """End."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         with suppress(OSError):
             self._mark.unlink(missing_ok=True)
+
+    def _unjudged(self) -> set[tuple[int, str]]:
+        with self._lock:
+            return self._there - self._broken.keys()
 
     def _check(self, pool: int, node: str) -> None:
         paths = (str(self._mark), sys.executable, str(step_main.__file__))
@@ -105,7 +121,9 @@ class NodeChecks:
                 [
                     *("srun", f"--jobid={pool}", "--overlap", "--exact", f"--nodelist={node}"),
                     *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--mem=0"),
-                    *("--mpi=none", "--input=none", "--job-name=pipollux-check", "--chdir=/"),
+                    # In minutes: on a node whose file system hangs nobody else would end it.
+                    *("--time=2", f"--job-name={CHECK_NAME}", "--chdir=/"),
+                    *("--mpi=none", "--input=none"),
                     *("sh", "-c", _SCRIPT, "sh", *paths),
                 ],
                 env=slurm_environment(os.environ),
@@ -116,16 +134,22 @@ class NodeChecks:
                 timeout=CHECK_TIMEOUT,
                 check=False,
             )
-        except (OSError, subprocess.SubprocessError) as error:
-            why = f"Its check failed: {error}"
+        except subprocess.TimeoutExpired:
+            why = f"it has not told within {CHECK_TIMEOUT:g} s whether it sees the state directory"
+        except OSError as error:
+            why = f"its check failed: {error}"
         else:
             if done.returncode:
                 why = self._judge(node, done.stdout, done.stderr)
         with self._lock:
             self._under_way.discard((pool, node))
+            known = self._broken.get((pool, node))
+            self._not_before.pop((pool, node), None)
             if why is not None:
                 self._broken[pool, node] = why
-        if why:
+            if self._broken.get((pool, node)):
+                self._not_before[pool, node] = time.monotonic() + REPEAT_INTERVAL
+        if why and why != known:
             _LOG.warning("node %s: %s", node, why)
 
     def _judge(self, node: str, printed: str, words: str) -> str | None:
@@ -141,6 +165,6 @@ class NodeChecks:
                 f"node {node} does not see {missing}; install Python and Pipollux in folders that "
                 "all nodes share, at the same paths"
             )
-        if is_away(words) or "completing" in words:
+        if is_away(words) or any(said in words for said in _NOT_YET):
             return None
         return f"its check failed: {last_line(words)}"

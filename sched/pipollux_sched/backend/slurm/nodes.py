@@ -74,14 +74,22 @@ class NodeStates:
             return ""
         drained = sorted(line.flags & _DRAINING)
         if drained:
-            return f"Slurm: {drained[0]}" + (f", {line.reason}" if line.reason else "")
+            return drained[0] + (f", {line.reason}" if line.reason else "")
         if not line.flags & _SILENT:
             self._silent_since.pop(name, None)
             return ""
         now = self._clock()
         if now - self._silent_since.setdefault(name, now) < ANSWER_PATIENCE:
             return ""
-        return "Slurm: it does not answer"
+        return "it does not answer"
+
+
+def is_unknown(line: NodeLine | None) -> bool:
+    """Return whether Slurm's controller, just started, does not know yet how a node is.
+
+    For some seconds it refuses every step there ("Memory required by task is not available").
+    """
+    return line is not None and "UNKNOWN" in line.flags
 
 
 def why_down(line: NodeLine | None) -> str:
@@ -89,7 +97,7 @@ def why_down(line: NodeLine | None) -> str:
     down = sorted(line.flags & _DOWN) if line is not None else []
     if line is None or not down:
         return ""
-    return f"Slurm: {down[0]}" + (f", {line.reason}" if line.reason else "")
+    return down[0] + (f", {line.reason}" if line.reason else "")
 
 
 def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:

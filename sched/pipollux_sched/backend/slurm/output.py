@@ -84,7 +84,8 @@ def read_jobs(text: str) -> dict[int, SlurmJob]:
             found[int(number)] = SlurmJob(
                 job=int(number),
                 state=state,
-                seconds_left=seconds(left),
+                # Past its limit, and not yet ended: the difference is below zero.
+                seconds_left=0.0 if left == "INVALID" else seconds(left),
                 limit=seconds(limit),
                 nodes=nodes,
                 reason="" if reason in ("None", "(null)") else reason,

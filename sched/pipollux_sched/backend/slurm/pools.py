@@ -118,4 +118,4 @@ def ends_within(job: SlurmJob, seconds: float, factor: float = 1.0) -> bool:
 
 def ends_in(job: SlurmJob) -> str:
     """Return when an allocation ends, in one sentence."""
-    return f"Slurm's allocation {job.job} ends in {(job.seconds_left or 0.0) / 60:.0f} min."
+    return f"its allocation {job.job} ends in {(job.seconds_left or 0.0) / 60:.0f} min."

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
 
 from .commands import SlurmError, run
+from .node_check import CHECK_NAME
 from .output import SlurmJob
 from .pools import Pools, ends_in, ends_within
 from .snapshot import SlurmSnapshot
@@ -32,6 +33,8 @@ SUBMIT_INTERVAL = 10.0
 ends allocations as soon as they begin, not to ask all the time."""
 REFUSED_INTERVAL = 60.0
 """The same, after Slurm has refused one."""
+PENDING_PATIENCE = 15.0
+"""Seconds that Slurm has to begin an allocation before it is told why it does not."""
 _LIVE = frozenset(("RUNNING", "PENDING", "CONFIGURING", "SUSPENDED", "RESIZING", "REQUEUED"))
 _COMING = frozenset(("PENDING", "CONFIGURING", "REQUEUED"))
 
@@ -51,7 +54,7 @@ class PoolOptions:
     """Nodes to begin with."""
     partition: str | None = None
     gres: str | None = None
-    """GPUs of each node, as in gpu:4; None: none, and CPUs are slots."""
+    """GPUs that a node must have, as in gpu:4; all that it has come with it. None: no matter."""
     time: str | None = None
     """Time limit, as Slurm writes it; None: the partition's."""
     account: str | None = None
@@ -108,6 +111,8 @@ class RentedPools(Pools):
         self._draining: dict[int, str] = {}
         self._submitted: dict[int, float] = {}
         """Jobs that a snapshot may not yet show, and when they were submitted."""
+        self._waiting: dict[int, tuple[float, str]] = {}
+        """Since when allocations are awaited, and the reason that was told last."""
         self._not_before = 0.0
         self._snapshot = SlurmSnapshot()
 
@@ -156,6 +161,7 @@ class RentedPools(Pools):
                 there = [job for job in snapshot.jobs.values() if self._counts(job)]
                 self._wanted = max(len(there), self.options.num_nodes)
             self._drain(snapshot)
+            self._tell_what_waits(snapshot)
             if not first and self._clock() < self._not_before:
                 return
             try:
@@ -195,7 +201,10 @@ class RentedPools(Pools):
         """Give back draining nodes on which nothing runs any more."""
         with self._lock:
             for number in sorted(self._draining.keys() - set(busy)):
-                steps = any(step.job == number for step in self._snapshot.steps.values())
+                steps = any(
+                    step.job == number and step.name != CHECK_NAME
+                    for step in self._snapshot.steps.values()
+                )
                 if number in self._snapshot.allocations and not steps:
                     self._release(number)
 
@@ -239,6 +248,28 @@ class RentedPools(Pools):
             for place, job in enumerate(ending)
             if place < replaced or self._ends_soon(job)
         }
+
+    def _tell_what_waits(self, snapshot: SlurmSnapshot) -> None:
+        """Say once for which of Slurm's reasons nodes do not come."""
+        now = self._clock()
+        pending = {
+            job.job: job
+            for job in snapshot.jobs.values()
+            if self._counts(job) and job.state == "PENDING"
+        }
+        self._waiting = {number: self._waiting.get(number, (now, "")) for number in sorted(pending)}
+        late: dict[str, list[int]] = {}
+        for number, (since, told) in self._waiting.items():
+            reason = pending[number].reason
+            if reason and reason != told and now - since >= PENDING_PATIENCE:
+                self._waiting[number] = since, reason
+                late.setdefault(reason, []).append(number)
+        for reason, numbers in late.items():
+            jobs = ",".join(map(str, numbers))
+            _LOG.warning(
+                "Slurm has not yet given %s of the nodes asked for (%s); see squeue --jobs %s",
+                *(len(numbers), reason, jobs),
+            )
 
     def _submit(self) -> None:
         command = ["sbatch", "--parsable", *self.options.arguments(), "--wrap=exec sleep infinity"]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipollux_sched.backend.base import ClusterUnavailableError, Signal
+from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
-from tests.sched.backend.slurm.steps import ended, runs, start, state
+from tests.sched.backend.slurm.steps import ended, log, runs, start, state
 from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
@@ -53,7 +53,7 @@ def test_a_drained_node_takes_nothing_new_and_keeps_what_it_has(
     cluster.drain("n2", "a new fan")
     until(lambda: engine.nodes()["n2"].draining)
     node = engine.nodes()["n2"]
-    assert (node.ready, node.reason) == (True, "Slurm: DRAIN, a new fan")
+    assert (node.ready, node.reason) == (True, "DRAIN, a new fan")
     assert state(engine, key).ended is None
     cluster.resume("n2")
     until(lambda: not engine.nodes()["n2"].draining)
@@ -134,6 +134,30 @@ def test_steps_run_on_while_the_controller_is_away(
     how = ended(engine, key)
     assert (how.status, how.lost) == (143, "")
     assert how.result.stopped_step
+
+
+def test_nothing_is_started_where_a_new_controller_would_refuse_it(
+    cluster: SlurmCluster, engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    key = start(engine, "toy", "n1")
+    runs(engine, state_dir, key)
+    cluster.stop_controller()
+    until(lambda: is_away(engine))
+    cluster.start_controller()
+    # It does not know its nodes for some seconds, and says that they lack memory.
+    until(lambda: is_started(engine, "other", "n2"))
+    other = ReplicaKey("other", 1, 0)
+    until(lambda: "goes on from step" in log(state_dir, other) or state(engine, other).ended)
+    assert state(engine, other).ended is None
+    assert state(engine, key).ended is None
+
+
+def is_started(engine: SlurmEngine, job: str, node: str) -> bool:
+    try:
+        start(engine, job, node)
+    except ClusterUnavailableError:
+        return False
+    return True
 
 
 def is_away(engine: SlurmEngine) -> bool:

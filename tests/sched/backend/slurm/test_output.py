@@ -14,7 +14,7 @@ from pipollux_sched.backend.slurm.commands import (
     slurm_environment,
 )
 from pipollux_sched.backend.slurm.ending import slurm_words
-from pipollux_sched.backend.slurm.nodes import NodeStates, node_spec, why_down
+from pipollux_sched.backend.slurm.nodes import NodeStates, is_unknown, node_spec, why_down
 from pipollux_sched.backend.slurm.output import (
     Share,
     SlurmJob,
@@ -68,6 +68,14 @@ def test_jobs() -> None:
     assert sorted(jobs) == [1, 2, 3, 4]
 
 
+def test_an_allocation_past_its_limit_is_at_its_end() -> None:
+    line = "8|RUNNING|INVALID|3:00|s1|None|interactive\n"  # for as long as OverTimeLimit, and more
+    job = read_jobs(line)[8]
+    assert ends_within(job, 1.0)
+    snapshot = SlurmSnapshot(jobs={8: job}, allocations={8: SlurmAllocation(job, {"s1": UP})})
+    assert OwnAllocation(8).leaving(snapshot) == {"s1": "its allocation 8 ends in 0 min."}
+
+
 def test_steps() -> None:
     assert [(step.step, step.job, step.node, step.name) for step in read_steps(STEPS)] == [
         ("1.0", 1, "s2", "a.g1.r2"),
@@ -85,8 +93,10 @@ def test_nodes() -> None:
     assert (node.memory, node.cpus) == (4000 * 2**20, 16)
     silent = read_nodes(NODE.format(state="DOWN*", reason=""))["s2"]
     assert silent.flags == {"DOWN", "NOT_RESPONDING"}
-    assert why_down(silent) == "Slurm: DOWN"
+    assert why_down(silent) == "DOWN"
     assert why_down(node) == ""
+    assert is_unknown(read_nodes(NODE.format(state="UNKNOWN", reason=""))["s2"])
+    assert not is_unknown(node)
 
 
 def test_shares() -> None:
@@ -158,7 +168,7 @@ def test_an_allocation_is_left_before_its_time_is_over() -> None:
     assert not ends_within(job._replace(limit=360.0), 300.0)
     assert not ends_within(job._replace(seconds_left=None), 300.0)
     snapshot = SlurmSnapshot(number=2, allocations={1: SlurmAllocation(job, {"s2": UP})})
-    assert OwnAllocation(1).leaving(snapshot) == {"s2": "Slurm's allocation 1 ends in 4 min."}
+    assert OwnAllocation(1).leaving(snapshot) == {"s2": "its allocation 1 ends in 4 min."}
 
 
 def test_a_scheduler_outside_of_an_allocation_says_what_to_do() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from pipollux_sched.backend.base import BackendError, Signal
+from pipollux_sched.backend.slurm import node_check, rented_pools
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
@@ -111,7 +113,7 @@ def test_an_allocation_is_renewed_before_its_time_is_over(
     runs(engine, state_dir, key)
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     until(lambda: old not in engine.nodes() or engine.nodes()[old].draining)
-    assert engine.nodes()[old].reason == f"Slurm's allocation {job} ends in 0 min."
+    assert engine.nodes()[old].reason == f"its allocation {job} ends in 0 min."
     assert state(engine, key).ended is None
     until(lambda: [node for node in engine.nodes().values() if node.ready and not node.draining])
     engine.signal(key, Signal.STOP)
@@ -120,3 +122,30 @@ def test_an_allocation_is_renewed_before_its_time_is_over(
     until(lambda: old not in engine.nodes())
     assert cluster.call("squeue", "-h", "-j", str(job), "-t", "all", "-o", "%T") == "CANCELLED\n"
     assert num_ready(engine) == 1
+
+
+def test_it_is_told_why_a_node_does_not_come(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rented_pools, "PENDING_PATIENCE", 0.0)
+    engine = make_engine(RentedPools(options(4)))
+    until(lambda: num_ready(engine) == 3)
+    said = r"has not yet given 1 of the nodes asked for \(Resources\); see squeue --jobs \d+"
+    until(lambda: re.search(said, caplog.text))
+
+
+def test_a_node_is_used_once_it_sees_what_it_must(
+    make_engine: MakeEngine, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_check, "REPEAT_INTERVAL", 0.5)
+    pools = RentedPools(options(1))
+    engine = make_engine(pools)
+    until(lambda: num_ready(engine) == 1)
+    (mark,) = state_dir.path.glob(".shared-*")
+    elsewhere = mark.rename(state_dir.path / "elsewhere")
+    pools.request(2)
+    until(lambda: len(engine.nodes()) == 2)
+    (broken,) = [node for node in engine.nodes().values() if not node.ready]
+    assert f"{broken.spec.name} does not see {state_dir.path}" in broken.reason
+    elsewhere.rename(mark)
+    until(lambda: num_ready(engine) == 2)
