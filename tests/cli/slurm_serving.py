@@ -5,19 +5,17 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
+from tests.waiting import PATIENCE, until
 
 PIPOLLUX = Path(sys.executable).with_name("pipollux")
-TIMEOUT = 240.0
 
 
 @contextmanager
@@ -32,7 +30,7 @@ def serving(state_dir: StateDir, *options: str) -> Iterator[subprocess.Popen[str
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()
-            process.wait(TIMEOUT)
+            process.wait(PATIENCE)
 
 
 def is_ready(state_dir: StateDir, process: subprocess.Popen[str]) -> bool:
@@ -44,14 +42,6 @@ def is_ready(state_dir: StateDir, process: subprocess.Popen[str]) -> bool:
         client.jobs()
         return True
     return False
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + TIMEOUT
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-    return found
 
 
 def free_port(address: str) -> int:

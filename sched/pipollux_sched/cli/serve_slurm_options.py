@@ -56,7 +56,9 @@ Partition: TypeAlias = Annotated[
 ]
 Gres: TypeAlias = Annotated[
     str | None,
-    _text("--gres", "gpu:K", "GPUs that each node must have; a slot is a GPU.", "none: CPUs are slots"),
+    _text(
+        "--gres", "gpu:K", "GPUs that each node must have; a slot is a GPU.", "none: CPUs are slots"
+    ),
 ]
 TimeLimit: TypeAlias = Annotated[
     str | None,

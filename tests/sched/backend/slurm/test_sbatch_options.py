@@ -11,7 +11,7 @@ from pipollux_sched.backend.slurm.output import assignments
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from tests.hosts.harness.slurm import SlurmCluster
 from tests.sched.backend.slurm.conftest import MakeEngine
-from tests.sched.backend.slurm.steps import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
 
