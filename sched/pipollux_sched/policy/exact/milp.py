@@ -25,6 +25,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from pipollux_sched.policy.placement.node_choice import Floats, NodeCapacity
+from pipollux_sched.utils.c_stdout import silent_c_stdout
 
 from .assignment import Placed
 from .configurations import NOTHING, Instance, JobConfigurations
@@ -77,13 +78,14 @@ class _Program:
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
         low, high = np.array(self._bounds).T
         value = np.array(self.value)
-        answer = milp(
-            -value * (SCALE / (np.abs(value).max() or 1.0)),
-            integrality=np.array(self.integral),
-            bounds=Bounds(0, np.array(self.upper)),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"mip_rel_gap": 0.0, "node_limit": _NODE_LIMIT},
-        )
+        with silent_c_stdout():
+            answer = milp(
+                -value * (SCALE / (np.abs(value).max() or 1.0)),
+                integrality=np.array(self.integral),
+                bounds=Bounds(0, np.array(self.upper)),
+                constraints=LinearConstraint(matrix, low, high),
+                options={"mip_rel_gap": 0.0, "node_limit": _NODE_LIMIT},
+            )
         return None if answer.x is None else np.asarray(answer.x)
 
 

@@ -20,6 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, vstack
 
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
+from pipollux_sched.utils.c_stdout import silent_c_stdout
 
 from .configurations import Instance, JobConfigurations
 from .knapsack import knapsack
@@ -124,13 +125,14 @@ def _choose_over_types(
     lower = np.concatenate([np.ones(len(instance.jobs)), np.full(len(capacity), -np.inf)])
     value = np.concatenate(gains)
     scale = SCALE / (float(np.abs(value).max()) or 1.0)
-    answer = milp(
-        -value * scale,
-        integrality=np.ones(len(value)),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(rows, lower, upper),
-        options={"mip_rel_gap": 0.0},
-    )
+    with silent_c_stdout():
+        answer = milp(
+            -value * scale,
+            integrality=np.ones(len(value)),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(rows, lower, upper),
+            options={"mip_rel_gap": 0.0},
+        )
     if answer.x is None:
         raise RuntimeError(f"HiGHS found no choice of configs: {answer.message}")
     picked = np.flatnonzero(answer.x > 0.5)

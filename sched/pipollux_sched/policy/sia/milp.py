@@ -28,6 +28,7 @@ from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.placement.cluster_state import ReplicaRequest
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
 from pipollux_sched.policy.placement.packing import speedups
+from pipollux_sched.utils.c_stdout import silent_c_stdout
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ Use: TypeAlias = Mapping[Constraint, int]
 """Amounts by constraint."""
 
 _PRESOLVE_COLUMNS = 5000
-"""Below, presolving takes longer than it saves; and HiGHS 1.12 prints lines in it."""
+"""Below, presolving takes longer than it saves."""
 _FEASIBLE = (0, 1)
 """scipy's codes for: optimal, and a limit was reached."""
 
@@ -189,17 +190,18 @@ def solve(
     if not chosen:
         return {}
     matrix, limits = _constraints(chosen, free)
-    found = milp(
-        np.array([value for _, _, value, _ in chosen]),
-        integrality=np.ones(len(chosen)),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(matrix, ub=limits),
-        options={
-            "time_limit": time_limit,
-            "mip_rel_gap": relative_gap,
-            "presolve": len(chosen) > _PRESOLVE_COLUMNS,
-        },
-    )
+    with silent_c_stdout():
+        found = milp(
+            np.array([value for _, _, value, _ in chosen]),
+            integrality=np.ones(len(chosen)),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, ub=limits),
+            options={
+                "time_limit": time_limit,
+                "mip_rel_gap": relative_gap,
+                "presolve": len(chosen) > _PRESOLVE_COLUMNS,
+            },
+        )
     if found.status not in _FEASIBLE or found.x is None:
         return None
     return {
