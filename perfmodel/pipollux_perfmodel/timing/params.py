@@ -49,8 +49,8 @@ class PerfParams(NamedTuple):
     beta_r: float
     """Seconds per replica beyond two, on one node: T_net = alpha_r + beta_r·(R - 2)."""
     gamma: float
-    """Overlap of compute and network, 1 (none) to 10 (about full):
-    T_optim = (T_pipe^gamma + T_net^gamma)^(1/gamma)."""
+    """Overlap of compute and network, 1 (none) to 10 (about full): without `gradient_shares`
+    T_optim = (T_pipe^gamma + T_net^gamma)^(1/gamma), else see `step_time`."""
     forward_shares: tuple[float, ...] = (FORWARD_SHARE,)
     """φ_k, one per stage: stage k's forward takes φ_k·C(b). Σφ + Σψ = 1."""
     backward_shares: tuple[float, ...] = (BACKWARD_SHARE,)
