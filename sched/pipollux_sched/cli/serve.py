@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import typer
@@ -27,53 +28,22 @@ from pipollux_sched.utils.signals import Interruption
 from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
-from . import serve_kubernetes_options as kubernetes
-from . import serve_slurm_options as slurm
+from .option_group import with_groups
 from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
-from .serve_address import (
-    AdvertiseUrl,
-    AllowHost,
-    Host,
-    Port,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    server_address,
-)
+from .serve_address import AddressFlags, server_address
+from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
+from .serve_slurm_options import SlurmFlags, slurm_pools
 
 
-def serve(
-    cluster: ClusterFile = None,
-    state_dir: StateDirectory = None,
-    policy: PolicyName = None,
-    interval: Annotated[
-        float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
-    ] = 60.0,
-    hints_interval: Annotated[
-        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
-    ] = 30.0,
-    checkpoint_interval: Annotated[
-        float,
-        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
-    ] = 60.0,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
-        ),
-    ] = STOP_GRACE,
-    heartbeat_timeout: Annotated[
-        float,
-        typer.Option(
-            min=1.0,
-            max=MOST_SECONDS,
-            help="Seconds without a sign of life after which a replica is taken for lost.",
-        ),
-    ] = HEARTBEAT_TIMEOUT,
-    open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
-    ] = False,
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """What the command line says of the nodes."""
+
+    panel: ClassVar[str] = "Cluster"
+    cluster: ClusterFile = None
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What runs the jobs: {', '.join(ENGINES)}.")
+    ] = DEFAULT_BACKEND
     autoscale: Annotated[
         str | None,
         typer.Option(
@@ -81,7 +51,7 @@ def serve(
             help="Say how many nodes there should be; needs --expander-command.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     expander_command: Annotated[
         str | None,
         typer.Option(
@@ -89,8 +59,53 @@ def serve(
             help="Asks for nodes: run with {desired}, {current}, {release} filled in.",
             show_default=False,
         ),
-    ] = None,
-    pass_environment: PassEnvironment = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFlags:
+    """What the command line says of decisions."""
+
+    panel: ClassVar[str] = "Policy"
+    policy: PolicyName = None
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
+    ] = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFlags:
+    """What the command line says of all jobs."""
+
+    panel: ClassVar[str] = "Jobs"
+    hints_interval: Annotated[
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two hints of a job.")
+    ] = 30.0
+    checkpoint_interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two checkpoints of a job."),
+    ] = 60.0
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=MOST_SECONDS, help="Seconds that a job has to save when it is stopped."
+        ),
+    ] = STOP_GRACE
+    heartbeat_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            max=MOST_SECONDS,
+            help="Seconds without a sign of life after which a replica is taken for lost.",
+        ),
+    ] = HEARTBEAT_TIMEOUT
+    pass_environment: PassEnvironment = None
+
+
+@with_groups
+def serve(
+    state_dir: StateDirectory = None,
     store: Annotated[
         str | None,
         typer.Option(
@@ -100,39 +115,13 @@ def serve(
             show_default="SQLite in the state directory",
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    advertise_url: AdvertiseUrl = None,
-    allow_host: AllowHost = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    backend: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What runs the jobs: {', '.join(ENGINES)}.")
-    ] = DEFAULT_BACKEND,
-    namespace: kubernetes.Namespace = None,
-    scheduler_name: kubernetes.SchedulerName = None,
-    device_resource: kubernetes.DeviceResource = None,
-    node_selector: kubernetes.NodeSelector = None,
-    toleration: kubernetes.Toleration = None,
-    checkpoint_folder: kubernetes.CheckpointFolder = None,
-    checkpoint_claim: kubernetes.CheckpointClaim = None,
-    checkpoint_host_path: kubernetes.CheckpointHostPath = None,
-    image_python: kubernetes.ImagePython = None,
-    via: kubernetes.Via = None,
-    trainjob_runtime: kubernetes.TrainJobRuntime = None,
-    volcano_queue: kubernetes.VolcanoQueue = None,
-    nodes: slurm.Nodes = None,
-    partition: slurm.Partition = None,
-    gres: slurm.Gres = None,
-    time: slurm.TimeLimit = None,
-    account: slurm.Account = None,
-    qos: slurm.Qos = None,
-    constraint: slurm.Constraint = None,
-    reservation: slurm.Reservation = None,
-    sbatch_option: slurm.SbatchOption = None,
-    renew_before: slurm.RenewBefore = None,
-    keep_pool: slurm.KeepPool = False,
+    *,
+    nodes: ClusterFlags,
+    deciding: PolicyFlags,
+    jobs: JobFlags,
+    address: AddressFlags,
+    kubernetes: KubernetesFlags,
+    slurm: SlurmFlags,
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
 
@@ -147,77 +136,37 @@ def serve(
     thread. Others use the nodes of a cluster: docs/slurm.md, docs/kubernetes.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    own = kubernetes.kubernetes_options(
-        backend,
-        {
-            "namespace": namespace,
-            "scheduler": scheduler_name,
-            "device": device_resource,
-            "node_selector": node_selector,
-            "tolerations": toleration,
-            "checkpoint_folder": checkpoint_folder,
-            "checkpoint_claim": checkpoint_claim,
-            "checkpoint_host_path": checkpoint_host_path,
-            "python": image_python,
-            "via": via,
-            "runtime": trainjob_runtime,
-            "volcano_queue": volcano_queue,
-        },
-    )
+    own = kubernetes_options(nodes.backend, kubernetes)
     directory = StateDir.choose(state_dir)
-    pools, bounds = slurm.slurm_pools(
-        backend,
-        directory,
-        nodes,
-        {
-            "partition": partition,
-            "gres": gres,
-            "time": time,
-            "account": account,
-            "qos": qos,
-            "constraint": constraint,
-            "reservation": reservation,
-            "more": sbatch_option,
-            "renew_before": renew_before,
-            "keep": keep_pool,
-        },
-    )
+    pools, bounds = slurm_pools(nodes.backend, directory, slurm)
     rules: AutoscalingRules | None
     expander: Expander | None
-    if isinstance(pools, RentedPools) and bounds is not None and autoscale is None:
+    if isinstance(pools, RentedPools) and bounds is not None and nodes.autoscale is None:
         rules = AutoscalingRules(min_nodes=bounds[0], max_nodes=bounds[1])
         expander = SlurmExpander(pools)
     else:
         rules, expander = _autoscaling(
-            autoscale, expander_command, lambda: len(scheduler.store.nodes())
+            nodes.autoscale, nodes.expander_command, lambda: len(scheduler.store.nodes())
         )
-    address = server_address(
-        host=host,
-        port=port,
-        advertise_url=advertise_url,
-        allowed_hosts=allow_host or (),
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_ca=tls_ca,
-    )
+    where = server_address(address)
     scheduler = Scheduler(
         directory,
-        _cluster(backend, cluster),
-        make_policy(policy or DEFAULT_POLICY),
-        interval=interval,
-        hints_interval=hints_interval,
-        checkpoint_interval=checkpoint_interval,
-        grace=grace,
-        heartbeat_timeout=heartbeat_timeout,
-        open_metrics=open_metrics,
-        pass_environment=pass_environment or (),
-        address=address,
+        _cluster(nodes.backend, nodes.cluster),
+        make_policy(deciding.policy or DEFAULT_POLICY),
+        interval=deciding.interval,
+        hints_interval=jobs.hints_interval,
+        checkpoint_interval=jobs.checkpoint_interval,
+        grace=jobs.grace,
+        heartbeat_timeout=jobs.heartbeat_timeout,
+        open_metrics=address.open_metrics,
+        pass_environment=jobs.pass_environment or (),
+        address=where,
         autoscaling=rules,
         expander=expander,
         on_event=_print_event,
         event_types=TELLING_TYPES,
         store=store,
-        backend=backend,
+        backend=nodes.backend,
         backend_options=own or pools,
     )
     with Interruption() as interruption:

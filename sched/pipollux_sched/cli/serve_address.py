@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -17,77 +17,88 @@ from .console import warn
 
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|\[?[0-9A-Fa-f:.]+\]?")
 
-Host: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Address to listen on; 0.0.0.0 for all of this machine's.",
-    ),
-]
-Port: TypeAlias = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")
-]
-AdvertiseUrl: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="What jobs are told to report to, say the URL of a proxy.",
-        show_default="the address that is listened on; for 0.0.0.0 this host's name",
-    ),
-]
-TlsCert: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Certificate to show, in PEM format.", show_default="plain HTTP"
-    ),
-]
-TlsKey: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Private key of the certificate.", show_default=False),
-]
-TlsCa: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Certificates of the authorities that jobs and commands trust.",
-        show_default="those of their systems",
-    ),
-]
-AllowHost: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Answer to this name, too, say that of a proxy; may be repeated.",
-        show_default="names of the loopback interface, and those listened on or advertised",
-    ),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class AddressFlags:
+    """What the command line says of the scheduler's server."""
+
+    panel: ClassVar[str] = "Server and TLS"
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Address to listen on; 0.0.0.0 for all of this machine's.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for any that is free."),
+    ] = 0
+    advertise_url: Annotated[
+        str | None,
+        typer.Option(
+            "--advertise-url",
+            metavar="URL",
+            help="What jobs are told to report to, say the URL of a proxy.",
+            show_default="the address that is listened on; for 0.0.0.0 this host's name",
+        ),
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="Answer to this name, too, say that of a proxy; may be repeated.",
+            show_default="names of the loopback interface, and those listened on or advertised",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            help="Certificate to show, in PEM format.",
+            show_default="plain HTTP",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-key", metavar="FILE", help="Private key of the certificate.", show_default=False
+        ),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            metavar="FILE",
+            help="Certificates of the authorities that jobs and commands trust.",
+            show_default="those of their systems",
+        ),
+    ] = None
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="Let /metrics be read without the admin token.")
+    ] = False
 
 
-def server_address(
-    *,
-    host: str,
-    port: int,
-    advertise_url: str | None,
-    allowed_hosts: Sequence[str],
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    tls_ca: Path | None,
-) -> ServerAddress:
+def server_address(given: AddressFlags) -> ServerAddress:
     """Return the address that the options describe; warn where it is likely not what is meant.
 
     Raises:
         BadParameter: an option makes no sense, or lacks another.
         TlsError: a certificate cannot be used.
     """
+    host, allowed_hosts = given.host, given.allow_host or ()
     for name in (host, *allowed_hosts):
         option = "--host" if name is host else "--allow-host"
         _check_name(name, option, wildcard=name is not host)
-    tls = _tls(tls_cert, tls_key, tls_ca)
+    tls = _tls(given.tls_cert, given.tls_key, given.tls_ca)
     try:
-        url = None if advertise_url is None else checked_url(advertise_url)
+        url = None if given.advertise_url is None else checked_url(given.advertise_url)
         address = ServerAddress(
             host=host.strip("[]"),
-            port=port,
+            port=given.port,
             advertise_url=url,
             allowed_hosts=allowed_hosts,
             tls=tls,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -14,101 +15,93 @@ from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.atomic_write import PRIVATE, write_aside
 
-__all__ = [
-    "Account",
-    "Constraint",
-    "Gres",
-    "KeepPool",
-    "Nodes",
-    "Partition",
-    "Qos",
-    "RenewBefore",
-    "Reservation",
-    "SbatchOption",
-    "TimeLimit",
-    "slurm_pools",
-]
+from .option_group import flag_of, text_option
 
-_PANEL = "With --backend slurm"
+__all__ = ["SlurmFlags", "slurm_pools"]
+
 _RANGE = re.compile(r"(?P<least>[1-9]\d*)(:(?P<most>[1-9]\d*))?")
 _IDENTITY = "slurm.id"
 _OURS = ("--job-name", "-J", "--nodes", "-N", "--array", "-a", "--wrap", "--requeue", "--parsable")
 """Options of sbatch that are given already."""
 
 
-def _text(flag: str, metavar: str, text: str, default: str) -> Any:
-    return typer.Option(
-        flag, metavar=metavar, help=text, show_default=default, rich_help_panel=_PANEL
-    )
+@dataclass(frozen=True, kw_only=True)
+class SlurmFlags:
+    """What the command line says of the nodes to ask Slurm for; None where it says nothing."""
 
-
-Nodes: TypeAlias = Annotated[
-    str | None,
-    _text(
-        "--nodes",
-        "MIN[:MAX]",
-        "Ask Slurm for nodes: MIN of them, and up to MAX if they are worth it.",
-        "those of the allocation that the scheduler is started in",
-    ),
-]
-Partition: TypeAlias = Annotated[
-    str | None, _text("--partition", "NAME", "Where to ask for nodes.", "Slurm's default")
-]
-Gres: TypeAlias = Annotated[
-    str | None,
-    _text(
-        "--gres", "gpu:K", "GPUs that each node must have; a slot is a GPU.", "none: CPUs are slots"
-    ),
-]
-TimeLimit: TypeAlias = Annotated[
-    str | None,
-    _text("--time", "TIME", "Time limit of a node, after which another is asked for.", "Slurm's"),
-]
-Account: TypeAlias = Annotated[
-    str | None, _text("--account", "NAME", "Account that nodes are charged to.", "yours")
-]
-Qos: TypeAlias = Annotated[str | None, _text("--qos", "NAME", "Quality of service.", "yours")]
-Constraint: TypeAlias = Annotated[
-    str | None, _text("--constraint", "FEATURES", "Features that nodes must have.", "none")
-]
-Reservation: TypeAlias = Annotated[
-    str | None, _text("--reservation", "NAME", "Reservation to take nodes from.", "none")
-]
-SbatchOption: TypeAlias = Annotated[
-    list[str] | None,
-    _text("--sbatch-option", "OPTION", "Further option of sbatch; may be repeated.", "none"),
-]
-RenewBefore: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--renew-before",
-        min=1.0,
-        metavar="SECONDS",
-        help="Leave a node so long before its time limit; at most a quarter of it.",
-        show_default="600",
-        rich_help_panel=_PANEL,
-    ),
-]
-KeepPool: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--keep-pool",
-        help="Keep the nodes when the scheduler is stopped, for the next one.",
-        rich_help_panel=_PANEL,
-    ),
-]
+    panel: ClassVar[str] = "With --backend slurm"
+    nodes: Annotated[
+        str | None,
+        text_option(
+            "--nodes",
+            "MIN[:MAX]",
+            "Ask Slurm for nodes: MIN of them, and up to MAX if they are worth it.",
+            "those of the allocation that the scheduler is started in",
+        ),
+    ] = None
+    partition: Annotated[
+        str | None, text_option("--partition", "NAME", "Where to ask for nodes.", "Slurm's default")
+    ] = None
+    gres: Annotated[
+        str | None,
+        text_option(
+            "--gres",
+            "gpu:K",
+            "GPUs that each node must have; a slot is a GPU.",
+            "none: CPUs are slots",
+        ),
+    ] = None
+    time: Annotated[
+        str | None,
+        text_option(
+            "--time", "TIME", "Time limit of a node, after which another is asked for.", "Slurm's"
+        ),
+    ] = None
+    account: Annotated[
+        str | None, text_option("--account", "NAME", "Account that nodes are charged to.", "yours")
+    ] = None
+    qos: Annotated[str | None, text_option("--qos", "NAME", "Quality of service.", "yours")] = None
+    constraint: Annotated[
+        str | None,
+        text_option("--constraint", "FEATURES", "Features that nodes must have.", "none"),
+    ] = None
+    reservation: Annotated[
+        str | None, text_option("--reservation", "NAME", "Reservation to take nodes from.", "none")
+    ] = None
+    more: Annotated[
+        list[str] | None,
+        text_option(
+            "--sbatch-option", "OPTION", "Further option of sbatch; may be repeated.", "none"
+        ),
+    ] = None
+    renew_before: Annotated[
+        float | None,
+        typer.Option(
+            "--renew-before",
+            min=1.0,
+            metavar="SECONDS",
+            help="Leave a node so long before its time limit; at most a quarter of it.",
+            show_default="600",
+        ),
+    ] = None
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep-pool",
+            help="Keep the nodes when the scheduler is stopped, for the next one.",
+        ),
+    ] = False
 
 
 def slurm_pools(
-    backend: str, state_dir: StateDir, nodes: str | None, given: Mapping[str, Any]
+    backend: str, state_dir: StateDir, given: SlurmFlags
 ) -> tuple[Pools | None, tuple[int, int] | None]:
     """Return the allocations that the Slurm backend uses, and bounds for their number.
 
     Args:
         backend: name of the backend.
         state_dir: of the scheduler.
-        nodes: MIN or MIN:MAX.
-        given: the fields of `PoolOptions` that the command line gives; None where it does not.
+        given: what the command line says of them.
 
     Returns:
         None for another backend, and for the allocation that the scheduler is in; the bounds are
@@ -117,11 +110,12 @@ def slurm_pools(
     Raises:
         typer.BadParameter: one is wrong, or they are given for another backend or without --nodes.
     """
-    named = {name: value for name, value in given.items() if value}
+    named: dict[str, Any] = {name: value for name, value in vars(given).items() if value}
+    nodes = named.pop("nodes", None)
     if backend != "slurm" or nodes is None:
         if named or nodes is not None:
             missing = "--nodes, too" if backend == "slurm" else "--backend slurm"
-            first = "--nodes" if nodes is not None else _flag(next(iter(named)))
+            first = "--nodes" if nodes is not None else flag_of(SlurmFlags, next(iter(named)))
             raise typer.BadParameter(f"needs {missing}", param_hint=f"'{first}'")
         return None, None
     match = _RANGE.fullmatch(nodes)
@@ -134,11 +128,6 @@ def slurm_pools(
     _check_more(named.get("more", ()))
     options = PoolOptions(name=f"pipollux-{_identity(state_dir)}", num_nodes=least, **named)
     return RentedPools(options), (least, most) if most > least else None
-
-
-def _flag(field: str) -> str:
-    flags = {"more": "--sbatch-option", "keep": "--keep-pool"}
-    return flags.get(field, "--" + field.replace("_", "-"))
 
 
 def _check_more(options: Sequence[str]) -> None:
