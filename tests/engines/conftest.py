@@ -43,12 +43,10 @@ def _make(request: pytest.FixtureRequest, folder: Path, stack: ExitStack) -> Eng
     if request.param == "local":
         return LocalCase(folder)
     if request.param == "slurm":
-        from tests.sched.backend.slurm.steps import allocate
-
         from .slurm import SlurmCase
 
         slurm = request.getfixturevalue("slurm_cluster")
-        pool = allocate(slurm, f"--nodelist={','.join(NODES)}", "--gres=gpu:4", "--exclusive")
+        pool = slurm.allocate(f"--nodelist={','.join(NODES)}", "--gres=gpu:4", "--exclusive")
         stack.callback(slurm.call, "scancel", str(pool))
         return SlurmCase(folder, request.getfixturevalue("hosts"), slurm, pool)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -22,16 +21,6 @@ def cluster() -> Iterator[SlurmCluster]:
         yield made
 
 
-def allocate(cluster: SlurmCluster, *options: str) -> str:
-    """Return the number of a job that holds nodes and runs nothing."""
-    with cluster.start("salloc", "--no-shell", *options, stderr=-1, text=True) as command:
-        assert command.stderr is not None
-        said = command.stderr.read()
-    found = re.search(r"Granted job allocation (\d+)", said)
-    assert found is not None, said
-    return found[1]
-
-
 def job_state(cluster: SlurmCluster, job: str) -> str:
     return cluster.call(
         "squeue", "--jobs", job, "--states=all", "--noheader", "--format=%T"
@@ -39,7 +28,7 @@ def job_state(cluster: SlurmCluster, job: str) -> str:
 
 
 def test_replicas_of_an_allocation_get_gpus_of_their_own(cluster: SlurmCluster) -> None:
-    job = allocate(cluster, "-N2", "--gres=gpu:4", "--exclusive")
+    job = str(cluster.allocate("-N2", "--gres=gpu:4", "--exclusive"))
     flags = [cluster.folder / "a", cluster.folder / "b"]
     steps = [
         cluster.start(
@@ -59,7 +48,7 @@ def test_replicas_of_an_allocation_get_gpus_of_their_own(cluster: SlurmCluster) 
 
 @pytest.mark.exhaustive
 def test_jobs_outlive_their_controller(cluster: SlurmCluster) -> None:
-    job = allocate(cluster, "-N1")
+    job = str(cluster.allocate("-N1"))
     cluster.restart_controller()
     assert job_state(cluster, job) == "RUNNING"
     assert cluster.call("srun", f"--jobid={job}", "-n1", "echo", "here").strip() == "here"
@@ -68,7 +57,7 @@ def test_jobs_outlive_their_controller(cluster: SlurmCluster) -> None:
 
 def test_nodes_drain_fail_and_come_back(cluster: SlurmCluster) -> None:
     cluster.wait_until(lambda: set(cluster.states().values()) == {"IDLE"})
-    job = allocate(cluster, "-N1", "-w", "n1")
+    job = str(cluster.allocate("-N1", "-w", "n1"))
     cluster.drain("n1")
     assert cluster.states() == {"n1": "MIXED+DRAIN", "n2": "IDLE"}
     assert job_state(cluster, job) == "RUNNING"
@@ -87,7 +76,7 @@ def test_a_spot_job_gives_way_and_comes_back(cluster: SlurmCluster) -> None:
         *("--output=/dev/null", "--wrap=sleep 1000"),
     ).strip()
     cluster.wait_until(lambda: job_state(cluster, spot) == "RUNNING")
-    job = allocate(cluster, "-N2", "--exclusive")
+    job = str(cluster.allocate("-N2", "--exclusive"))
     cluster.wait_until(lambda: job_state(cluster, spot) == "PENDING")
     cluster.call("scancel", job)
     cluster.wait_until(lambda: job_state(cluster, spot) == "RUNNING")

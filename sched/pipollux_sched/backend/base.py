@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.store import StateDir
 
 from .job_actions import JobActions
 from .result import ReplicaResult
@@ -73,6 +74,10 @@ class ReplicaProgram:
     def supervisor_url(self) -> str:
         """The URL that the job reports to; empty if to none."""
         return self.environment.get("PIPOLLUX_SUPERVISOR_URL", "")
+
+    def checkpoints_in(self, state_dir: StateDir) -> str:
+        """Return where it saves: its own folder, else one in a directory that its nodes share."""
+        return str(self.checkpoints or state_dir.checkpoints(self.job, self.first_generation))
 
 
 class ReplicaKey(NamedTuple):

@@ -7,6 +7,7 @@ gives no two steps the same one. Nothing of the machine's own Slurm, if it has o
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import stat
@@ -195,6 +196,19 @@ class SlurmCluster:
         """
         environment = {**os.environ, **self.environment, **(env or {})}
         return subprocess.Popen(command, env=environment, **options)
+
+    def allocate(self, *options: str) -> int:
+        """Return the number of a job that holds nodes and runs nothing.
+
+        Args:
+            options: of salloc, such as "-N2".
+        """
+        with self.start("salloc", "--no-shell", *options, stderr=-1, text=True) as command:
+            assert command.stderr is not None
+            said = command.stderr.read()
+        found = re.search(r"Granted job allocation (\d+)", said)
+        assert found is not None, said
+        return int(found[1])
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Return when a condition holds; what Slurm's commands refuse meanwhile does not count."""

@@ -94,8 +94,7 @@ class LocalEngine(Engine):
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the job's own folder, or one in the state directory."""
-        own = self._state_dir.checkpoints(program.job, program.first_generation)
-        return str(program.checkpoints or own)
+        return program.checkpoints_in(self._state_dir)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a replica; where it may run is on the disk before its first process is started."""

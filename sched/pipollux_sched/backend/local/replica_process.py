@@ -1,8 +1,9 @@
-"""One replica of a generation as a process, started by this scheduler or an earlier one."""
+"""The process on this machine of a replica, started by this scheduler or an earlier one."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,10 +21,10 @@ LOG_LIMIT = 64 * 2**20
 
 
 class ReplicaProcess:
-    """A replica's runner (`runner`), and through it the torchrun agent.
+    """A replica's runner (`runner`), and through it its command: a torchrun agent, or an srun.
 
     Args:
-        status: file in which the runner records its identity and how its agent ended.
+        status: file in which the runner records its identity and how its command ended.
         started: the runner's process, if this scheduler started it.
     """
 
@@ -66,7 +67,7 @@ class ReplicaProcess:
         return int(self._known.get("pid", 0)) if self._started is None else self._started.pid
 
     def poll(self) -> int | None:
-        """Return how the agent ended: None while it runs, negative for a signal."""
+        """Return how the command ended: None while it runs, negative for a signal."""
         if self._started is not None:
             code = self._started.poll()
             return None if code is None else read_status(self._status).get("code", code)
@@ -83,6 +84,14 @@ class ReplicaProcess:
         elif self._is_there():
             with suppress(psutil.Error):
                 psutil.Process(self.pid).send_signal(number)
+
+    def kill(self, timeout: float) -> None:
+        """Kill the runner and its command, and wait for a runner started here at most so long."""
+        if self.pid and self.poll() is None:
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(timeout)
 
     def wait(self, timeout: float) -> None:
         """Wait for a runner started here to end, so that no zombie is left."""

@@ -125,8 +125,7 @@ class SlurmEngine(Engine):
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the folder that all nodes share: see `Engine`."""
-        own = self._state_dir.checkpoints(program.job, program.first_generation)
-        return str(program.checkpoints or own)
+        return program.checkpoints_in(self._state_dir)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a step: see `Engine`."""

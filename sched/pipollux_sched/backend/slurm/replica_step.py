@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -149,12 +147,7 @@ class ReplicaStep:
 
     def end_srun(self) -> None:
         """Kill its srun; its step does not notice."""
-        pid = self._process.pid
-        if pid and self._process.poll() is None:
-            with suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
+        self._process.kill(1.0)
 
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
         code = self._process.poll()

@@ -11,7 +11,6 @@ from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation, Pools
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
-from tests.sched.backend.slurm.steps import allocate
 
 MakeEngine = Callable[[Pools], SlurmEngine]
 
@@ -25,7 +24,7 @@ def cluster(slurm_cluster: SlurmCluster) -> SlurmCluster:
 @pytest.fixture
 def pool(cluster: SlurmCluster) -> Iterator[int]:
     """An allocation of all nodes."""
-    job = allocate(cluster, "-N3", "--gres=gpu:4", "--exclusive", "--no-kill", "--time=60")
+    job = cluster.allocate("-N3", "--gres=gpu:4", "--exclusive", "--no-kill", "--time=60")
     yield job
     cluster.call("scancel", str(job))
 

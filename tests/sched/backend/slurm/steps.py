@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from pipollux_sched.backend.base import Ended, Launch, ReplicaKey, ReplicaProgram, ReplicaState
@@ -13,16 +12,6 @@ from tests.hosts.harness.slurm import SlurmCluster
 from tests.waiting import until
 
 TOY = Path(__file__).parents[2] / "toy_job.py"
-
-
-def allocate(cluster: SlurmCluster, *options: str) -> int:
-    """Return the number of a job that holds nodes and runs nothing."""
-    with cluster.start("salloc", "--no-shell", *options, stderr=-1, text=True) as command:
-        assert command.stderr is not None
-        said = command.stderr.read()
-    found = re.search(r"Granted job allocation (\d+)", said)
-    assert found is not None, said
-    return int(found[1])
 
 
 def start(
