@@ -124,20 +124,20 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     """Two control planes side by side, of which one ends."""
     require_kubernetes()
 
-    def marked() -> set[int]:
+    def marked(owner: str) -> set[int]:
         found = set()
         for process in psutil.process_iter(["environ", "status"]):
-            if MARK in (process.info["environ"] or {}):
+            if (process.info["environ"] or {}).get(MARK) == owner:
                 found.add(process.pid)
         return found
 
-    before = marked()
     with ControlPlane() as cluster:
         cluster.add_node("mine")
         assert "mine" in cluster.kubectl("get", "nodes")
-        assert marked() > before
+        owner = cluster._daemons._owner
+        assert marked(owner)
         folder = cluster.folder
-    assert marked() == before
+    assert not marked(owner)
     assert not folder.exists()
     mounts = subprocess.run(["mount"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in mounts

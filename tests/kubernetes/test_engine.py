@@ -102,8 +102,8 @@ def test_what_cannot_start_says_why(rig: Rig) -> None:
     """A pod without room waits with the scheduler's words; one without its image as well."""
     (crowded,) = rig.start(RUNS, num_stages=5)
     (blind,) = rig.start(RUNS, job="blind", image="registry.example/none:1")
-    until(lambda: "is not bound to n1" in rig.state(crowded).waiting, "no room")
-    assert GPU in rig.state(crowded).waiting
+    until(lambda: f"Insufficient {GPU}" in rig.state(crowded).waiting, "no room")
+    assert "is not bound to n1" in rig.state(crowded).waiting
     until(lambda: "ErrImagePull" in rig.state(blind).waiting, "no image")
     rig.engine.signal(crowded, Signal.STOP)
     rig.engine.signal(blind, Signal.KILL)

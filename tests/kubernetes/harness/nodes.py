@@ -29,6 +29,8 @@ CONTROLLERS = (
     "pids",
     "systemd",
 )
+LOGS = Path("/var/log/pods")
+"""Where every kubelet keeps the logs of its pods, whatever it is told."""
 # Heartbeats of nodes; the controller manager waits `GRACE` seconds for one.
 RENEWAL, GRACE = 3, 24
 
@@ -64,6 +66,7 @@ class Nodes:
         if not place.exists():
             place.mkdir()
             self._connect_pods(name)
+            self._hide_logs(name, place / "logs")
             address = self._hosts.address(name)
             names = [f"IP:{address}"]
             self._keys.issue(name, f"/O=system:nodes/CN=system:node:{name}", names)
@@ -131,6 +134,12 @@ class Nodes:
             f"ip route replace default via {self._hosts.gateway}",
         ):
             self._hosts.call(name, *command.split())
+
+    def _hide_logs(self, name: str, folder: Path) -> None:
+        """Give a node a place for logs of its own: a kubelet removes those of pods unknown to it."""
+        folder.mkdir()
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self._hosts.call(name, "mount", "--bind", str(folder), str(LOGS))
 
     def _write_network(self) -> None:
         place = self._folder / "network"
