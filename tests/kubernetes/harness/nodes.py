@@ -136,7 +136,7 @@ class Nodes:
             self._hosts.call(name, *command.split())
 
     def _hide_logs(self, name: str, folder: Path) -> None:
-        """Give a node a place for logs of its own: a kubelet removes those of pods unknown to it."""
+        """Give a node its own place for logs: a kubelet removes those of pods unknown to it."""
         folder.mkdir()
         LOGS.mkdir(parents=True, exist_ok=True)
         self._hosts.call(name, "mount", "--bind", str(folder), str(LOGS))

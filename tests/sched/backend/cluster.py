@@ -166,7 +166,7 @@ class Cluster(Engine):
         fault = self.fault(what)
         if fault == "late":
             self._late.append(arrive)
-        elif fault != "lost":
+        elif fault != "lost" and (fault, what) != ("silent", "signal"):
             arrive()
         if fault in ("lost", "unanswered", "late"):
             raise ClusterUnavailableError("the cluster in memory does not answer")

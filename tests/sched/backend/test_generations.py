@@ -20,7 +20,7 @@ from pipollux_sched.backend.registry import EngineOptions, make_engine
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.spec.job import ClusterSpec
 from pipollux_sched.store import StateDir
-from tests.sched.backend.cluster import NODES, Cluster, Replica
+from tests.sched.backend.cluster import NODES, Cluster, Replica, never
 from tests.sched.backends import LaunchFiles, cpu_nodes
 
 
@@ -230,6 +230,16 @@ def test_what_cannot_be_started_gives_its_slots_back(
     assert backend.free() == {"a": 2, "b": 2, "c": 1}
     with pytest.raises(BackendError, match=r"each replica needs 2 slots .* a: 2, b: 2, c: 1"):
         backend.apply(program("wide", num_stages=2), 1, ["c"])
+
+
+def test_an_old_listing_is_not_believed(backend: Generations, cluster: Cluster) -> None:
+    """It does not show what was started after it was made."""
+    backend.apply(program("one"), 1, ["a"])
+    backend.poll()
+    cluster.fault = lambda what: "old" if what == "listing" else ""
+    assert backend.poll() == []
+    cluster.fault = never
+    assert run(backend, cluster) == [Report("one", Started(1, ("replica 0",)))]
 
 
 def test_strays_are_killed(backend: Generations, cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,13 @@ from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.store import StateDir
 from tests.sched.backend.cluster import NODES, Cluster
 
-FAULTS = ("", "", "", "lost", "unanswered", "late", "old")
+FAULTS = ("", "", "", "lost", "unanswered", "late", "silent", "old")
 JOBS = st.sampled_from(["one", "two", "three"])
+MESSAGES = st.lists(st.sampled_from(FAULTS), max_size=4)
+"""What becomes of the messages of the next poll, the first one last."""
+
+
+LAST = ["silent"] * 9 + [""]
 
 
 class Launches:
@@ -67,8 +72,12 @@ class LossyCluster(RuleBasedStateMachine):
     def begin(self) -> None:
         self.now = 1.0
 
-    @rule(job=JOBS, nodes=st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3))
-    def apply(self, job: str, nodes: list[str]) -> None:
+    @rule(
+        job=JOBS,
+        nodes=st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3),
+        faults=MESSAGES,
+    )
+    def apply(self, job: str, nodes: list[str], faults: list[str]) -> None:
         """As the executor does: a new generation only when the one before is over."""
         if any(key[0] == job for key in self.expected):
             return
@@ -79,26 +88,24 @@ class LossyCluster(RuleBasedStateMachine):
             return
         self.generation[job] = number
         self.expected[job, number] = len(nodes)
+        self._poll(faults)
 
-    @rule(job=JOBS, grace=st.sampled_from([0.0, 3.0, 30.0]))
-    def stop(self, job: str, grace: float) -> None:
+    @rule(job=JOBS, grace=st.sampled_from([0.0, 3.0, 30.0]), faults=MESSAGES)
+    def stop(self, job: str, grace: float, faults: list[str]) -> None:
         there = job in self.backend.running()
         assert self.backend.stop(job, grace) is there
+        self._poll(faults)
 
-    @rule(job=JOBS)
-    def kill(self, job: str) -> None:
+    @rule(job=JOBS, faults=MESSAGES)
+    def kill(self, job: str, faults: list[str]) -> None:
         there = job in self.backend.running()
         assert self.backend.kill(job, "why") is there
+        self._poll(faults)
 
-    @rule(
-        faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=6),
-        seconds=st.sampled_from([0, 1, 5]),
-    )
-    def poll(self, faults: list[str], seconds: float) -> None:
-        self.faults = faults
+    @rule(faults=MESSAGES, seconds=st.sampled_from([0, 1, 5]))
+    def time_passes(self, faults: list[str], seconds: float) -> None:
         self.now += seconds
-        self._poll()
-        self.faults = []
+        self._poll(faults)
 
     @precondition(lambda self: self.cluster.alive())
     @rule(data=st.data(), status=st.sampled_from([0, 0, 1, None]))
@@ -107,17 +114,20 @@ class LossyCluster(RuleBasedStateMachine):
         if self.cluster.there[key].runs:
             self.cluster.end(key, status, lost="" if status is not None else "Its node is down.")
 
-    @rule()
-    def replicas_run(self) -> None:
+    @rule(faults=MESSAGES)
+    def replicas_run(self, faults: list[str]) -> None:
         self.cluster.run_all()
+        self._poll(faults)
 
-    @rule()
-    def replicas_obey(self) -> None:
+    @rule(faults=MESSAGES)
+    def replicas_obey(self, faults: list[str]) -> None:
         self.cluster.obey()
+        self._poll(faults)
 
-    @rule()
-    def late_messages_arrive(self) -> None:
+    @rule(faults=MESSAGES)
+    def late_messages_arrive(self, faults: list[str]) -> None:
         self.cluster.settle()
+        self._poll(faults)
 
     @rule()
     def scheduler_is_killed(self) -> None:
@@ -147,19 +157,23 @@ class LossyCluster(RuleBasedStateMachine):
         assert max(held.values(), default=0) <= 1
 
     def teardown(self) -> None:
-        """When all answer again, everything ends, and nothing is left."""
+        """When all answer again, everything ends, and nothing is left.
+
+        The first signals come to nothing, and nobody is told.
+        """
         for job in {key[0] for key in self.expected}:
             self.backend.stop(job, 1.0)
-        for _ in range(20):
+        for number in range(20):
             self.cluster.settle()
             self.now += 5.0
-            self._poll()
+            self._poll([] if number else LAST)
         assert self.expected == {}
         assert self.cluster.alive() == set()
         assert self.backend.running() == {}
         assert self.backend.free() == {name: node.slots for name, node in NODES.items()}
 
-    def _poll(self) -> None:
+    def _poll(self, faults: Sequence[str] = ()) -> None:
+        self.faults = list(faults)
         truth = {key: one.ended for key, one in self.cluster.there.items()}
         for job, event, _ in self.backend.poll():
             key = job, event.generation
@@ -174,6 +188,7 @@ class LossyCluster(RuleBasedStateMachine):
             self._check_end(key, event, truth)
             del self.expected[key]
             self.backend.forget(*key)
+        self.faults = []
 
     def _check_end(
         self, key: tuple[str, int], event: Exited, truth: Mapping[ReplicaKey, Any]
@@ -183,6 +198,7 @@ class LossyCluster(RuleBasedStateMachine):
         # One whose start was given up may still arrive.
         sure = key in self.started or not self.cluster.ambiguous & ends.keys()
         assert not sure or all(end is not None for end in mine)
+        assert "gone without a word" not in event.message, "none vanishes here"
         if event.outcome is Outcome.COMPLETE:
             assert len(mine) == self.expected[key]
             assert all(end.status == 0 for end in mine)
