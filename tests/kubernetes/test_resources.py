@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from lightkube.resources.core_v1 import Event
 from lightkube.types import PatchType
 
 from pipollux_sched.backend.kubernetes.api import Job
+from pipollux_sched.backend.kubernetes.job_resource import (
+    refused_status,
+    succeeding_status,
+    view_job,
+    waiting_status,
+)
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
@@ -153,6 +160,36 @@ def test_deleted_by_either_side(site: Site) -> None:
     site.await_phase("beta", Phase.COMPLETE)
     site.scheduler.control.delete("beta")
     until(lambda: site.resource("beta") is None, "the resource is deleted")
+
+
+def test_created_again_while_the_earlier_job_ends(site: Site) -> None:
+    """Such a resource says what it waits for, and its job follows."""
+    goal, ready = site.folder / "goal", site.folder / "ready"
+    site.apply("alpha", f"trap '' TERM; touch {ready}; while [ ! -e {goal} ]; do sleep 0.05; done")
+    until(ready.exists, "its replica does not hear what ends others")
+    site.client.delete(Job, "alpha")
+    until(lambda: site.resource("alpha") is None, "the resource is gone")
+    site.apply("alpha", "exit 0")
+    status = site.await_phase("alpha", Phase.CREATED)
+    assert status["reason"] == "EarlierJobEnds"
+    assert "earlier job of this name" in status["message"]
+    goal.touch()
+    assert site.await_phase("alpha", Phase.COMPLETE)["reason"] != "EarlierJobEnds"
+
+
+@pytest.mark.parametrize("tell", [refused_status, succeeding_status, waiting_status])
+def test_what_is_told_again_is_no_change(tell: Callable[..., dict[str, Any]]) -> None:
+    """Otherwise each look at a resource that waits would write its status, which is a change."""
+    message = ("it is refused",) if tell is refused_status else ()
+    resource = view_job({"metadata": {"name": "alpha"}, "spec": {}})
+    first = tell(resource, *message, 1.0)
+    told = replace(resource, status=first)
+    assert tell(told, *message, 1000.0) == first
+    other = {**first, "conditions": [{**first["conditions"][0], "reason": "Other"}]}
+    later = tell(replace(resource, status=other), *message, 1000.0)
+    assert (
+        later["conditions"][0]["lastTransitionTime"] != first["conditions"][0]["lastTransitionTime"]
+    )
 
 
 def test_submitted_over_rest(site: Site) -> None:

@@ -41,7 +41,12 @@ def _find(name: torch.device | str, source: str) -> torch.device:
     hint = (
         "fewer stages or replicas on this node, or other devices"
         if count
-        else f"torch {torch.__version__} sees no CUDA device; leave devices out to train on the CPU"
+        else f"torch {torch.__version__} sees no CUDA device; "
+        + (
+            "give the job a torch built for CUDA, or its scheduler slots that are CPUs"
+            if source == "PIPOLLUX_DEVICES"
+            else "leave devices out to train on the CPU"
+        )
     )
     raise ConfigurationError(
         f"{source} ask for {str(name)!r}, and stages can run on 'cpu'{others} here: {hint}"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from pipollux_sched.backend import Launch, ReplicaProgram
 from pipollux_sched.backend.replica import agent
+from pipollux_sched.backend.replica.command import agent_in_container
 
 
 def test_the_folder_for_checkpoints_is_there(
@@ -20,3 +26,36 @@ def test_the_folder_for_checkpoints_is_there(
         assert folder.is_dir()
     monkeypatch.setenv("PIPOLLUX_CHECKPOINT_DIR", "/proc/nowhere")
     agent._make_folder()  # the script says so when it saves
+
+
+def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) -> None:
+    """The kernel keeps SIGTERM from it unless it handles that, as if it ignored it."""
+    package = tmp_path / "pipollux_sched"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import time\nprint('loading', flush=True)\ntime.sleep(600)\n"
+    )
+    program = ReplicaProgram(job="job", script=Path("train.py"))
+    launch = Launch(
+        job="job",
+        generation=1,
+        nodes=("n1",),
+        slots=((0,),),
+        supervisor_url="http://127.0.0.1:1",
+        checkpoints=tmp_path,
+    )
+    command = agent_in_container(program, launch, 0, python=sys.executable)
+    first = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; exec \"$@\"", "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout is not None
+    with first, first.stdout as printed:
+        try:
+            assert printed.readline() == "loading\n"
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(60) == agent.STOPPED
+        finally:
+            first.kill()

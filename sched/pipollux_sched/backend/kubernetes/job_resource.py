@@ -16,12 +16,23 @@ from .api import Object
 from .owner import Owner
 from .pod_state import main_container
 
-__all__ = ["JobResource", "job_spec", "job_status", "refused_status", "resource_spec", "view_job"]
+__all__ = [
+    "JobResource",
+    "job_spec",
+    "job_status",
+    "refused_status",
+    "resource_spec",
+    "succeeding_status",
+    "view_job",
+    "waiting_status",
+]
 
 CONDITIONS = (Phase.CREATED, Phase.RUNNING, Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED)
 """The conditions that a TrainJob has, too; what else a job goes through is told by its phase."""
 REFUSED = "Refused"
 """Reason of the phase Failed of a resource that no job could be made from."""
+SUCCEEDING = "EarlierJobEnds"
+"""Reason of the phase Created of a resource whose name is not free yet."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
 """Fields whose keys are the user's."""
 
@@ -138,7 +149,7 @@ def refused_status(resource: JobResource, message: str, now: float) -> dict[str,
         "reason": REFUSED,
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(Phase.FAILED, REFUSED, message, now)],
+        "conditions": [_condition(resource, Phase.FAILED, REFUSED, message, now)],
     }
 
 
@@ -150,7 +161,21 @@ def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
         "reason": "Suspended",
         "message": message,
         "observedGeneration": resource.generation,
-        "conditions": [_condition(Phase.SUSPENDED, "Suspended", message, now)],
+        "conditions": [_condition(resource, Phase.SUSPENDED, "Suspended", message, now)],
+    }
+
+
+def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:
+    """Return the status of a resource whose name an earlier job has that is being deleted."""
+    message = (
+        "The earlier job of this name is being deleted; this one follows when its pods are gone."
+    )
+    return {
+        "phase": Phase.CREATED.value,
+        "reason": SUCCEEDING,
+        "message": message,
+        "observedGeneration": resource.generation,
+        "conditions": [_condition(resource, Phase.CREATED, SUCCEEDING, message, now)],
     }
 
 
@@ -159,14 +184,15 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _condition(phase: Phase, reason: str, message: str, now: float) -> dict[str, Any]:
-    return {
-        "type": phase.value,
-        "status": "True",
-        "reason": reason,
-        "message": message,
-        "lastTransitionTime": rfc3339(now),
-    }
+def _condition(
+    resource: JobResource, phase: Phase, reason: str, message: str, now: float
+) -> dict[str, Any]:
+    """Return a condition that holds: since now, or since when the resource says so already."""
+    made = {"type": phase.value, "status": "True", "reason": reason, "message": message}
+    for known in resource.status.get("conditions") or ():
+        if {**known, **made} == dict(known):
+            return dict(known)
+    return {**made, "lastTransitionTime": rfc3339(now)}
 
 
 def _image(template: Mapping[str, Any]) -> str | None:

@@ -40,6 +40,7 @@ from .job_resource import (
     job_status,
     refused_status,
     resource_spec,
+    succeeding_status,
     waiting_status,
 )
 from .mirror import Mirror
@@ -154,7 +155,9 @@ class ResourceController:
         elif link is None:
             self._adopt(job, resource)
         elif link.uid != resource.uid or resource.deleted:
-            self._remove_job(job)  # another one of the same name is taken up when it is gone
+            self._remove_job(job)
+            if not resource.deleted:  # it is taken up when the earlier one is gone
+                self._write_status(resource, succeeding_status(resource, time.time()))
         else:
             self._agree_on_suspension(job, resource, link)
             self._write_job_status(job, resource, step)

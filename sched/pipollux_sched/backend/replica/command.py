@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,17 @@ __all__ = ["agent_command", "agent_in_container"]
 
 _AGENT = Path(__file__).with_name("agent.py")
 """Not imported, as it imports torch."""
+_FIRST_PROCESS = (
+    "import os, runpy, signal; "
+    "signal.signal(signal.SIGTERM, lambda *_: os._exit({status})); "
+    "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+)
+"""What the first process of a container runs.
+
+The kernel keeps signals from such a process unless it handles them, and the agent takes seconds to
+load.
+"""
+_STOPPED = 128 + signal.SIGTERM
 
 
 def agent_command(
@@ -40,7 +52,8 @@ def agent_in_container(
         python: the Python of the container.
     """
     module = f"{__name__.rpartition('.')[0]}.agent"
-    return [python, "-P", "-m", module, *_options(program, launch, replica)]
+    code = _FIRST_PROCESS.format(status=_STOPPED, module=module)
+    return [python, "-P", "-c", code, *_options(program, launch, replica)]
 
 
 def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
