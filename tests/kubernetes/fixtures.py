@@ -47,11 +47,11 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryCluster]:
 
 @pytest.fixture(scope="session")
 def kubelets() -> Iterator[ControlPlane]:
-    """A real cluster with two nodes of four GPUs and a spare host, for all tests."""
+    """A real cluster with two nodes of four GPUs and two spare hosts, for all tests."""
     require_kubernetes(nodes=True)
     from .harness.control_plane import ControlPlane
 
-    with ControlPlane(nodes=2, spare=1) as cluster:
+    with ControlPlane(nodes=2, spare=2) as cluster:
         assert isinstance(cluster, ControlPlane)
         yield cluster
 
