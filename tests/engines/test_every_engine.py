@@ -28,9 +28,10 @@ ENGINES = {
 """The cases, and where they run."""
 
 
-def on(*names: str) -> Any:
-    """Run a test on the engines of these names."""
-    cases = [pytest.param(name, marks=ENGINES[name]) for name in names]
+def on(*names: str, rarely: tuple[str, ...] = ()) -> Any:
+    """Run a test on the engines of these names; on some of them, left to `--exhaustive`."""
+    marks = ENGINES | dict.fromkeys(rarely, pytest.mark.exhaustive)
+    cases = [pytest.param(name, marks=marks[name]) for name in names]
     return pytest.mark.parametrize("case", cases, indirect=True)
 
 
@@ -101,7 +102,7 @@ def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler)
     ]
 
 
-@on_all
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     """Also two on one node and one on another, where the engine can place them so."""
     nodes = ["n1", "n2"] if case.is_even else ["n1", "n1", "n2"]
@@ -125,7 +126,7 @@ def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Sc
     assert case.processes() == []
 
 
-@on_all
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""
     scheduler.apply("toy", ["n1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,15 +46,6 @@ def wait_for(backend: Generations, kind: type[Started | Exited]) -> object:
 def wait_for_text(path: Path, text: str) -> str:
     until(lambda: path.exists() and text in path.read_text(), f"{path} says {text!r}")
     return path.read_text()
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """Read the environment of a process that was just started.
-
-    ``Popen`` returns as soon as ``execve`` has closed its pipe, a moment before the kernel has laid
-    out the new program's environment: until then it reads as empty.
-    """
-    return until(lambda: psutil.Process(pid).environ(), f"{pid} has an environment")
 
 
 def test_a_stop_that_somebody_else_asked_for(backend: Generations, state_dir: StateDir) -> None:
@@ -129,19 +119,3 @@ def test_last_words_leave_out_what_torchrun_says(tmp_path: Path, status: str, wo
     ended = last_words(log, None, 2)
     assert ended.lines == [], "it printed nothing, and torchrun's ruler is not what it said"
     assert ended.describe() == words
-
-
-def test_nothing_of_the_scheduler_leaks_into_a_job(
-    backend: Generations, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scheduler that was itself started by torchrun, or by a job, does not confuse its jobs."""
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PIPOLLUX_JOB_ID"):
-        monkeypatch.setenv(name, "outer")
-    backend.apply(program("--steps", "1"), 1, ["node-a"])
-    started = wait_for(backend, Started)
-    assert isinstance(started, Started)
-    environment = environment_of(int(started.replicas[0]))
-    assert "RANK" not in environment
-    assert "outer" not in environment.values()
-    assert environment["PATH"] == os.environ["PATH"]
-    assert wait_for(backend, Exited) == Exited(1, Outcome.COMPLETE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -34,7 +35,12 @@ ARGS = ("--n", "5", "--log", "--max", "--run", "--node", "--", "-m", "--", "a b"
 def test_what_two_replicas_are_given(
     state_dir: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their arguments as they are, of the environment a list; and nobody else can reach them."""
+    """Their arguments as they are, of the environment a list; and nobody else can reach them.
+
+    A scheduler that was itself started by torchrun, or by a job, does not confuse its jobs.
+    """
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PIPOLLUX_JOB_ID"):
+        monkeypatch.setenv(name, "outer")
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("OPERATORS_CHOICE", "passed on")
@@ -53,6 +59,8 @@ def test_what_two_replicas_are_given(
             assert met["total"] == 2.0
             environment = met["environment"]
             assert "PGPASSWORD" not in environment
+            assert "outer" not in environment.values()
+            assert environment["PATH"] == os.environ["PATH"]
             assert environment["OPERATORS_CHOICE"] == "passed on"
             assert (environment["SEED"], environment["NCCL_DEBUG"]) == ("3", "INFO")
         listening = {
@@ -119,6 +127,7 @@ def test_the_loopback_interface_is_found() -> None:
         ("HTTPS_PROXY", "http://user:secret@proxy:3128", False),
         ("PIPOLLUX_STORE", "postgresql://a:b@c/d", False),
         ("MASTER_ADDR", "10.0.0.1", False),
+        ("RANK", "0", False),
         ("PET_NNODES", "7", False),
         ("TORCHELASTIC_RUN_ID", "outer", False),
         ("PYTHON_EXEC", "/bin/sh", False),
@@ -127,7 +136,8 @@ def test_the_loopback_interface_is_found() -> None:
 )
 def test_what_is_inherited(name: str, value: str, passes: bool) -> None:
     assert (name in inherited({name: value})) is passes
-    named = not name.startswith(("PIPOLLUX", "MASTER", "PET", "TORCHELASTIC", "PYTHON_EXEC"))
+    never = ("PIPOLLUX", "MASTER", "PET", "RANK", "TORCHELASTIC", "PYTHON_EXEC")
+    named = not name.startswith(never)
     assert (name in inherited({name: value}, [name])) is named
 
 
