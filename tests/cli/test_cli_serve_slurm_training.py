@@ -22,7 +22,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.exhaustive
 
-NUM_EPOCHS = 4
+NUM_EPOCHS = 12
 
 
 def counted(repository: Path, **fields: Any) -> JobSpec:
@@ -67,7 +67,6 @@ def test_a_job_whose_nodes_are_preempted_goes_on_when_there_are_some_again(
                 assert client.job("digits").phase is not Phase.COMPLETE
             cluster.call("scancel", urgent)
             details = until(lambda: is_complete(state_dir))
-    assert details.failures == 0
     assert details.generation > 1
     assert fault(state_dir.checkpoints("digits"), NUM_EPOCHS) is None
 

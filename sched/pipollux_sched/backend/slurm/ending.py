@@ -20,7 +20,7 @@ _SLURM_LINE = re.compile(r"(?:srun|slurmstepd\S*): (?:error: |\S)")
 _TAKEN = re.compile(
     r"Node failure on|DUE TO|CANCELLED AT|Force Terminated|task \d+: Killed"
     r"|Invalid job id|Expired or invalid job|[Jj]ob/step already completing|nodes are busy"
-    r"|has been revoked|Job credential expired|Memory required by task is not available"
+    r"|has been revoked|Job credential (?:expired|revoked)|Memory required by task is not available"
 )
 _TOO_LARGE = re.compile(r"Out Of Memory|oom.kill", re.IGNORECASE)
 _LINES = 40

@@ -35,6 +35,7 @@ def ended(folder: Path, said: str = "", status: int | None = None, told: str = "
     [
         "srun: error: Unable to create step for job 5: Memory required by task is not available",
         "srun: error: Unable to create step for job 5: Requested nodes are busy",
+        "srun: error: Application launch failed: Job credential revoked",
         "srun: error: Unable to create step for job 5: Job/step already completing or completed",
         "slurmstepd: error: *** STEP 5.2 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT",
     ],
