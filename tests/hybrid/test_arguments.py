@@ -312,3 +312,13 @@ def test_devices_of_the_environment() -> None:
     assert choose_devices(env, 1, None) == [torch.device("cpu")], "the second is not wanted"
     with pytest.raises(ConfigurationError, match="PIPOLLUX_DEVICES ask for 'cuda:77'"):
         choose_devices(env, 2, None)
+
+
+def test_devices_of_a_scheduler_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script cannot choose others there, so it is told what its job or the scheduler needs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    env = JobEnvironment.read({"PIPOLLUX_DEVICES": "cuda:0"})
+    with pytest.raises(ConfigurationError, match="give the job a torch built for CUDA"):
+        choose_devices(env, 1, None)
+    with pytest.raises(ConfigurationError, match="leave devices out to train on the CPU"):
+        choose_devices(env, 1, ["cuda:0"])
