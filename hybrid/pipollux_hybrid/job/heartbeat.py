@@ -4,11 +4,16 @@ Every replica has a thread of its own for this (rank 0 has the `Reporter` beside
 timeout. When the scheduler is away the thread tries again after 1 s, 2 s, 4 s, … but never more
 seldom than the interval, so that the next scheduler hears of the replica soon. The last one says
 that the script has ended: from then on its silence is no loss, however long other replicas go on.
+
+A replica that was cut off may live on when the scheduler has long started others in its place. It
+learns so from the answer to its next heartbeat, and ends at once, before it writes to the
+checkpoints that are now theirs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -34,6 +39,10 @@ GOODBYE_PAUSE = 0.5
 BUSY = 429
 """Status from which a refusal is worth a repetition: too many requests, a store that is full."""
 FIRST_BACKOFF = 1.0
+OVER = 409
+"""Answer where the generation has ended, or another has taken its place."""
+REPLACED = os.EX_TEMPFAIL
+"""Exit status (75, EX_TEMPFAIL of sysexits.h) of a replica whose generation is over."""
 REFUSED = (401, 403, 404)
 """Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
 
@@ -107,6 +116,9 @@ class Heartbeat:
             if response.status_code in REFUSED:
                 self._give_up(response.status_code)
                 return None
+            if response.status_code == OVER and not self._stop.is_set():
+                self._end(response.text)
+                return None
             response.raise_for_status()
         except Exception as error:  # whatever it is, the next one is sent
             self._note_failure(error)
@@ -150,6 +162,16 @@ class Heartbeat:
         if self._away:
             LOG.warning("heartbeats to %s arrive again", self._url)
         self._away = False
+
+    def _end(self, words: str) -> None:
+        """End this process, whatever it does: it must not save any more."""
+        print(
+            f"pipollux: generation {self._env.generation} of this job is over for the scheduler "
+            f"({words.strip()[:300]}): this replica ends, and saves nothing",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(REPLACED)
 
     def _give_up(self, status: int) -> None:
         LOG.warning(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,17 +168,28 @@ def test_a_script_that_fails_does_not_say_that_it_has_finished(service: Service)
         assert beats.heard("failing", 1)[0].finished is finished
 
 
-def test_the_heartbeats_of_a_generation_that_was_moved_are_not_taken(
-    service: Service, caplog: pytest.LogCaptureFixture
-) -> None:
+OUTLIVES = """
+import time
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.heartbeat import Heartbeat
+assert Heartbeat.start(JobEnvironment.read(), lambda: None)
+time.sleep(240)
+"""
+
+
+def test_a_replica_whose_place_was_taken_ends(service: Service) -> None:
+    """It was cut off, and would write to the checkpoints of those that came after it."""
     service.submit("moved", ["node-a"])
     service.store.transition("moved", Allocate(["node-b"], "it is better"))
     service.store.transition("moved", Exited(1, Outcome.STOPPED, step=1))
-    env = JobEnvironment.read(environment(service, "moved"))
-    heartbeat = Heartbeat.start(env, lambda: None)
-    assert heartbeat is not None
-    eventually(lambda: "409" in caplog.text)
-    heartbeat.close()
+    own = {**os.environ, **environment(service, "moved")}
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES], env=own, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == heartbeat.REPLACED
+    (line,) = done.stderr.splitlines()
+    assert "generation 1 of this job is over for the scheduler" in line
+    assert "is not the present one (2)" in line
     assert service.control.heartbeats.heard("moved", 1) == {}
     refused = service.admin.post("/jobs/moved/heartbeats", json={"generation": 1, "replica": 0})
     assert detail(refused) == "generation 1 of job 'moved' is not the present one (2)"

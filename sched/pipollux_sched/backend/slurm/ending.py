@@ -43,6 +43,8 @@ def how_ended(
     if status == 0:
         return Ended(0, result)
     gone = why_gone(record, snapshot)
+    if told == "gone" and status is not None:
+        gone = gone or f"Slurm did not know of the step on node {record.node} any more."
     if gone:
         return Ended(status, result, gone)
     if status is not None:

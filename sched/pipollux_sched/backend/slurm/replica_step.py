@@ -18,10 +18,17 @@ from .snapshot import SlurmSnapshot
 
 __all__ = ["ReplicaStep", "signal_command"]
 
-EXIT_PATIENCE = 5.0
-"""Seconds that an exit status which was written on a node may take to be seen here."""
+EXIT_PATIENCE = 6.0
+"""Seconds that an exit status which was written on a node may take to be seen here, and that a step
+takes to end which Slurm no longer reaches: see `GONE`."""
 GONE_PATIENCE = 10.0
 """Seconds that srun has to end when its node or allocation is gone, or its replica was killed."""
+COMPLETING_PATIENCE = 40.0
+"""The same while Slurm still lists the step, which may be saving: its `KillWait`, by default 30 s,
+and some more."""
+GONE = "gone"
+"""What a step is told, by a file alone, when Slurm says that its node or allocation is gone: its
+processes may live on, for instance where only slurmd is dead, and others take their place."""
 KILL_PATIENCE = 5.0
 """Seconds that the first process of a step has to kill the others, before Slurm kills all."""
 SETTLE_TIME = 30.0
@@ -59,7 +66,9 @@ class ReplicaStep:
         self._told_at: float | None = time.monotonic() if self._told else None
         self._over_at: float | None = None
         self._gone_at: float | None = None
+        self._fenced_at: float | None = None
         self._seen = False
+        self._adopted = False
 
     @classmethod
     def start(
@@ -97,7 +106,9 @@ class ReplicaStep:
         cls, key: ReplicaKey, record: ReplicaRecord, files: ReplicaFiles, log: Path
     ) -> ReplicaStep:
         """Return a replica that an earlier scheduler has started."""
-        return cls(key, record, files, log, ReplicaProcess(files.srun))
+        found = cls(key, record, files, log, ReplicaProcess(files.srun))
+        found._adopted = True
+        return found
 
     def step(self, snapshot: SlurmSnapshot) -> StepLine | None:
         """Return its step, if Slurm has one."""
@@ -133,7 +144,7 @@ class ReplicaStep:
         node whose slurmd is dead.
         """
         before = self._told_at
-        if self._told != "kill" and self._told != what.value:
+        if self._told not in ("kill", GONE, what.value):
             with suppress(OSError):  # the signal itself may arrive
                 self._files.write_signal(what.value)
             self._told, self._told_at = what.value, time.monotonic()
@@ -154,8 +165,11 @@ class ReplicaStep:
         now = time.monotonic()
         if snapshot.number and why_gone(self.record, snapshot):
             self._gone_at = self._gone_at or now
-        overdue = now - GONE_PATIENCE
-        gone = self._gone_at is not None and self._gone_at < overdue
+        allocation = snapshot.jobs.get(self.record.pool)
+        ends = allocation is not None and allocation.state != "RUNNING"
+        completes = ends and step is not None
+        patience = COMPLETING_PATIENCE if completes else GONE_PATIENCE
+        gone = self._gone_at is not None and self._gone_at < now - patience
         if code is None and not gone:
             return
         self._over_at = self._over_at or now
@@ -166,10 +180,21 @@ class ReplicaStep:
         if code is None:
             self.end_srun()
             code = -signal.SIGKILL
-        late = self._over_at < now - EXIT_PATIENCE
-        if self._seen and not late and not gone and self._files.read_exit() is None:
-            return
+        if (self._seen or self._adopted) and self._files.read_exit() is None:
+            self._fence(now)
+            if now < (self._fenced_at or 0.0) + EXIT_PATIENCE:
+                return
         self.ended = how_ended(self.record, self._files, self._log, code, snapshot)
+
+    def _fence(self, now: float) -> None:
+        """Tell the processes of a step that seems to be over to end, as they may live on."""
+        if self._fenced_at is not None:
+            return
+        self._fenced_at = now
+        if self._told != "kill":
+            with suppress(OSError):  # nor could the step write anything there
+                self._files.write_signal(GONE)
+            self._told = GONE
 
 
 def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:

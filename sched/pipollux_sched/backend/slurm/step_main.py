@@ -9,9 +9,9 @@ Where Slurm tracks processes by their parents or groups, a signal to a step reac
 SIGTERM would end the workers of a data loader whose script is about to save. So a step is stopped
 with SIGURG, which nobody heeds but this process, and COMMAND alone gets SIGTERM, once; and it is
 killed with SIGWINCH, so that orphans, which Slurm may not find, are killed before this process is
-gone. A node whose slurmd is dead is not reached by signals at all: BASE.signal, which holds "stop"
-or "kill", says the same. It is run as a file, without the package around it, and must import
-nothing but the standard library.
+gone. A node whose slurmd is dead is not reached by signals at all: BASE.signal, which holds "stop",
+"kill", or "gone" (to be killed, as another takes its place), says the same. It is run as a file,
+without the package around it, and must import nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(base: Path, command: list[str]) -> int:
         child.terminate()
     while (code := _wait(child)) is None:
         wanted = read_signal(base)
-        if wanted == "kill":
+        if wanted in ("kill", "gone"):
             kill_step(base)
         elif wanted and not asked:
             stop()
@@ -82,7 +82,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def read_signal(base: Path) -> str:
-    """Return what the step is told: "stop", "kill", or nothing."""
+    """Return what the step is told: "stop", "kill", "gone", or nothing."""
     try:
         return base.with_name(base.name + ".signal").read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -9,6 +9,8 @@ import pytest
 
 from pipollux_sched.backend.base import ClusterUnavailableError, ReplicaKey, Signal
 from pipollux_sched.backend.slurm.engine import SlurmEngine
+from pipollux_sched.backend.slurm.record import ReplicaFiles
+from pipollux_sched.backend.slurm.step_main import step_processes
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.harness.slurm import SlurmCluster
@@ -92,6 +94,21 @@ def test_a_step_that_slurm_cannot_reach_is_stopped_all_the_same(
     engine.signal(key, Signal.STOP)
     how = ended(engine, key)
     assert how.result.stopped_step
+
+
+def test_nothing_runs_any_more_of_what_is_told_as_lost(
+    broken: list[str], cluster: SlurmCluster, engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    """Only slurmd is dead, and the node is taken for down: others are about to take its place."""
+    broken.append("n1")
+    key = start(engine, "toy", "n1")
+    runs(engine, state_dir, key)
+    base = ReplicaFiles.of(state_dir, key).base
+    assert step_processes(base)
+    cluster.kill_node("n1")
+    cluster.fail("n1", "its slurmd does not answer")
+    assert "n1" in ended(engine, key).lost
+    assert step_processes(base) == []
 
 
 def test_what_ran_in_a_revoked_allocation_is_lost(
