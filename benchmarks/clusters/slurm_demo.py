@@ -111,7 +111,7 @@ def tell(world: SlurmWorld, story: Story) -> None:
 
 def _counted(job: JobSpec) -> JobSpec:
     args = (str(job.script), *job.args)
-    return job.model_copy(update={"script": HERE / "counted.py", "args": args})
+    return job.model_copy(update={"script": str(HERE / "counted.py"), "args": args})
 
 
 def wrong(world: SlurmWorld, story: Story) -> Iterator[str]:
