@@ -141,9 +141,12 @@ def _account(world: SlurmWorld, name: str, points: list[Any]) -> Iterator[str]:
         yield f"{name}: {samples[-1]} samples were trained, not {SAMPLES[name]}"
     losses = [point.loss for point in points if point.loss is not None]
     tenth = max(len(losses) // 10, 1)
-    parts = [sum(losses[i : i + tenth]) / tenth for i in (0, len(losses) // 2, len(losses) - tenth)]
-    if parts != sorted(parts, reverse=True):
-        yield f"{name}: the loss does not fall: {parts}"
+    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+    if last > 0.8 * first:
+        yield f"{name}: the loss does not fall: {first:.3f} has become {last:.3f}"
+    starts = [found.loss for found in _starts(world.store.generations(name), points)]
+    if any(loss > 0.9 * losses[0] for loss in starts[1:]):
+        yield f"{name}: the loss after a restart is that of the beginning: {starts}"
 
 
 def _step(world: SlurmWorld, job: str) -> int:
@@ -161,16 +164,17 @@ def report(world: SlurmWorld, story: Story) -> str:
         lines.append(
             f"{name}: {job.phase.value}, {len(generations)} generations, {last.step} steps, "
             f"{last.samples} samples, loss {first.loss:.3f} to {last.loss:.3f}; at each start: "
-            + ", ".join(_starts(generations, points))
+            + ", ".join(f"step {p.step} loss {p.loss:.3f}" for p in _starts(generations, points))
         )
     return "\n".join(lines)
 
 
-def _starts(generations: list[Any], points: list[Any]) -> Iterator[str]:
+def _starts(generations: list[Any], points: list[Any]) -> Iterator[Any]:
+    """Yield the first point of each generation that has any."""
     for entry in generations:
         later = [p for p in points if p.time >= entry.created_at and p.loss is not None]
         if later:
-            yield f"step {later[0].step} loss {later[0].loss:.3f}"
+            yield later[0]
 
 
 def main() -> None:
