@@ -144,6 +144,23 @@ class SlurmCluster:
         # The state of an idle node is not written: it is asked for when its time comes.
         self.wait_until(lambda: not any("UNKNOWN" in x for x in self.states().values()))
 
+    def saved_with(self, step: str) -> bytes:
+        """Return what slurmctld has written down of its jobs, as soon as a step is in it.
+
+        Args:
+            step: the step's name.
+        """
+        path = self.folder / "state" / "job_state"
+        self.wait_until(lambda: path.exists() and step.encode() in path.read_bytes())
+        return path.read_bytes()
+
+    def go_back_to(self, saved: bytes) -> None:
+        """Kill slurmctld, and start one that has forgotten what came after `saved_with`."""
+        self.stop_controller(signal.SIGKILL)
+        (self.folder / "state" / "job_state").write_bytes(saved)
+        self.start_controller()
+        self.wait_until(lambda: not any("UNKNOWN" in x for x in self.states().values()))
+
     def start_node(self, node: str) -> None:
         """Start a node's slurmd."""
         self._start(self._hosts.inside(node), "slurmd", "-N", node)

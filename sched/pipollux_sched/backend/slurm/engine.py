@@ -32,7 +32,8 @@ from pipollux_sched.store import StateDir
 
 from .ending import why_gone
 from .node_check import NodeChecks
-from .nodes import NodeStates, is_unknown
+from .nodes import NodeStates, is_silent, is_unknown
+from .output import StepLine
 from .pools import Pools, own_allocation
 from .record import (
     ReplicaFiles,
@@ -42,10 +43,11 @@ from .record import (
     remove_generation,
     step_name,
 )
-from .replica_step import ReplicaStep, signal_command
+from .replica_step import ReplicaStep
 from .signals import SignalSender
 from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
 from .step_command import srun_command, step_environment
+from .strays import Strays
 
 __all__ = ["SlurmEngine", "make"]
 
@@ -96,6 +98,7 @@ class SlurmEngine(Engine):
         self._version = self._strays_seen = 0
         self._recovered = False
         self._signals = SignalSender()
+        self._strays = Strays(self._signals)
         self._checks = NodeChecks(state_dir)
         self._replicas = {key: self._find(key, record) for key, record in find_records(state_dir)}
         reader = SlurmReader(pools.choose)
@@ -119,7 +122,10 @@ class SlurmEngine(Engine):
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes of the running allocations that were checked: see `Engine`."""
         snapshot = self._slurm.latest
-        found = self._view.nodes(snapshot, self._pools.leaving(snapshot), self._checks.broken())
+        there = [step for step in self._strays.stuck if step.pool in snapshot.allocations]
+        leaving = {step.node: step.why for step in there}
+        leaving.update(self._pools.leaving(snapshot))
+        found = self._view.nodes(snapshot, leaving, self._checks.broken())
         unchecked = self._checks.unchecked()
         return {name: node for name, node in found.items() if name not in unchecked}
 
@@ -187,7 +193,8 @@ class SlurmEngine(Engine):
         if any(step.unsettled for step in self._replicas.values()):
             self._slurm.hurry()
         self._signals.look()
-        self._kill_strays(snapshot)
+        if self._recovered and snapshot.number != self._strays_seen:
+            self._kill_strays(snapshot)
         return Listing(self._version, states)
 
     def forget(self, job: str, generation: int) -> None:
@@ -206,16 +213,17 @@ class SlurmEngine(Engine):
         lines = [f"step {handle} of job {key.job} ({step_name(key)})" for key, handle in found]
         for signal, patience in ((Signal.STOP, grace), (Signal.KILL, KILL_PATIENCE)):
             deadline = time.monotonic() + patience
-            while found and time.monotonic() < deadline:
-                for key, _ in found:
-                    self._signal_left(key, signal)
+            while self._is_awaited(found, signal) and time.monotonic() < deadline:
+                self._end_left(found, signal)
                 time.sleep(min(0.5, max(deadline - time.monotonic(), 0.0)))
                 found = self._left_behind(self._slurm.refresh(), kept)
-        if found:
-            steps = "; ".join(f"{handle} ({step_name(key)})" for key, handle in found)
+        silent = [(key, handle) for key, handle in found if self._is_out_of_reach(key)]
+        if silent:
+            steps = "; ".join(f"{handle} ({step_name(key)})" for key, handle in silent)
             raise BackendError(
                 f"steps that an earlier scheduler of {self._state_dir.path} left behind cannot be "
-                f"ended: {steps}"
+                f"ended, as their nodes do not answer: {steps}; start the scheduler again when the "
+                "nodes are back or declared down"
             )
         for job, generation in {key[:2] for key in self._replicas} - kept:
             self.forget(job, generation)
@@ -253,37 +261,53 @@ class SlurmEngine(Engine):
         self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
     ) -> list[tuple[ReplicaKey, str]]:
         """Return the replicas that are not over, but those of adopted generations, and handles."""
+        found = {key: step.step for key, step in self._listed(snapshot, kept).items()}
+        for key, replica in self._replicas.items():
+            state = replica.look(snapshot)
+            if state.ended is not None:
+                if state.ended.status is not None:  # its step is over, whatever Slurm lists
+                    found.pop(key, None)
+            elif key[:2] not in kept:
+                found.setdefault(key, state.handle)
+        return sorted(found.items())
+
+    def _listed(
+        self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
+    ) -> dict[ReplicaKey, StepLine]:
+        """Return the steps of replicas on nodes that are up, but those of adopted generations."""
         found = {}
         for (pool, name), step in snapshot.steps.items():
             key = read_step_name(name)
             if key is None or pool not in snapshot.allocations or key[:2] in kept:
                 continue
             if not why_gone(ReplicaRecord(pool=pool, node=step.node), snapshot):
-                found[key] = step.step
-        for key, replica in self._replicas.items():
-            state = replica.look(snapshot)
-            if key[:2] not in kept and state.ended is None:
-                found.setdefault(key, state.handle)
-        return sorted(found.items())
+                found[key] = step
+        return found
 
     def _kill_strays(self, snapshot: SlurmSnapshot) -> None:
         """Kill steps that were taken for lost, and are found again when their node is back."""
-        if not self._recovered or snapshot.number == self._strays_seen:
-            return
         self._strays_seen = snapshot.number
-        for key, handle in self._left_behind(snapshot, ()):
-            replica = self._replicas.get(key)
-            if replica is None or replica.ended:
-                command = signal_command(handle, Signal.KILL, insist=True)
-                self._signals.send((key, Signal.KILL), command)
+        live = {key for key, replica in self._replicas.items() if replica.ended is None}
+        found = self._listed(snapshot, ())
+        self._strays.look({key: found[key] for key in found.keys() - live}, snapshot)
+        self._pools.replace({step.pool: step.why for step in self._strays.stuck})
 
-    def _signal_left(self, key: ReplicaKey, signal: Signal) -> None:
+    def _end_left(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> None:
+        for key, _ in found:
+            if key in self._replicas:
+                with suppress(ClusterUnavailableError):
+                    self.signal(key, signal)
+        if signal is Signal.KILL:
+            self._kill_strays(self._slurm.latest)
+
+    def _is_awaited(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> bool:
+        """Return whether a signal is of use: a step without a record has nothing to save."""
+        return any(signal is Signal.KILL or key in self._replicas for key, _ in found)
+
+    def _is_out_of_reach(self, key: ReplicaKey) -> bool:
+        """Return whether a step's node does not answer, so that it has got no signal."""
         snapshot = self._slurm.latest
+        nodes = {step.node for (_, name), step in snapshot.steps.items() if name == step_name(key)}
         if key in self._replicas:
-            with suppress(ClusterUnavailableError):
-                self.signal(key, signal)
-            return
-        for pool in snapshot.allocations:
-            step = snapshot.steps.get((pool, step_name(key)))
-            if step is not None:
-                self._signals.send((key, signal), signal_command(step.step, signal, insist=True))
+            nodes.add(self._replicas[key].record.node)
+        return any(is_silent(snapshot.nodes.get(node)) for node in nodes)

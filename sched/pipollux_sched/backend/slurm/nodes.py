@@ -84,6 +84,11 @@ class NodeStates:
         return "it does not answer"
 
 
+def is_silent(line: NodeLine | None) -> bool:
+    """Return whether a node does not answer."""
+    return line is not None and bool(line.flags & _SILENT)
+
+
 def is_unknown(line: NodeLine | None) -> bool:
     """Return whether Slurm's controller, just started, does not know yet how a node is.
 

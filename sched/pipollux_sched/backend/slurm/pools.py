@@ -39,6 +39,13 @@ class Pools(ABC):
             busy: allocations that replicas are in.
         """
 
+    def replace(self, stuck: Mapping[int, str]) -> None:  # noqa: B027  # as above
+        """Leave allocations in which Slurm lists a step that cannot be ended.
+
+        Args:
+            stuck: all of them, and why, in one sentence.
+        """
+
     def close(self, busy: Collection[int]) -> None:  # noqa: B027  # as above
         """Let go of the allocations that no replicas are in.
 

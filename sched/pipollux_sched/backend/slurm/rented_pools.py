@@ -109,6 +109,7 @@ class RentedPools(Pools):
         self._wanted: int | None = None
         self._released: set[int] = set()
         self._draining: dict[int, str] = {}
+        self._stuck: Mapping[int, str] = {}
         self._submitted: dict[int, float] = {}
         """Jobs that a snapshot may not yet show, and when they were submitted."""
         self._waiting: dict[int, tuple[float, str]] = {}
@@ -185,6 +186,11 @@ class RentedPools(Pools):
                 for name in snapshot.allocations[number].shares
             }
 
+    def replace(self, stuck: Mapping[int, str]) -> None:
+        """Leave allocations with a step that cannot be ended; others are asked for."""
+        with self._lock:
+            self._stuck = stuck
+
     def close(self, busy: Collection[int]) -> None:
         """Give everything back but what replicas are in, unless it is to be kept."""
         if self.options.keep:
@@ -201,7 +207,7 @@ class RentedPools(Pools):
         """Give back draining nodes on which nothing runs any more."""
         with self._lock:
             for number in sorted(self._draining.keys() - set(busy)):
-                steps = any(
+                steps = number not in self._stuck and any(
                     step.job == number and step.name != CHECK_NAME
                     for step in self._snapshot.steps.values()
                 )
@@ -224,7 +230,10 @@ class RentedPools(Pools):
     def _lasting(self, jobs: Mapping[int, SlurmJob]) -> list[SlurmJob]:
         """Return what is not about to be replaced: twice the time to drain is left of it."""
         counting = [job for job in jobs.values() if self._counts(job)]
-        return [job for job in counting if job.state in _COMING or not self._ends_soon(job, 2.0)]
+        return [job for job in counting if job.state in _COMING or self._lasts(job)]
+
+    def _lasts(self, job: SlurmJob) -> bool:
+        return job.job not in self._stuck and not self._ends_soon(job, 2.0)
 
     def _fill(self, snapshot: SlurmSnapshot) -> None:
         """Ask for the nodes that are missing, or take back requests for too many."""
@@ -242,12 +251,14 @@ class RentedPools(Pools):
         running = [job for job in snapshot.jobs.values() if self._is_running(job)]
         ending = [job for job in running if self._ends_soon(job, 2.0)]
         ending.sort(key=lambda job: job.seconds_left or 0.0)
-        replaced = len(running) - (self._wanted or 0)
+        stuck = self._stuck.keys() & {job.job for job in running}
+        replaced = len(running) - len(stuck) - (self._wanted or 0)
         self._draining = {
             job.job: ends_in(job)
             for place, job in enumerate(ending)
             if place < replaced or self._ends_soon(job)
         }
+        self._draining.update({number: self._stuck[number] for number in stuck})
 
     def _tell_what_waits(self, snapshot: SlurmSnapshot) -> None:
         """Say once for which of Slurm's reasons nodes do not come."""

@@ -12,6 +12,7 @@ from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
 from pipollux_sched.backend.local.replica_process import ReplicaProcess
 
 from .ending import how_ended, why_gone
+from .nodes import is_silent
 from .output import StepLine
 from .record import ReplicaFiles, ReplicaRecord, step_name
 from .snapshot import SlurmSnapshot
@@ -26,6 +27,9 @@ GONE_PATIENCE = 10.0
 COMPLETING_PATIENCE = 40.0
 """The same while Slurm still lists the step, which may be saving: its `KillWait`, by default 30 s,
 and some more."""
+LISTED_PATIENCE = 15.0
+"""Seconds for which Slurm may list a step whose exit status is there: where its controller has
+forgotten the end, it does so for ever."""
 GONE = "gone"
 """What a step is told, by a file alone, when Slurm says that its node or allocation is gone: its
 processes may live on, for instance where only slurmd is dead, and others take their place."""
@@ -175,7 +179,7 @@ class ReplicaStep:
         self._over_at = self._over_at or now
         if snapshot.begun <= self._over_at:
             return
-        if step is not None and not gone:
+        if step is not None and not gone and self._may_run(snapshot, now):
             return  # its srun was killed; the step itself runs
         if code is None:
             self.end_srun()
@@ -185,6 +189,15 @@ class ReplicaStep:
             if now < (self._fenced_at or 0.0) + EXIT_PATIENCE:
                 return
         self.ended = how_ended(self.record, self._files, self._log, code, snapshot)
+
+    def _may_run(self, snapshot: SlurmSnapshot, now: float) -> bool:
+        """Return whether a step that is listed, and has no srun any more, may have processes."""
+        over_at = self._over_at or now
+        if self._files.read_exit() is not None:
+            return now < over_at + LISTED_PATIENCE
+        if self._told != "kill" or is_silent(snapshot.nodes.get(self.record.node)):
+            return True
+        return now < max(self._told_at or now, over_at) + COMPLETING_PATIENCE
 
     def _fence(self, now: float) -> None:
         """Tell the processes of a step that seems to be over to end, as they may live on."""
