@@ -35,6 +35,10 @@ PRELOADED = [
         "pipollux_perfmodel.hints.hints",
     ),
     *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_sched.simulator"),
+    *("pipollux_sched.modeling", "autograd.numpy", "httpcore", "textual.app", "rich.markdown"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+    # What modules of tests import, from which replicas take the function that they run.
+    *("pytest", "hypothesis.internal.conjecture.providers", "allpairspy"),
 ]
 PIPOLLUX = Path(sys.executable).with_name("pipollux")
 WRITTEN = os.O_WRONLY | os.O_APPEND

@@ -110,7 +110,7 @@ def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
 
 
-@on_all
+@on(*ENGINES, rarely=("local",))
 def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Scheduler) -> None:
     """The other one ends too, and the message has the exception and the last words."""
     scheduler.apply("toy", [*NODES], "--fail-at=3", "--fail-rank=1")
@@ -158,7 +158,7 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     assert case.processes() == []
 
 
-@on_all
+@on(*ENGINES, rarely=("local",))
 def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     """What has ended meanwhile, too; and ends what nobody has adopted."""
     jobs = {"kept": ["n1"], "left": ["n2"], "done": ["n2"]}

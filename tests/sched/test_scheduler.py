@@ -259,13 +259,13 @@ def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) 
     script, end = tmp_path / "leaving.py", tmp_path / "end"
     script.write_text(LEAVING)
     spec = JobSpec(name="leaving", script=str(script), args=[str(end)], requested_replicas=2)
-    with scheduler_on(directory, Both(), heartbeat_timeout=12.0) as scheduler:
+    with scheduler_on(directory, Both(), heartbeat_timeout=6.0) as scheduler:
         scheduler.submit(spec)
         deadline = time.monotonic() + 240
         while True:
             heard = scheduler.control.heartbeats.heard("leaving", 1)
             # The watchdog has had its chance to take it for lost.
-            if 1 in heard and heard[1].finished and heard[1].seconds > 14.0:
+            if 1 in heard and heard[1].finished and heard[1].seconds > 7.0:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -68,6 +68,7 @@ def lines(path: Path) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in whole]
 
 
+@pytest.mark.exhaustive
 def test_from_one_stage_to_two(directory: Path, tmp_path: Path) -> None:
     """Its layers are priced, it is cut in two, resumes its step, and stays so ever after."""
     job = JobSpec(
