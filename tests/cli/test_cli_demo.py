@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.programs import run_pipollux
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
 
@@ -239,8 +240,6 @@ def test_interrupted_and_run_again(start: Callable[..., Run]) -> None:
 
 
 def test_missing_examples(tmp_path: Path) -> None:
-    failed = subprocess.run(
-        [PROGRAM, "demo", "--examples", str(tmp_path / "none")], capture_output=True, text=True
-    )
+    failed = run_pipollux("demo", "--examples", tmp_path / "none")
     assert failed.returncode == 2
     assert "none/demo-cluster.yaml" in failed.stderr

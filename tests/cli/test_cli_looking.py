@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -19,10 +18,10 @@ from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.lifecycle import CANCELLED, Phase
 from pipollux_sched.store import ListedPhase, Store
 from pipollux_sched.views.jobs import list_jobs
+from tests.programs import run_pipollux
 from tests.sched.report import synthetic_log as synthetic
 
 from .kept import Clock, kept
-from .runner import PIPOLLUX
 
 Say = Callable[..., str]
 
@@ -267,12 +266,7 @@ def test_what_a_report_was_written_to(tmp_path: Path) -> None:
     log = synthetic.write_log(tmp_path / "events.jsonl", synthetic.synthetic_log()[:200])
     output = tmp_path / "report.html"
     for form, says in (("json", {"report": str(output)}), ("table", f"Wrote {output}\n")):
-        done = subprocess.run(
-            [PIPOLLUX, "report", str(log), "--save", str(output), "--output", form],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=True,
-        )
+        done = run_pipollux("report", log, "--save", output, "--output", form)
+        assert done.returncode == 0, done.stderr
         assert (json.loads(done.stdout) if form == "json" else done.stdout) == says
     assert "<html" in output.read_text()

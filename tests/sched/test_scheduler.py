@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +28,7 @@ from pipollux_sched.store import (
 )
 from pipollux_sched.utils import vital_thread
 from pipollux_sched.views.cluster import list_nodes
+from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
 
@@ -220,11 +218,12 @@ os._exit(9)
 """A scheduler that dies as if killed, after it has heard of a replica."""
 
 
-def test_a_replica_that_froze_while_nobody_looked(directory: Path) -> None:
+def test_a_replica_that_froze_while_nobody_looked(directory: Path, tmp_path: Path) -> None:
     """The next scheduler never hears of it: once it was then waited for without end."""
-    command = [sys.executable, "-c", KILLED, str(directory)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == 9
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with Forked(script, [str(directory)]) as killed:
+        assert killed.wait() == 9, killed.errors
     for process in processes_of(directory):
         if process.environ().get("RANK") == "0":
             process.suspend()

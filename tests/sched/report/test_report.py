@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from pipollux_sched.report.run.event_log import EventLogError
 from pipollux_sched.report.run.records import Run
 from pipollux_sched.report.run.replay import Recorder
 from pipollux_sched.utils.text import clean, grouped
+from tests.programs import run_pipollux
 from tests.sched.report.page import Page, charts
 
 from . import synthetic_log as synthetic
@@ -348,23 +347,14 @@ def test_clean_takes_out_what_terminals_and_xml_choke_on() -> None:
 
 def test_command_draws_the_report_anew(events: list[Event], tmp_path: Path) -> None:
     log = synthetic.write_log(tmp_path / "events.jsonl", events[:300])
-    program = [sys.executable, "-c", "from pipollux_sched.cli import main; main()", "report"]
-    done = subprocess.run(
-        [*program, str(log), "--save", str(tmp_path / "r.html")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_pipollux("report", log, "--save", tmp_path / "r.html")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     for arguments, code in (
         ([str(tmp_path / "no.jsonl")], 2),
         ([str(log), "--save", str(tmp_path)], 1),
     ):
-        bad = subprocess.run(
-            [*program, *arguments], capture_output=True, text=True, timeout=240, check=False
-        )
+        bad = run_pipollux("report", *arguments)
         assert bad.returncode == code
         assert "Traceback" not in bad.stderr
         assert bad.stderr.startswith("Error: ")
