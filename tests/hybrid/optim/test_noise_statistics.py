@@ -168,7 +168,7 @@ def _record_adam(num_microbatches: int, local: int) -> tuple[list[tuple[float, f
 
 
 def _record_jumping(jump: float) -> tuple[list[tuple[float, float]], bool]:
-    return record(1, BATCH, "never", jump=jump, num_steps=3 * STEPS)
+    return record(1, BATCH, "never", jump=jump, num_steps=2 * STEPS)
 
 
 def test_successive_steps_are_unbiased_while_parameters_stand_still() -> None:

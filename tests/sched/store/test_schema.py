@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from pipollux_sched.store import ReceivedHeartbeat, Store, StoreError, schema
 from pipollux_sched.store.location import Location
 from pipollux_sched.store.schema import REVISION
 from pipollux_sched.store.tables import Base
+from tests.programs import Forked
+from tests.waiting import until
 
 LATER = """
 import sqlalchemy as sa
@@ -80,11 +83,14 @@ while True:
         print(store.jobs()[0].state.running_on, len(store.events()), flush=True)
 """
 
-# Opens the same store as others do, at the same moment.
+# Opens the same store as others do, at the same moment: when there is a file.
 TOGETHER = """
+import time
+from pathlib import Path
 from pipollux_sched.store import Store
 print("ready", flush=True)
-sys.stdin.readline()
+while not Path(sys.argv[3]).exists():
+    time.sleep(0.001)
 with Store(sys.argv[1], create=True) as store:
     print(len(store.jobs()))
 """
@@ -198,22 +204,22 @@ def test_killed_before_any_statement(tmp_path: Path, later: str) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_opened_by_several_at_once(place: Path | str, old: bool, later: str) -> None:
+def test_opened_by_several_at_once(
+    place: Path | str, old: bool, later: str, tmp_path: Path
+) -> None:
     """They neither make the tables twice nor migrate them twice."""
     if old:
         keep_a_job(place)
-    command = [sys.executable, "-c", NEXT_VERSION + TOGETHER, str(place), later]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    openers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    for opener in openers:
-        assert opener.stdout is not None
-        assert opener.stdout.readline() == "ready\n"
-    for opener in openers:
-        assert opener.stdin is not None
-        opener.stdin.write("\n")
-        opener.stdin.flush()
-    said = [opener.communicate(timeout=240) for opener in openers]
-    assert said == [(f"{int(old)}\n", "")] * 2
+    script, now = tmp_path / "together.py", tmp_path / "now"
+    script.write_text(NEXT_VERSION + TOGETHER)
+    with ExitStack() as stack:
+        args = [str(place), later, str(now)]
+        openers = [stack.enter_context(Forked(script, args)) for _ in range(2)]
+        for opener in openers:
+            until(lambda opener=opener: opener.output == "ready\n", "it is ready")
+        now.touch()
+        said = [(opener.wait(), opener.output, opener.errors) for opener in openers]
+    assert said == [(0, f"ready\n{int(old)}\n", "")] * 2
     assert column(place, "SELECT version_num FROM alembic_version") == ["0003"]
 
 
