@@ -83,6 +83,7 @@ def test_the_u_net_learns_across_its_stages(repository: Path) -> None:
     assert last > 0.3, "one in ten is chance"
 
 
+@pytest.mark.exhaustive
 def test_two_replicas_on_one_machine(repository: Path) -> None:
     path, *arguments = command("unet.py")
     with Replicas(repository / path, 2, arguments, environment(), repository) as job:

@@ -253,6 +253,7 @@ while pipollux.replica_rank() == 0 and not end.exists():
 """All replicas but the first have nothing to do."""
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) -> None:
     """Its torchrun agent waits for theirs; that it is silent from then on is no loss."""
     script, end = tmp_path / "leaving.py", tmp_path / "end"
