@@ -57,6 +57,18 @@ def test_json_has_a_row_for_every_workload_and_policy(folder: Path) -> None:
     assert by_fifo["makespan_s"] == pytest.approx(1610)
 
 
+def test_live_changes_take_the_place_of_restarts(folder: Path) -> None:
+    args = ("simulate", "pipelines.csv", "--policy", "exact", *SMALL, "-o", "json")
+    plain, live = (
+        json.loads(pipollux(*args, *more, cwd=folder).stdout)[0]
+        for more in ((), ("--rescale-seconds", "1"))
+    )
+    assert plain["restarts_per_job"] > 0 == plain["rescales_per_job"]
+    assert live["rescales_per_job"] > 0
+    assert live["restarts_per_job"] < plain["restarts_per_job"]
+    assert live["avg_jct_s"] < plain["avg_jct_s"]
+
+
 def test_the_table_says_the_same_as_the_json(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--policy", "tiresias", *SMALL)
     table, data = pipollux(*args, cwd=folder), pipollux(*args, "-o", "json", cwd=folder)
@@ -162,6 +174,10 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
             "known are a100-40g, v100-16g",
         ),
         (["pipelines.csv", "--interval", "0"], "interval: 0.0 must be above 0"),
+        (
+            ["pipelines.csv", "--rescale-seconds", "31"],
+            "rescale_seconds: 31.0 must be between 0 and restart_seconds = 30.0, or left out",
+        ),
         (["pipelines.csv", "--load", "0"], "load: 0.0 must be a finite number > 0"),
         (
             ["wrong.csv"],

@@ -105,6 +105,16 @@ def simulate(
             rich_help_panel=_CLUSTER,
         ),
     ] = 30.0,
+    rescale_seconds: Annotated[
+        float | None,
+        typer.Option(
+            max=1e6,
+            help="Change jobs live where a replica stays in place: it trains on while others start "
+            "(in the time of a restart), then pauses for this many seconds.",
+            show_default="every change is a restart",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
     interference: Annotated[
         float,
         typer.Option(
@@ -226,6 +236,7 @@ def simulate(
         options = Options(
             interval,
             restart_seconds,
+            rescale_seconds,
             interference,
             known_length=KnownLength.parse(known_length, seed),
         )

@@ -23,6 +23,7 @@ from pipollux_sched.lifecycle import Intent, JobState, Phase
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
+from pipollux_sched.utils.text import seconds
 from pipollux_sched.views.models import Alternative, ExplanationView, JobView, Limit, LimitKind
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
@@ -200,11 +201,18 @@ def _upward(
     elif not more.fits:
         yield Limit(LimitKind.NO_ROOM, "There is no room for one replica more.")
     elif pin is None and info.preemptible:
-        cost = f"a restart, which costs it {info.restart_seconds:.0f} s"
+        # Its replicas stay where they are, in the same shape.
+        live = info.rescale_seconds is not None
+        kind = "a live change" if live else "a restart"
+        cost = f"{kind}, which costs it {_cost(info.change_seconds(live=live))}"
         yield Limit(
             LimitKind.NOT_WORTH_IT,
             f"There is room for one replica more; the last decision held it not worth {cost}.",
         )
+
+
+def _cost(value: float) -> str:
+    return f"{value:.0f} s" if value >= 1 else seconds(value)
 
 
 def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:

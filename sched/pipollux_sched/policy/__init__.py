@@ -23,6 +23,7 @@ from pipollux_sched.policy.sia.policy import SiaPolicy
 
 from .allocation import Allocation, shape_of
 from .base import Policy
+from .change_cost import ChangeKind, change_kind, change_seconds, num_survivors
 from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .restart_cost import DEFAULT_RESTART_SECONDS
@@ -36,6 +37,7 @@ __all__ = [
     "AutoscalingRules",
     "AutoscalingState",
     "Certificate",
+    "ChangeKind",
     "CompletionTime",
     "ExactPolicy",
     "FairSpeedup",
@@ -55,9 +57,12 @@ __all__ = [
     "Worth",
     "autoscale",
     "best_size",
+    "change_kind",
+    "change_seconds",
     "is_pinned",
     "make_policy",
     "must_move",
+    "num_survivors",
     "plan_nodes",
     "release_order",
     "shape_of",

@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from .restart_cost import DEFAULT_RESTART_SECONDS, restart_factor
+from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
 
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
 """``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
@@ -91,9 +91,14 @@ class JobInfo:
     age: float = 0.0
     """Seconds since submission."""
     num_restarts: int = 0
-    """How often the job's allocation has changed so far."""
+    """How often the job was restarted so far."""
     restart_seconds: float = DEFAULT_RESTART_SECONDS
     """Seconds without training that one restart costs this job."""
+    num_rescales: int = 0
+    """How often the job was changed live so far."""
+    rescale_seconds: float | None = None
+    """Seconds without training that one live change costs the replicas that stay; None: the job
+    cannot be changed live, and every change is a restart (`change_cost`)."""
     gpu_type: str | None = None
     """The only type of GPU that the job's own shape is for; None: any."""
     shapes: tuple[ReplicaShape, ...] = ()
@@ -115,10 +120,15 @@ class JobInfo:
                 f"min_replicas: {self.min_replicas} must be between 0 and "
                 f"max_replicas = {self.max_replicas}"
             )
-        for name in ("num_stages", "age", "num_restarts", "restart_seconds", "attained_service"):
+        for name in (
+            *("num_stages", "age", "num_restarts", "restart_seconds"),
+            *("num_rescales", "attained_service"),
+        ):
             least = 1 if name == "num_stages" else 0
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+        if self.rescale_seconds is not None and not self.rescale_seconds >= 0:
+            raise ValueError(f"rescale_seconds: {self.rescale_seconds} must be at least 0 or None")
         if self.remaining_work is not None and not self.remaining_work >= 0:
             raise ValueError(f"remaining_work: {self.remaining_work} must be at least 0 or None")
         if self.requested_replicas is not None and self.requested_replicas < 1:
@@ -130,9 +140,29 @@ class JobInfo:
         return max(self.min_replicas, 1)
 
     @property
-    def restart_factor(self) -> float:
-        """The factor on the job's speedup if its allocation changes now: see `restart_factor`."""
-        return restart_factor(self.age, self.num_restarts, self.restart_seconds)
+    def num_changes(self) -> int:
+        """How often the job's allocation has changed so far, in either way."""
+        return self.num_restarts + self.num_rescales
+
+    def change_seconds(self, *, live: bool) -> float:
+        """Return the seconds without training that one more change costs.
+
+        Args:
+            live: whether a replica survives in place. The cheaper of both ways then counts.
+        """
+        if live and self.rescale_seconds is not None:
+            return min(self.rescale_seconds, self.restart_seconds)
+        return self.restart_seconds
+
+    def change_factor(self, *, live: bool) -> float:
+        """Return the factor on the job's speedup if its allocation changes now: `restart_cost`.
+
+        Args:
+            live: whether a replica survives in place.
+        """
+        lost = self.num_restarts * self.restart_seconds
+        lost += self.num_rescales * self.change_seconds(live=True)
+        return change_factor(self.age, lost, self.change_seconds(live=live))
 
     @property
     def created(self) -> float:

@@ -78,6 +78,25 @@ def kinds(limits: Sequence[Limit]) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("rescale", "price"),
+    [
+        (None, "a restart, which costs it 30 s"),
+        (1.0, "a live change, which costs it 1 s"),
+        (0.4, "a live change, which costs it 400 ms"),
+    ],
+)
+def test_the_price_of_growing_is_that_of_the_change_it_takes(
+    rescale: float | None, price: str
+) -> None:
+    candidate, bounds = job("a")
+    told = replace(candidate, info=replace(candidate.info, rescale_seconds=rescale))
+    (limit,) = standing(told, NODES, free_of(NODES, [told]), bounds, None).limits
+    assert limit.text == (
+        f"There is room for one replica more; the last decision held it not worth {price}."
+    )
+
+
+@pytest.mark.parametrize(
     ("made", "others", "draining", "pin", "more", "fewer", "limits"),
     [
         # what it has and asks; others; draining; left alone; one more, with room; one fewer; limits

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,9 +114,25 @@ def value(case: Case, name: Any, allocation: Sequence[Any]) -> float:
     before = case.base.get(name, [])
     moved = Counter(before) != Counter(allocation) or shape is not shape_of(job, before, case.nodes)
     if before and (moved or is_broken(case, name)):
-        lost = job.num_restarts * job.restart_seconds
-        speedup *= max(job.age - lost, 0) / (job.age + job.restart_seconds)
+        live = job.restart_seconds if job.rescale_seconds is None else job.rescale_seconds
+        lost = job.num_restarts * job.restart_seconds + job.num_rescales * live
+        cost = live if survives(case, name, allocation) else job.restart_seconds
+        speedup *= max(job.age - lost, 0) / (job.age + cost)
     return speedup / fair_speedup(case, job)
+
+
+def survives(case: Case, name: Any, allocation: Sequence[Any]) -> bool:
+    """Whether a job that can be changed live is, if it gets this allocation."""
+    job, before = case.jobs[name], case.base.get(name, [])
+    if job.rescale_seconds is None or not before:
+        return False
+    if any(node not in case.nodes or not case.nodes[node].healthy for node in before):
+        return False
+    shape, stages = shape_of(job, before, case.nodes), getattr(before, "num_stages", None)
+    if stages not in (None, shape.num_stages) or shape is not shape_of(job, allocation, case.nodes):
+        return False
+    runs = all(shape.runs_on(case.nodes[node]) for node in before)
+    return runs and any(node in before for node in allocation)
 
 
 def fair_speedup(case: Case, job: JobInfo) -> float:
@@ -162,7 +178,8 @@ def completion_gain(case: Case, allocations: Allocations) -> float:
         if not here or (list(here) == list(before) and same):
             total += float(worth.gains(number)[configs.stay if here else NOTHING])
         else:
-            total += worth.moved(number, float(shape.speedup_fn(len(set(here)), len(here))))
+            speedup = float(shape.speedup_fn(len(set(here)), len(here)))
+            total += worth.moved(number, speedup, live=survives(case, configs.name, here))
     return total
 
 
@@ -244,6 +261,7 @@ def random_case(
     max_slots: int = 4,
     max_replicas: int = 5,
     mixed: bool = False,
+    live: bool = False,
 ) -> Case:
     """Draw a cluster in which about half of the jobs run already.
 
@@ -254,6 +272,7 @@ def random_case(
         max_slots: most slots of a node.
         max_replicas: most replicas of a job, unless its minimum is larger.
         mixed: with several shapes of a job, two types of GPU, and nodes that drain or are ill.
+        live: with jobs that can be changed live, and run on several nodes.
     """
     rng = np.random.default_rng(seed)
     nodes = {
@@ -278,7 +297,24 @@ def random_case(
                     base = allocations
     if mixed:
         nodes, base = _with_trouble(rng, jobs, nodes, base)
-    return Case(jobs, nodes, base)
+    return _with_live_changes(rng, Case(jobs, nodes, base)) if live else Case(jobs, nodes, base)
+
+
+def _with_live_changes(rng: np.random.Generator, case: Case) -> Case:
+    """Let most jobs be changed live, at a price of their own, and spread what they hold."""
+    jobs, base = dict(case.jobs), dict(case.base)
+    for name, job in case.jobs.items():
+        if rng.random() < 0.75:
+            seconds = float(rng.choice([0.0, 1.0, 10.0]))
+            count = int(rng.integers(0, 3))
+            jobs[name] = replace(job, rescale_seconds=seconds, num_rescales=count)
+        if name in base:
+            held = base[name]
+            more = rng.choice([*held, *case.nodes], size=rng.integers(0, 3)).tolist()
+            wider = {**base, name: Allocation([*held, *more], shape_of(job, held, case.nodes))}
+            if not is_broken(case, name) and not rules_broken(jobs, case.nodes, wider, wider):
+                base = wider
+    return Case(jobs, case.nodes, base)
 
 
 def _random_job(rng: np.random.Generator, number: int, max_replicas: int, mixed: bool) -> JobInfo:
@@ -345,7 +381,7 @@ def cases(
 ) -> st.SearchStrategy[Case]:
     """Random cases for hypothesis; `mixed` None: of either kind."""
 
-    def draw(seed: int, with_shapes: bool) -> Case:
+    def draw(seed: int, with_shapes: bool, live: bool) -> Case:
         return random_case(
             seed,
             max_nodes=max_nodes,
@@ -353,6 +389,7 @@ def cases(
             max_slots=6,
             max_replicas=8,
             mixed=with_shapes if mixed is None else mixed,
+            live=live,
         )
 
-    return st.builds(draw, st.integers(0, 2**31), st.booleans())
+    return st.builds(draw, st.integers(0, 2**31), st.booleans(), st.booleans())

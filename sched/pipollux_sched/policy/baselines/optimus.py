@@ -80,7 +80,7 @@ class OptimusPolicy:
         # A non-preemptible job that has just started is pinned in the next round, and leaves more
         # to others if it got less than its size: at most once for every job.
         for _ in range(len(jobs) + 1):
-            current, settled = settled, _sized(jobs, nodes, settled)
+            current, settled = settled, _sized(jobs, nodes, settled, base_allocations)
             if unchanged(jobs, settled, current):
                 break
         return answer(jobs, base_allocations, settled), num_nodes_as_is(jobs, nodes)
@@ -92,11 +92,13 @@ def _as_they_run(jobs: Jobs, nodes: Nodes, base: Allocations) -> dict[Any, Alloc
     return answer(jobs, base, state.allocations)
 
 
-def _sized(jobs: Jobs, nodes: Nodes, current: Allocations) -> dict[Any, Allocation]:
+def _sized(
+    jobs: Jobs, nodes: Nodes, current: Allocations, running: Allocations
+) -> dict[Any, Allocation]:
     sizes = decide_sizes(jobs, nodes, current)
 
     def place(before: Allocations) -> dict[Any, Allocation]:
-        return _place(jobs, nodes, before, sizes)
+        return _place(jobs, nodes, before, sizes, running)
 
     def misfit(allocations: Allocations) -> float:
         return sum(
@@ -200,13 +202,17 @@ class _Sizing:
 
 
 def _place(
-    jobs: Jobs, nodes: Nodes, current: Allocations, sizes: dict[Any, int]
+    jobs: Jobs,
+    nodes: Nodes,
+    current: Allocations,
+    sizes: dict[Any, int],
+    running: Allocations,
 ) -> dict[Any, Allocation]:
     """Place all jobs in their sizes, or the next smaller size that fits.
 
     Jobs that have their size already move only where a larger job needs the room.
     """
-    state = ClusterState(jobs, nodes, current)
+    state = ClusterState(jobs, nodes, current, running)
     state.keep_running(lambda name, held: len(held) == sizes[name])
     order = sorted(
         (name for name in jobs if sizes[name]),

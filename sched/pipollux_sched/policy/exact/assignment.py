@@ -73,7 +73,10 @@ class Assignment:
         rest = [job for job in empty if not (keep and stays[job])]
         complete = True
         for job in sorted(rest, key=lambda j: self._width(j, chosen[j])):
-            if chosen[job] != NOTHING and not self.give(job, chosen[job]):
+            if chosen[job] == NOTHING:
+                continue
+            given = self.give(job, chosen[job])
+            if not given or self._lost_survivors(job, chosen[job]):
                 complete = False
                 self.upgrade(job)
         return complete
@@ -171,19 +174,33 @@ class Assignment:
         configs = self._jobs[job]
         number = int(configs.shape[config])
         need, allowed = self._instance.nodes.wanted(configs.shapes[number])
-        nodes: NodeCounts | None = ()
         if config == configs.stay and self._capacity.accepts(configs.base, need):
-            nodes = configs.base
-        elif config != NOTHING:
-            nodes = self._capacity.find(need, allowed, int(configs.replicas[config]))
-        return None if nodes is None else Placed(number, nodes, self._gain(job, config, nodes))
+            return Placed(number, configs.base, self._gain(job, config, configs.base))
+        if config == NOTHING:
+            return Placed(number, (), self._gain(job, config, ()))
+        replicas = int(configs.replicas[config])
+        found = [self._capacity.find(need, allowed, replicas)]
+        if configs.live[config]:
+            held = configs.survivors
+            found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
+        placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
+        # Of equal ones the first, which keeps more survivors.
+        return max(placed, key=lambda one: one.gain, default=None)
+
+    def _lost_survivors(self, job: int, config: int) -> bool:
+        """Tell whether a job was given a configuration without the survivor that it counts on."""
+        configs, placed = self._jobs[job], self.placed[job]
+        return bool(configs.live[config]) and not configs.keeps_survivor(placed.shape, placed.nodes)
 
     def _gain(self, job: int, config: int, nodes: NodeCounts) -> float:
         configs = self._jobs[job]
         stays = configs.stay is not None and nodes == configs.base
         if stays and configs.shape[config] == configs.shape[configs.stay]:
             return float(self._gains[job][configs.stay])
-        if config != configs.stay and len(nodes) == configs.num_nodes[config]:
+        as_listed = not configs.live[config] or configs.keeps_survivor(
+            int(configs.shape[config]), nodes
+        )
+        if config != configs.stay and len(nodes) == configs.num_nodes[config] and as_listed:
             return float(self._gains[job][config])
         if config == NOTHING:
             return float(self._gains[job][NOTHING])
@@ -199,7 +216,8 @@ class Assignment:
     def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
         replicas = sum(count for _, count in nodes)
         speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
-        return self._worth.moved(job, speedup)
+        live = self._jobs[job].keeps_survivor(shape, nodes)
+        return self._worth.moved(job, speedup, live=live)
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

@@ -15,10 +15,10 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
     T_j     u_j · remaining work: what is left of the job, in the same unit
     rank_j  number of jobs with at least as much left as job j has, itself included
     w_j     u_j · rank_j^a        0 <= a <= 1
-    D_j     seconds that a start or restart of job j takes, measured
+    D_j     seconds that a start or a restart of job j takes, or a live change, measured
     H_j     seconds for which the job will use an allocation: what it has left on it, or how long
             an allocation lasts if that is less. That is taken to be the average so far,
-            age / (restarts + 1), as in Pollux's restart penalty, and at least `horizon`
+            age / (changes + 1), as in Pollux's restart penalty, and at least `horizon`
 
 rank_j is the number of jobs that wait for a second of job j's work if shorter jobs go first. With
 a = 1 and linear speedups the greatest sum is shortest remaining processing time first, which is
@@ -132,7 +132,9 @@ class _Worth:
     def gains(self, job: int) -> Floats:
         configs = self._jobs[job]
         gains: Floats = self._weights[job] * configs.speedup
-        kept = self._kept(job, configs.speedup)
+        kept = self._kept(job, configs.speedup, live=False)
+        if configs.live_shape is not None:
+            kept = np.where(configs.live, self._kept(job, configs.speedup, live=True), kept)
         if configs.stay is not None:
             kept[configs.stay] = 1.0
         gains = gains * kept
@@ -140,19 +142,20 @@ class _Worth:
             gains[NOTHING] = -self._everything
         return gains
 
-    def moved(self, job: int, speedup: float) -> float:
-        kept = self._kept(job, np.array([speedup]))[0]
+    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
+        kept = self._kept(job, np.array([speedup]), live=live)[0]
         return float(self._weights[job] * speedup * kept)
 
-    def _kept(self, job: int, speedups: Floats) -> Floats:
-        """Return the share of its time that an allocation trains, if it starts with a restart."""
+    def _kept(self, job: int, speedups: Floats, *, live: bool) -> Floats:
+        """Return the share of its time that an allocation trains, if it starts with a change."""
         info = self._jobs[job].job
         work = np.inf if info.remaining_work is None else info.remaining_work
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(speedups > 0, work / speedups, np.inf)
-        lasts = max(self._objective.horizon, info.age / (info.num_restarts + 1))
+        lasts = max(self._objective.horizon, info.age / (info.num_changes + 1))
         used = np.minimum(left, lasts)
-        return np.divide(used, used + info.restart_seconds, out=np.ones_like(used), where=used > 0)
+        total = used + info.change_seconds(live=live)
+        return np.divide(used, total, out=np.ones_like(used), where=used > 0)
 
 
 def _unit_cost(instance: Instance, configs: JobConfigurations) -> float:

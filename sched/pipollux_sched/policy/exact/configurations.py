@@ -2,7 +2,8 @@
 
 A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
 Configuration 0 is to get nothing. A running job that may stay has one more, the last: to stay as it
-is, on whatever nodes it lies. Every other configuration is a restart.
+is, on whatever nodes it lies. Every other configuration is a restart, or, in the shape in which the
+job runs, a live change if a replica can survive it (`change_cost`).
 
 What pinned jobs hold is taken off the nodes first.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipollux_sched.policy.allocation import shape_of
+from pipollux_sched.policy.change_cost import possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import by_arrival, by_safety
 from pipollux_sched.policy.placement.node_choice import (
@@ -55,12 +57,27 @@ class JobConfigurations:
     base: NodeCounts
     """Where it lies now; empty if it holds nothing, or cannot stay."""
     runs: bool
-    """Whether it holds something, so that any change is a restart."""
+    """Whether it holds something, so that any change has a price."""
+    live_shape: int | None = None
+    """Index of the shape in which it can be changed live; None: every change is a restart."""
+    survivors: NodeCounts = ()
+    """Replicas in `live_shape` that can survive a change."""
 
     @property
     def stay(self) -> int | None:
         """The index of the configuration to stay as it is, if there is one."""
         return len(self.replicas) - 1 if self.base else None
+
+    @property
+    def live(self) -> Bools:
+        """Tell which configurations a survivor can reach: (C,)."""
+        live: Bools = (self.replicas > 0) & (self.shape == self.live_shape)
+        return live
+
+    def keeps_survivor(self, shape: int, nodes: NodeCounts) -> bool:
+        """Tell whether a replica survives a change to these nodes."""
+        there = {node for node, _ in self.survivors}
+        return shape == self.live_shape and any(node in there for node, _ in nodes)
 
 
 @dataclass(frozen=True)
@@ -274,15 +291,28 @@ def _job_configurations(
     for number, shape in enumerate(shapes):
         parts.append(_shape_configurations(number, shape, job, places))
     base: NodeCounts = ()
+    live_shape: int | None = None
+    open_survivors: NodeCounts = ()
     if allocation:
         shape = shape_of(job, allocation, nodes)
+        # On a closed node a job may stay as it is, and not otherwise.
+        open_survivors = tuple(
+            sorted(
+                (index[node], n)
+                for node, n in possible_survivors(job, allocation, nodes).items()
+                if not places.closed[index[node]]
+            )
+        )
+        live_shape = shapes.index(shape) if open_survivors else None
         if _may_stay(job, shape, allocation, nodes):
             base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
             speedup = float(shape.speedup_fn(len(base), len(allocation)))
             parts.append(_part(shapes.index(shape), [len(allocation)], [len(base)], [speedup]))
     shape_of_row, replicas, num_nodes, speedups = map(np.concatenate, zip(*parts, strict=True))
     return JobConfigurations(
-        name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)
+        *(name, job, shapes, shape_of_row, replicas, num_nodes, speedups, base, bool(allocation)),
+        live_shape=live_shape,
+        survivors=open_survivors,
     )
 
 

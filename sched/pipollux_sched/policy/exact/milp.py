@@ -3,6 +3,7 @@
 Symbols: job j, shape s, node n, R replicas on m nodes.
 
     x[j, s, R, m]  1 if job j gets R replicas of shape s on m nodes      x[j, stay], x[j, nothing]
+                   twice if it can be changed live: with a survivor, and anyhow
     y[j, s, n]     replicas on a node, an integer         z[j, s, n]  1 if there are any
     d[j, n]        1 if job j is distributed and lies on node n
 
@@ -10,6 +11,7 @@ Symbols: job j, shape s, node n, R replicas on m nodes.
     Σ_n y = Σ R · x           Σ_n z = Σ m · x             z ≤ y ≤ fits · z
     Σ need · y + what staying jobs hold ≤ free            for every node and resource
     d ≥ z + Σ_{m>1} x − 1     Σ_j d + those that stay distributed ≤ 1 on every node
+    Σ x with a survivor ≤ Σ z on the nodes where the job has replicas
 
 Where free slots lie scattered it is exact and the knapsack is not. It is slow: for a handful of
 jobs and nodes only.
@@ -44,6 +46,8 @@ class _Choice(NamedTuple):
     replicas: int
     num_nodes: int
     gain: float
+    live: bool = False
+    """Whether a replica survives."""
 
 
 _NO_SHAPE, _STAY = -1, -2
@@ -149,6 +153,9 @@ def _choices(instance: Instance, worth: Worth, job: int, gains: Floats) -> Itera
                 speedup = float(shape.speedup_fn(num_nodes, replicas))
                 gain = worth.moved(job, speedup)
                 yield _Choice(job, number, replicas, num_nodes, gain)
+                if number == configs.live_shape:
+                    gain = worth.moved(job, speedup, live=True)
+                    yield _Choice(job, number, replicas, num_nodes, gain, live=True)
 
 
 def _add_job(
@@ -172,11 +179,15 @@ def _add_job(
         counts = {column: -float(choice.replicas) for column, choice in mine.items()}
         places = {column: -float(choice.num_nodes) for column, choice in mine.items()}
         several = [column for column, choice in mine.items() if choice.num_nodes > 1]
+        survive = {column: -1.0 for column, choice in mine.items() if choice.live}
+        homes = {node for node, _ in configs.survivors} if survive else set()
         for node in np.flatnonzero(fits).tolist():
             y = program.column(float(fits[node]))
             z = program.column(1.0)
             cells[number, node] = y
             counts[y] = places[z] = 1.0
+            if node in homes:
+                survive[z] = 1.0
             program.row({y: 1.0, z: -1.0}, 0.0, np.inf)
             program.row({y: 1.0, z: -float(fits[node])}, -np.inf, 0.0)
             for kind, amount in enumerate(need.tolist()):
@@ -186,6 +197,8 @@ def _add_job(
                 d = program.column(1.0, integral=False)
                 program.row({d: 1.0, z: -1.0, **dict.fromkeys(several, -1.0)}, -1.0, np.inf)
                 spread[node][d] = 1.0
+        if homes:
+            program.row(survive, 0.0, np.inf)
         if mine:
             program.row(counts, 0.0, 0.0)
             program.row(places, 0.0, 0.0)

@@ -25,10 +25,19 @@ class Worth(Protocol):
     """The gains of one instance."""
 
     def gains(self, job: int) -> Floats:
-        """Return the gain of every configuration of a job: (C,)."""
+        """Return the gain of every configuration of a job: (C,).
 
-    def moved(self, job: int, speedup: float) -> float:
-        """Return the gain of a job whose allocation changes, by its new speedup."""
+        Of one that a survivor can reach (`JobConfigurations.live`), it is the gain if one does.
+        """
+
+    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
+        """Return the gain of a job whose allocation changes, by its new speedup.
+
+        Args:
+            job: its index.
+            speedup: in the new allocation.
+            live: whether one of its replicas survives the change.
+        """
 
 
 class Objective(Protocol):
@@ -47,7 +56,7 @@ class Objective(Protocol):
 
 
 class FairSpeedup:
-    """Pollux's objective: the power mean of speedups over the fair share, with restart factors.
+    """Pollux's objective: the power mean of speedups over the fair share, with factors for changes.
 
     Args:
         power: p of the power mean; −1 is the paper's.
@@ -79,15 +88,19 @@ class _FairWorth:
         configs = self._jobs[job]
         values = configs.speedup / self._fair[job]
         if configs.runs:
-            factors = np.full(len(values), configs.job.restart_factor)
+            factors = np.where(
+                configs.live,
+                configs.job.change_factor(live=True),
+                configs.job.change_factor(live=False),
+            )
             if configs.stay is not None:
                 factors[configs.stay] = 1.0
             values = values * factors
         return power_terms(values, self._power)
 
-    def moved(self, job: int, speedup: float) -> float:
+    def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
         configs = self._jobs[job]
-        factor = configs.job.restart_factor if configs.runs else 1.0
+        factor = configs.job.change_factor(live=live) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 
 

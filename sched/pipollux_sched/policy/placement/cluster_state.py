@@ -15,12 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_sched.policy.allocation import Allocation, as_allocation, is_first_choice
+from pipollux_sched.policy.allocation import (
+    Allocation,
+    as_allocation,
+    is_first_choice,
+    shape_of,
+)
+from pipollux_sched.policy.change_cost import possible_survivors
 from pipollux_sched.policy.job_info import ReplicaShape
 from pipollux_sched.policy.order import by_arrival, by_safety
 from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 
-from .node_choice import Bools, Ints, NodeCapacity, amounts, find_nodes
+from .node_choice import (
+    Bools,
+    Ints,
+    NodeCapacity,
+    NodeCounts,
+    amounts,
+    find_keeping,
+    find_nodes,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,8 @@ class ClusterState:
     Args:
         jobs: all jobs, by name.
         nodes: all nodes, by name.
-        base_allocations: what runs now.
+        base_allocations: what jobs hold, and may keep.
+        running: what runs now, if that is something else: what survives a change is part of it.
 
     Example:
         >>> from pipollux_sched.policy import JobInfo, NodeInfo
@@ -62,7 +77,14 @@ class ClusterState:
         ['node', 'node']
     """
 
-    def __init__(self, jobs: Jobs, nodes: Nodes, base_allocations: Allocations) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        nodes: Nodes,
+        base_allocations: Allocations,
+        running: Allocations | None = None,
+    ) -> None:
+        self._running = base_allocations if running is None else running
         self._jobs, self._nodes, self._base = jobs, nodes, base_allocations
         self._names = by_safety(nodes)
         self._index = {name: number for number, name in enumerate(self._names)}
@@ -175,6 +197,9 @@ class ClusterState:
     def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
+        Of a job that can be changed live, replicas stay where they are if that takes no more nodes,
+        and no more preemptible ones.
+
         Returns:
             An allocation; None only if the request cannot be met, so that freeing room never makes
             it harder to meet.
@@ -182,18 +207,42 @@ class ClusterState:
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None
         for shape in request.shapes:
+            counts = self.counts(name, shape, request.within)
+            closed = self._capacity.num_distributed > 0
             found = find_nodes(
-                self.counts(name, shape, request.within),
-                self._capacity.num_distributed > 0,
-                request.num_replicas,
+                *(counts, closed, request.num_replicas),
                 avoided=self._spot,
                 max_nodes=request.max_nodes,
             )
             if found is not None:
+                stays = self._survivors(name, shape)
+                if stays is not None:
+                    keeping = find_keeping(counts, closed, request.num_replicas, stays)
+                    found = self._nearer(found, keeping)
                 return Allocation(
                     (self._names[n] for n, count in found for _ in range(count)), shape
                 )
         return None
+
+    def _survivors(self, name: Any, shape: ReplicaShape) -> Ints | None:
+        """Return how many replicas of a shape could survive on each node, (N,); None: none."""
+        job, held = self._jobs[name], self._running.get(name, ())
+        possible = possible_survivors(job, held, self._nodes)
+        if not possible or shape_of(job, held, self._nodes) is not shape:
+            return None
+        return np.array([possible[node] for node in self._names], dtype=np.int64)
+
+    def _nearer(self, found: NodeCounts, keeping: NodeCounts | None) -> NodeCounts:
+        """Return nodes that keep replicas in place, if these are no worse than other nodes."""
+
+        def cost(nodes: NodeCounts) -> tuple[int, int]:
+            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes)
+
+        if keeping is None or any(
+            more > than for more, than in zip(cost(keeping), cost(found), strict=True)
+        ):
+            return found
+        return keeping
 
 
 class Budget:

@@ -87,6 +87,84 @@ def find_nodes(
     return None
 
 
+def find_keeping(
+    counts: Ints,
+    closed: Bools,
+    num_replicas: int,
+    survivors: Ints,
+    *,
+    max_nodes: int | None = None,
+) -> NodeCounts | None:
+    """Find nodes for all replicas of a job that keep some of them where they are.
+
+    Args:
+        counts: (N,), how many of the replicas fit on each node.
+        closed: (N,), nodes that take no further distributed job.
+        num_replicas: how many replicas to place, at least 1.
+        survivors: (N,), how many could stay on each node.
+        max_nodes: the most nodes that will do; None: any number.
+
+    Returns:
+        The fewest nodes of which one at least keeps a replica, and of such some that keep many.
+        None if there are none, or more than will do.
+
+    Example:
+        >>> open_nodes, survivors = np.array([False, False, False]), np.array([0, 1, 0])
+        >>> find_keeping(np.array([4, 3, 3]), open_nodes, 3, survivors)
+        ((1, 3),)
+        >>> find_keeping(np.array([4, 2, 3]), open_nodes, 5, survivors)
+        ((1, 2), (2, 3))
+    """
+    stays = np.minimum(counts, survivors)
+    homes = np.flatnonzero(stays)
+    if not homes.size:
+        return None
+    alone = homes[counts[homes] >= num_replicas]
+    if alone.size:
+        kept = np.minimum(stays[alone], num_replicas)
+        best = alone[np.lexsort((counts[alone], -kept))][0]
+        return ((int(best), num_replicas),)
+    homes = homes[~closed[homes]]
+    if not homes.size:
+        return None
+    homes = homes[np.lexsort((-counts[homes], -stays[homes]))]
+    enough = int(np.searchsorted(np.cumsum(counts[homes]), num_replicas)) + 1
+    # The roomiest needs the fewest others.
+    roomiest = homes[[counts[homes].argmax()]]
+    open_counts = np.where(closed, 0, counts)
+    tried = [
+        _spread(open_counts, chosen, num_replicas, stays)
+        for chosen in (homes, homes[:enough], homes[:1], roomiest)
+    ]
+    found = [nodes for nodes in tried if nodes is not None]
+    found = [nodes for nodes in found if max_nodes is None or len(nodes) <= max_nodes]
+    return min(
+        found,
+        key=lambda nodes: (len(nodes), -sum(min(n, int(stays[node])) for node, n in nodes)),
+        default=None,
+    )
+
+
+def _spread(counts: Ints, homes: Ints, num_replicas: int, stays: Ints) -> NodeCounts | None:
+    """Place replicas on some nodes of their job, and where these are full on others."""
+    placed: dict[int, int] = {}
+    left = num_replicas
+    for most in (stays, counts):
+        for node in homes.tolist():
+            more = min(int(most[node]) - placed.get(node, 0), left)
+            placed[node] = placed.get(node, 0) + more
+            left -= more
+    if left:
+        others = counts.copy()
+        others[homes] = 0
+        none_closed = np.zeros(len(counts), dtype=bool)
+        rest = find_nodes(others, none_closed, left, preferred=stays > 0)
+        if rest is None:
+            return None
+        placed.update(rest)
+    return tuple((node, count) for node, count in placed.items() if count)
+
+
 def _tightest(
     counts: Ints, num_replicas: int, preferred: Bools | None, avoided: Bools | None
 ) -> int | None:
@@ -132,6 +210,17 @@ class NodeCapacity:
     def find(self, need: Ints, allowed: Bools, num_replicas: int) -> NodeCounts | None:
         """Find nodes for a job (`find_nodes`), in ascending order."""
         found = find_nodes(self.counts(need, allowed), self.num_distributed > 0, num_replicas)
+        return None if found is None else tuple(sorted(found))
+
+    def find_keeping(
+        self, need: Ints, allowed: Bools, num_replicas: int, survivors: NodeCounts
+    ) -> NodeCounts | None:
+        """Find nodes that keep replicas of a job in place (`find_keeping`), in ascending order."""
+        stays = np.zeros(len(self.free), dtype=np.int64)
+        for node, count in survivors:
+            stays[node] = count
+        counts = self.counts(need, allowed)
+        found = find_keeping(counts, self.num_distributed > 0, num_replicas, stays)
         return None if found is None else tuple(sorted(found))
 
     def most(self, need: Ints, allowed: Bools) -> int:

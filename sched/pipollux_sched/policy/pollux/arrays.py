@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipollux_sched.policy.allocation import is_first_choice, shape_of
+from pipollux_sched.policy.change_cost import possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.order import by_safety, name_order
 from pipollux_sched.policy.placement.node_choice import Bools, Ints, amounts
@@ -50,7 +51,9 @@ class ClusterArrays:
     pinned: Bools
     """(I,): of a job that must stay as it is."""
     broken: Bools
-    """(I,): of a job that cannot stay as it is, so any decision restarts it."""
+    """(I,): of a job that cannot stay as it is, so any decision changes it."""
+    live: Bools
+    """(I,): the row that a job holds now, if replicas in `base` can survive a change of it."""
 
     @property
     def num_real(self) -> int:
@@ -129,6 +132,7 @@ def build_cluster(
         extents=np.array(extents, dtype=np.int64).reshape(-1, 2),
         pinned=np.array([pins[job_names[j]] for j, _ in rows], dtype=bool),
         broken=np.zeros(len(rows), dtype=bool),
+        live=np.zeros(len(rows), dtype=bool),
     )
     for j, name in enumerate(job_names):
         _set_base(cluster, j, base_of[name], nodes)
@@ -152,6 +156,7 @@ def _set_base(
     for node in allocation:
         if node in index:
             cluster.base[row, index[node]] += 1
+    cluster.live[row] = bool(possible_survivors(info, allocation, nodes))
     stages = getattr(allocation, "num_stages", None)
     unknown = stages is not None and stages != shape.num_stages
     wrong = not all(shape.runs_on(nodes[node]) for node in allocation if node in nodes)

@@ -118,7 +118,8 @@ class PolluxPolicy:
     def _evolve(self, problem: AllocationProblem) -> Evolution:
         # Replicas that cannot stay would only block those that can.
         cluster = problem.cluster
-        staying = np.where(cluster.broken[:, None], 0, cluster.base)
+        leaving = cluster.broken & ~cluster.live
+        staying = np.where(leaving[:, None], 0, cluster.base)
         current = repair(problem, staying[None], self._rng)
         start = [starting_states(problem, current[0])]
         if self._previous is not None:

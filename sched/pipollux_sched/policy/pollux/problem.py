@@ -15,8 +15,10 @@ feasible when
 and is judged by two objectives, both minimised: minus the fitness, and the cluster size.
 
     fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
-    v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · restart_j
-    restart = max(age − restarts · cost, 0) / (age + cost)   if a running job is changed, else 1
+    v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · change_j
+    change  = max(age − lost, 0) / (age + cost)              if a running job is changed, else 1
+    lost    = restarts · cost of one + live changes · cost of one
+    cost    = that of a live change if a replica survives it (`change_cost`), else of a restart
 
 The fair share of a job is what it could hold of 1/J of the nodes that it can run on, rounded up; of
 several shapes, the fastest counts. The floor keeps the mean defined where a job holds nothing: such
@@ -59,8 +61,10 @@ class AllocationProblem:
         self._most: Ints = np.array([jobs[j].most_replicas(shape) for j, shape in pairs])
         self.max_replicas: Ints = np.minimum(self._most, self.fits.sum(axis=1))
         """(I,): at most what fits; if below `min_replicas`, the row stays empty."""
-        self.factors: Floats = np.array([job.restart_factor for job in jobs])
-        """(J,)"""
+        self.factors: Floats = np.array([job.change_factor(live=False) for job in jobs])
+        """(J,): of restarts."""
+        self.live_factors: Floats = np.array([job.change_factor(live=True) for job in jobs])
+        """(J,): of changes that a replica survives."""
         self.running: Bools = cluster.extents[:, 1] > 0
         """(J,): whether the job holds anything now."""
         self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
@@ -115,6 +119,10 @@ class AllocationProblem:
         values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
         if self.running[job]:
             changed = self.cluster.broken[row] | (cells != self.cluster.base[row]).any(axis=1)
+            if self.cluster.live[row]:
+                survives = (np.minimum(cells, self.cluster.base[row]) > 0).any(axis=1)
+                values[changed & survives] *= self.live_factors[job]
+                changed &= ~survives
             values[changed] *= self.factors[job]
         return values
 
@@ -129,7 +137,11 @@ class AllocationProblem:
         changed = self.cluster.per_job((states != self.cluster.base).any(axis=2))
         changed |= self.cluster.broken[self.cluster.first_rows]
         values: Floats = speedups / self.fair
-        return np.where(changed & self.running, values * self.factors, values)
+        factors = self.factors
+        if self.cluster.live.any():
+            stays = (np.minimum(states, self.cluster.base) > 0).any(axis=2) & self.cluster.live
+            factors = np.where(self.cluster.per_job(stays), self.live_factors, factors)
+        return np.where(changed & self.running, values * factors, values)
 
     def _job_speedups(self, states: Ints) -> Floats:
         """(P, I, N) -> (P, J)."""

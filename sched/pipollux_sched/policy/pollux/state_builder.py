@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipollux_sched.policy.placement.node_choice import Bools, Ints, find_nodes, num_fitting
+from pipollux_sched.policy.placement.node_choice import (
+    Bools,
+    Ints,
+    NodeCounts,
+    find_keeping,
+    find_nodes,
+    num_fitting,
+)
 
 from .problem import AllocationProblem
 
@@ -56,18 +63,24 @@ class StateBuilder:
         """Find nodes for all replicas of a row (`find_nodes`), as if its job held none.
 
         Returns:
-            (N,), of nodes that are as tight the one that the job is on now; None if the replicas
-            do not fit.
+            (N,), of nodes that are as tight the one that the job is on now; of a job that can be
+            changed live, replicas stay where they are unless the job is worth more elsewhere. None
+            if the replicas do not fit.
         """
         base = self._problem.cluster.base[row]
         counts, closed = self._room_for(row)
         found = find_nodes(counts, closed, num_replicas, preferred=base > 0)
         if found is None:
             return None
-        cells: Ints = np.zeros_like(base)
-        for node, count in found:
-            cells[node] = count
-        return cells
+        cells = _cells(found, len(base))
+        if not self._problem.cluster.live[row]:
+            return cells
+        keeping = find_keeping(counts, closed, num_replicas, base)
+        if keeping is None:
+            return cells
+        choices = np.stack([_cells(keeping, len(base)), cells])
+        best: Ints = choices[self._problem.row_values(row, choices).argmax()]
+        return best
 
     def accepts(self, row: int, cells: Ints) -> bool:
         """Tell whether a row's job could hold these cells."""
@@ -84,6 +97,14 @@ class StateBuilder:
         own = (old > 0) & (np.count_nonzero(old) > 1)
         counts = num_fitting(cluster.needs[row], free) * cluster.allowed[row]
         return counts, self._num_distributed - own > 0
+
+
+def _cells(nodes: NodeCounts, num_nodes: int) -> Ints:
+    """Return the replicas on each node: (N,)."""
+    cells: Ints = np.zeros(num_nodes, dtype=np.int64)
+    for node, count in nodes:
+        cells[node] = count
+    return cells
 
 
 def replica_steps(problem: AllocationProblem, row: int, now: int) -> list[int]:

@@ -5,7 +5,7 @@
                Σ_j Σ_c use_jc[k, t] · x_jc <= free[k, t]               nodes of kind k, resource t
                Σ_j Σ_c (nodes of jc, where several) · x_jc <= nodes[k]
 
-    cost_jc = (restart_jc · G_jc)^p       restart_jc = 1 where c is what the job runs in now
+    cost_jc = (change_jc · G_jc)^p        change_jc = 1 where c is what the job runs in now
 
 G_jc is the goodput of job j in configuration c, scaled so that the least of a job's row is the
 number of slots of its smallest configuration (1 where a replica holds one slot). A *kind* of node
@@ -24,6 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from pipollux_sched.policy.allocation import Allocation, is_first_choice
+from pipollux_sched.policy.change_cost import ChangeKind
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.placement.cluster_state import ReplicaRequest
 from pipollux_sched.policy.placement.node_choice import Floats, Ints
@@ -155,9 +156,17 @@ def current_column(
     return None, Column(request, num_nodes, slots, goodput, use, None)
 
 
-def cost(job: JobInfo, column: Column, *, running: bool, current: bool, power: float) -> float:
-    """Return (restart · G)^p, infinite where that is 0 to a negative power."""
-    factor = job.restart_factor if running and not current else 1.0
+def cost(job: JobInfo, column: Column, *, change: ChangeKind, power: float) -> float:
+    """Return (change · G)^p, infinite where that is 0 to a negative power.
+
+    Args:
+        job: the job.
+        column: its configuration.
+        change: what takes it there; `NONE` also for a queued job, as any start costs the same.
+        power: p.
+    """
+    unchanged = change is ChangeKind.NONE
+    factor = 1.0 if unchanged else job.change_factor(live=change is ChangeKind.LIVE)
     value = factor * column.goodput
     return float(value**power) if value > 0 else np.inf
 

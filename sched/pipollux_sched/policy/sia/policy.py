@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from pipollux_sched.policy.allocation import Allocation
+from pipollux_sched.policy.allocation import Allocation, shape_of
+from pipollux_sched.policy.change_cost import ChangeKind, num_survivors, possible_survivors
 from pipollux_sched.policy.job_info import JobInfo, NodeInfo
 from pipollux_sched.policy.order import by_arrival, name_order
 from pipollux_sched.policy.placement.cluster_state import ClusterState
@@ -89,7 +90,7 @@ class SiaPolicy:
             The allocation of every job (empty: it is queued), and the present number of nodes. The
             sum that the program minimises is never above that of the current allocations.
         """
-        cluster = _Cluster.of(jobs, nodes)
+        cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)
         state.keep_running()
         current = answer(jobs, base_allocations, state.allocations)
@@ -114,13 +115,18 @@ class SiaPolicy:
             return None
         # A choice that cannot be placed must not keep queued jobs from what is free.
         for allocations, numbers in [*attempts, rounds.place(rounds.current, move=False)]:
-            worth = rounds.worth(numbers)
+            worth = rounds.worth(numbers, allocations)
             if worth < now - 1e-9 - self._gap * abs(worth):
                 return answer(cluster.jobs, current, allocations)
         return None
 
     def values(
-        self, job: JobInfo, columns: Sequence[Column], current: int | None, seniority: float
+        self,
+        job: JobInfo,
+        columns: Sequence[Column],
+        current: int | None,
+        seniority: float,
+        live: Collection[int] = (),
     ) -> Floats:
         """Return the costs of columns less that of waiting: below 0 where running is better.
 
@@ -129,10 +135,17 @@ class SiaPolicy:
             columns: its configurations.
             current: the index of the column in which it runs; None: it is queued.
             seniority: 1 for the oldest job, near 0 for the youngest.
+            live: the indices of columns to which a replica can survive.
         """
+
+        def change(number: int) -> ChangeKind:
+            if current is None or number == current:
+                return ChangeKind.NONE
+            return ChangeKind.LIVE if number in live else ChangeKind.RESTART
+
         waiting = self._waiting_cost * (1 + _AGE_WEIGHT * seniority)
         costs = [
-            cost(job, column, running=current is not None, current=c == current, power=self._power)
+            cost(job, column, change=change(c), power=self._power)
             for c, column in enumerate(columns)
         ]
         return np.array(costs) - waiting
@@ -147,9 +160,11 @@ class _Cluster:
     kinds: tuple[NodeKind, ...]
     regular: dict[Any, tuple[Column, ...]]
     """Each job's regular configurations."""
+    running: Allocations
+    """What runs now, whatever was decided in earlier rounds."""
 
     @classmethod
-    def of(cls, jobs: Jobs, nodes: Nodes) -> _Cluster:
+    def of(cls, jobs: Jobs, nodes: Nodes, running: Allocations) -> _Cluster:
         groups: dict[Any, list[Any]] = {}
         usable = usable_nodes(nodes)
         for name in sorted(usable, key=name_order):
@@ -160,7 +175,22 @@ class _Cluster:
         kinds = tuple(
             NodeKind(frozenset(names), usable[names[0]]) for _, names in sorted(groups.items())
         )
-        return cls(jobs, nodes, kinds, {n: configurations(job, kinds) for n, job in jobs.items()})
+        regular = {name: configurations(job, kinds) for name, job in jobs.items()}
+        return cls(jobs, nodes, kinds, regular, running)
+
+    def live_columns(self, name: Any, columns: Sequence[Column]) -> frozenset[int]:
+        """Return the indices of a job's columns to which a replica that runs now can survive."""
+        job, held = self.jobs[name], self.running.get(name, ())
+        survivors = possible_survivors(job, held, self.nodes).keys()
+        if not survivors:
+            return frozenset()
+        shape = shape_of(job, held, self.nodes)
+        return frozenset(
+            number
+            for number, column in enumerate(columns)
+            if column.request.shapes[0] is shape
+            and not survivors.isdisjoint(column.request.within or survivors)
+        )
 
 
 def _limits(state: ClusterState, kinds: Sequence[NodeKind]) -> dict[Constraint, int]:
@@ -185,15 +215,17 @@ class _Round:
         state = ClusterState(jobs, cluster.nodes, current)
         self.free = _limits(state, cluster.kinds)
         self._names = [name for name in by_arrival(jobs) if name not in state.pinned]
+        self._policy = policy
         self._columns: list[tuple[Column, ...]] = []
+        self._live: list[frozenset[int]] = []
         self.current: dict[int, int] = {}
         """Index of the column that each job runs in, by number of the job."""
         self.rows = []
         for number, name in enumerate(self._names):
             columns = self._add_current(number, cluster.regular[name], current[name])
             self._columns.append(columns)
-            seniority = 1 - number / len(self._names)
-            values = policy.values(jobs[name], columns, self.current.get(number), seniority)
+            self._live.append(cluster.live_columns(name, columns))
+            values = self._values(number, self._live[number])
             self.rows.append((number, values, columns))
         self._let_neighbours_stay()
 
@@ -214,9 +246,27 @@ class _Round:
         self.current[number] = len(regular) if found is None else found
         return (*regular, column) if found is None else regular
 
-    def worth(self, numbers: dict[int, int]) -> float:
-        """Return the program's sum for the indices of columns, by number of the job."""
-        return sum(float(self.rows[job][1][number]) for job, number in sorted(numbers.items()))
+    def _values(self, job: int, live: Collection[int]) -> Floats:
+        seniority = 1 - job / len(self._names)
+        info, now = self._cluster.jobs[self._names[job]], self.current.get(job)
+        return self._policy.values(info, self._columns[job], now, seniority, live)
+
+    def worth(self, numbers: dict[int, int], allocations: Allocations | None = None) -> float:
+        """Return the program's sum for the indices of columns, by number of the job.
+
+        Args:
+            numbers: the indices.
+            allocations: where the columns were placed; None: where the program assumes.
+        """
+        total = 0.0
+        for job, number in sorted(numbers.items()):
+            values = self.rows[job][1]
+            if allocations is not None and number in self._live[job]:
+                name = self._names[job]
+                if not num_survivors(self._cluster.running[name], allocations[name]):
+                    values = self._values(job, ())
+            total += float(values[number])
+        return total
 
     def place(
         self, chosen: dict[int, int], *, move: bool
@@ -231,7 +281,8 @@ class _Round:
         Returns:
             What every running job holds, and the indices of its column.
         """
-        state = ClusterState(self._cluster.jobs, self._cluster.nodes, self._base)
+        cluster = self._cluster
+        state = ClusterState(cluster.jobs, cluster.nodes, self._base, cluster.running)
         staying = {self._names[j]: n for j, n in chosen.items() if self.current.get(j) == n}
         state.keep_running(lambda name, _: name in staying)
         placed = list(chosen) if move else [j for j in range(len(self._names)) if j not in chosen]

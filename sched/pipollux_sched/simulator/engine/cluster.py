@@ -46,7 +46,10 @@ class Options:
     interval: float = 60.0
     """Seconds between two rounds of the policy."""
     restart_seconds: float = 30.0
-    """Time without training after every start of a job."""
+    """Time that a replica takes to start; a job does not train in that of a start or restart."""
+    rescale_seconds: float | None = None
+    """Time for which the replicas that stay pause in a live change; None: every change of a job's
+    allocation is a restart."""
     interference: float = 0.0
     """The slowdown of distributed jobs that share a node, 0 to 1; with 0, sharing is forbidden
     (rule 4 of docs/policies.md)."""
@@ -65,6 +68,12 @@ class Options:
                 raise ValueError(f"{name}: {getattr(self, name)} must be above 0")
         if not self.restart_seconds >= 0:
             raise ValueError(f"restart_seconds: {self.restart_seconds} must be at least 0")
+        rescale = self.rescale_seconds
+        if rescale is not None and not 0 <= rescale <= self.restart_seconds:
+            raise ValueError(
+                f"rescale_seconds: {rescale} must be between 0 and "
+                f"restart_seconds = {self.restart_seconds}, or left out"
+            )
         if not 0 <= self.interference < 1:
             raise ValueError(f"interference: {self.interference} must be at least 0 and below 1")
 
@@ -167,9 +176,8 @@ class Cluster:
     def _train(self, until: float) -> None:
         slowed = self._slowed()
         for job in self._active.values():
-            placement = tuple(Counter(job.nodes).values())
             pace = 1.0 - self.options.interference * (job.name in slowed)
-            job.advance(until, placement, pace, self._gpu_type(job))
+            job.advance(until, pace, self._gpu_type(job))
         for name in [name for name, job in self._active.items() if job.completed is not None]:
             self._done.append(self._active.pop(name))
         self._now = until
@@ -178,12 +186,13 @@ class Cluster:
         """Return the distributed jobs that share a node with another one."""
         if not self.options.interference:
             return set()
-        distributed = {j.name: set(j.nodes) for j in self._active.values() if len(set(j.nodes)) > 1}
+        members = {job.name: set(job.members) for job in self._active.values()}
+        distributed = {name: nodes for name, nodes in members.items() if len(nodes) > 1}
         count = Counter(node for nodes in distributed.values() for node in nodes)
         return {name for name, nodes in distributed.items() if any(count[n] > 1 for n in nodes)}
 
     def _gpu_type(self, job: SimulatedJob) -> str:
-        return self._all_nodes[job.nodes[0]].gpu_type if job.nodes else ""
+        return self._all_nodes[job.members[0]].gpu_type if job.members else ""
 
     def _node_event(self, event: NodeEvent) -> None:
         if event.kind == "back":
@@ -193,8 +202,7 @@ class Cluster:
         elif event.kind == "lost":
             self.nodes.pop(event.node, None)
             for job in self._active.values():
-                if event.node in job.nodes:
-                    job.lose_nodes(self._now)
+                job.lose_node(self._now, event.node)
 
     def _arrive(self) -> None:
         while self._waiting and self._waiting[0].time <= self._now:
@@ -205,6 +213,7 @@ class Cluster:
                 app,
                 app.new_model(row.batch_size if self._fixed else None),
                 self.options.restart_seconds,
+                self.options.rescale_seconds,
                 self.options.checkpoint_seconds if self.options.node_events else math.inf,
                 clock=self._now,
             )
@@ -239,7 +248,7 @@ class Cluster:
         stages = shape.num_stages if shape else None
         now_stages = job.shape.num_stages if job.shape else None
         if Counter(nodes) != Counter(job.nodes) or stages != now_stages:
-            job.reallocate(self._now, sorted(nodes), shape)
+            job.reallocate(self._now, sorted(nodes), shape, info)
 
 
 def _activity(jobs: Sequence[SimulatedJob]) -> tuple[tuple[float, int], ...]:

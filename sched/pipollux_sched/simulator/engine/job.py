@@ -4,16 +4,21 @@ Progress is counted as Pollux counts it, in iterations that the initial batch si
 per second, gain / step time, where gain = (var + sqr) / (var / scale + sqr). An epoch ends when
 progress has reached the application's for it; gradients then change, and the job chooses its batch
 size again. Nothing is rounded to whole seconds.
+
+A change that a replica survives (`policy.change_cost`) is live, if the job can be changed live.
+Replicas that leave go at once, and the others pause. Replicas that come take a start's time, while
+the others train on as they are; then all of them pause, and train together.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipollux_sched.policy import JobInfo, ReplicaShape
+from pipollux_sched.policy import Allocation, ChangeKind, JobInfo, ReplicaShape, change_kind
 from pipollux_sched.simulator.applications.base import Application, JobModel, RunningJob
 from pipollux_sched.simulator.known_length import KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
@@ -31,6 +36,8 @@ class Interval:
     end: float
     nodes: tuple[Any, ...]
     num_stages: int
+    live: bool = False
+    """Whether it began with a live change: the replicas that stayed did not stop."""
 
 
 @dataclass
@@ -41,7 +48,9 @@ class SimulatedJob:
         arrival: its row of the workload.
         app: the truth.
         model: what the job knows.
-        restart_seconds: time without training after every start.
+        restart_seconds: time that a replica takes to start; nothing trains in that of a restart.
+        rescale_seconds: time for which replicas that stay pause in a live change; None: every
+            change is a restart.
         checkpoint_seconds: training time after which it saves; what came later is lost with a node.
     """
 
@@ -49,17 +58,23 @@ class SimulatedJob:
     app: Application
     model: JobModel
     restart_seconds: float = 30.0
+    rescale_seconds: float | None = None
     checkpoint_seconds: float = math.inf
     clock: float = 0.0
     """The time up to which it has been simulated."""
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
+    """What it holds."""
+    members: tuple[Any, ...] = ()
+    """Nodes of the replicas that train together; the others of `nodes` are starting."""
     shape: ReplicaShape | None = None
     running: RunningJob | None = None
     started: float | None = None
     completed: float | None = None
     num_starts: int = 0
+    num_rescales: int = 0
+    """Live changes."""
     attained_service: float = 0.0
     """Slot-seconds."""
     slots_per_replica: int = 1
@@ -67,7 +82,11 @@ class SimulatedJob:
     lost_progress: float = 0.0
     """Progress lost with nodes, in iterations at the initial batch size."""
     _delay: float = 0.0
+    _join_at: float = math.inf
+    """When the replicas that are starting join the others."""
     _since: float = 0.0
+    _live: bool = False
+    """Whether what it holds began with a live change."""
     _saved: tuple[float, int] = (0.0, 0)
     _unsaved_seconds: float = 0.0
 
@@ -87,10 +106,29 @@ class SimulatedJob:
         batch_size = self.running.batch_size if self.running else self.app.init_batch_size
         return min(self.app.completion_epoch(batch_size) + 1, self.app.max_epochs)
 
-    def reallocate(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
+    def reallocate(
+        self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None, info: JobInfo
+    ) -> None:
+        """Change what it holds, live if a replica that trains survives that.
+
+        Args:
+            now: seconds since the workload's begin.
+            nodes: one for each replica.
+            shape: of its replicas.
+            info: of the job, which says whether it can be changed live.
+        """
+        old, new = Allocation(self.members, self.shape), Allocation(nodes, shape)
+        if change_kind(info, old, new) is ChangeKind.RESTART:
+            self._restart(now, nodes, shape)
+        else:
+            self._rescale(now, nodes)
+
+    def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
         """Stop, and if there are nodes start on them; the time of a restart begins."""
         self._close_interval(now)
+        self._live = False
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
+        self.members, self._join_at = self.nodes, math.inf
         self.running = None
         if self._unsaved_seconds > 0:
             self._save()
@@ -101,25 +139,70 @@ class SimulatedJob:
         self.started = now if self.started is None else self.started
         self._delay = self.restart_seconds
 
-    def lose_nodes(self, now: float) -> None:
+    def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
+        """Let replicas leave at once, and others start, while those that stay go on."""
+        self._close_interval(now)
+        self._live = True
+        self.num_rescales += 1
+        survivors = Counter(self.members) & Counter(nodes)
+        if survivors.total() < len(self.members):
+            self.members = tuple(sorted(survivors.elements()))
+            self._pause()
+        starting = Counter(self.nodes) - Counter(self.members)
+        coming = Counter(nodes) - survivors
+        if not coming:
+            self._join_at = math.inf
+        elif not coming <= starting or self._join_at == math.inf:
+            self._join_at = now + self.restart_seconds
+        self.nodes = tuple(nodes)
+
+    def _join(self) -> None:
+        """Let the replicas that were starting train with the others."""
+        self.members, self._join_at = self.nodes, math.inf
+        self._pause()
+
+    def _pause(self) -> None:
+        self._delay += self.rescale_seconds or 0.0
+
+    def lose_node(self, now: float, node: Any) -> None:
+        """Go on without what was starting on a node; stop if replicas trained there."""
+        if node in self.members:
+            self._lose_all(now)
+        elif node in self.nodes:
+            self._close_interval(now)
+            self.nodes = tuple(name for name in self.nodes if name != node)
+            if len(self.nodes) == len(self.members):
+                self._join_at = math.inf
+
+    def _lose_all(self, now: float) -> None:
         """Stop without saving: what was not saved is trained again."""
         self.lost_progress += self.progress - self._saved[0]
         self.progress, self.epoch = self._saved
         self._unsaved_seconds = 0.0
-        self.reallocate(now, (), None)
+        self._restart(now, (), None)
 
-    def advance(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
+    def advance(self, until: float, pace: float, gpu_type: str) -> None:
         """Train up to a moment, or to the end if that comes first.
 
         Args:
             until: seconds since the workload's begin.
-            placement: replicas on each node.
             pace: 1, or less where another distributed job interferes.
             gpu_type: of the nodes.
         """
         if self.shape is None:
             self.clock = until
             return
+        while self._join_at <= until and self.completed is None:
+            self._advance_as_is(self._join_at, pace, gpu_type)
+            if self.completed is None:
+                self._join()
+        self._advance_as_is(until, pace, gpu_type)
+
+    def _advance_as_is(self, until: float, pace: float, gpu_type: str) -> None:
+        """Train up to a moment with the same replicas."""
+        if self.completed is not None:
+            return
+        placement = tuple(Counter(self.members).values())
         self._pass(min(self._delay, until - self.clock), waiting=True)
         while until - self.clock > 0 and self.completed is None:
             self._train(until, placement, pace, gpu_type)
@@ -177,12 +260,12 @@ class SimulatedJob:
     def _finish(self) -> None:
         self.completed = self.clock
         self._close_interval(self.clock)
-        self.nodes, self.shape = (), None
+        self.nodes, self.members, self.shape = (), (), None
 
     def _close_interval(self, now: float) -> None:
         if self.shape is not None and now > self._since:
             stages = self.shape.num_stages
-            self.history.append(Interval(self._since, now, self.nodes, stages))
+            self.history.append(Interval(self._since, now, self.nodes, stages, self._live))
         self._since = now
 
 
@@ -210,6 +293,8 @@ def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed:
         age=now - job.arrival.time,
         num_restarts=job.num_restarts,
         restart_seconds=job.restart_seconds,
+        num_rescales=job.num_rescales,
+        rescale_seconds=job.rescale_seconds,
         gpu_type=own.gpu_type,
         shapes=tuple(others),
         attained_service=job.attained_service,

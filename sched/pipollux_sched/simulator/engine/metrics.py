@@ -40,6 +40,8 @@ class SimulationMetrics:
     finish_time_fairness_worst: float
     unfair_share: float
     """Share of jobs with rho > 1, which an equal split would have served better."""
+    rescales_per_job: float
+    """Live changes, on average."""
     avg_wait_s: float
     """From a job's arrival to its first start, on average."""
     gpu_hours: float
@@ -80,6 +82,7 @@ def measure(outcome: SimulationOutcome) -> SimulationMetrics:
         finish_time_fairness_p99=float(np.percentile(fairness, 99)),
         finish_time_fairness_worst=float(fairness.max()),
         unfair_share=float(np.mean(fairness > 1)),
+        rescales_per_job=float(np.mean([job.num_rescales for job in outcome.jobs])),
         avg_wait_s=float(np.mean([job.started - job.arrived for job in outcome.jobs])),
         gpu_hours=held / 3600,
         jobs=len(outcome.jobs),
@@ -92,6 +95,7 @@ def measure(outcome: SimulationOutcome) -> SimulationMetrics:
 JOB_COLUMNS = (
     *("workload", "policy", "name", "application", "arrived_s", "started_s", "completed_s"),
     *("jct_s", "restarts", "slot_seconds", "lost_progress", "isolated_s", "finish_time_fairness"),
+    "live_changes",
 )
 """Of `job_rows`."""
 
@@ -103,6 +107,7 @@ def job_rows(outcome: SimulationOutcome) -> list[tuple[str | float, ...]]:
             *(outcome.workload, outcome.policy, job.name, job.application),
             *(job.arrived, job.started, job.completed, job.jct, job.num_restarts),
             *(job.slot_seconds, job.lost_progress, job.isolated, job.finish_time_fairness),
+            job.num_rescales,
         )
         for job in outcome.jobs
     ]

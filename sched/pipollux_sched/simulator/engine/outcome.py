@@ -25,6 +25,8 @@ class JobOutcome:
     completed: float
     num_restarts: int
     """Starts after the first, those after lost nodes included."""
+    num_rescales: int
+    """Live changes."""
     slot_seconds: float
     """Slots held, times seconds."""
     lost_progress: float
@@ -125,6 +127,7 @@ def _job_outcome(job: SimulatedJob, isolated: float) -> JobOutcome:
         started=completed if job.started is None else job.started,
         completed=completed,
         num_restarts=job.num_restarts,
+        num_rescales=job.num_rescales,
         slot_seconds=job.attained_service,
         lost_progress=job.lost_progress,
         isolated=isolated,

@@ -1,0 +1,94 @@
+"""Average completion times with one price of a change, and with two: a restart, a live change.
+
+    python benchmarks/jct/prices.py ARTIFACT --results DIR [--workloads 1] [--found]
+
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact. Every workload is
+simulated with every change at 30 s, and with live changes at `--rescale-seconds` where a replica
+stays in place; with the policy told exactly how long jobs still train, and not told. What was
+simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
+Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jct
+
+from pipollux_sched.simulator import Experiment, KnownLength, Options, make_nodes, measure
+
+TOLD = {"exact": "exactly", "none": "not at all"}
+COLUMNS = (
+    ("avg_jct_s", "average JCT, s", "{:.0f}"),
+    ("median_jct_s", "median", "{:.0f}"),
+    ("p99_jct_s", "p99", "{:.0f}"),
+    ("makespan_s", "makespan, s", "{:.0f}"),
+    ("restarts_per_job", "restarts per job", "{:.2f}"),
+    ("rescales_per_job", "live changes per job", "{:.2f}"),
+    ("finish_time_fairness", "fairness rho", "{:.2f}"),
+)
+
+
+def main() -> None:
+    """Simulate what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--workloads", default=",".join(map(str, jct.WORKLOADS)))
+    parser.add_argument("--policies", default="exact")
+    parser.add_argument("--rescale-seconds", type=float, default=1.0)
+    parser.add_argument("--found", action="store_true")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    titles = [title for _, title, _ in COLUMNS]
+    lines = jct.head(["workload", "policy", "told", "a live change costs", *titles])
+    for number in map(int, options.workloads.split(",")):
+        for policy in options.policies.split(","):
+            for told, words in TOLD.items():
+                base: float | None = None
+                for price in (None, options.rescale_seconds):
+                    row = case(options, number, policy, told, price)
+                    if row is None:
+                        continue
+                    shown = [form.format(row[key]) for key, _, form in COLUMNS]
+                    if base is not None:
+                        shown[0] += f" ({row['avg_jct_s'] / base - 1:+.1%})"
+                    base = row["avg_jct_s"] if price is None else base
+                    costs = "a restart: 30 s" if price is None else f"{price:g} s"
+                    lines.append(
+                        f"| {number} | {policy} | {words} | {costs} | {' | '.join(shown)} |"
+                    )
+    print("\n".join(lines))
+
+
+def case(
+    options: argparse.Namespace, number: int, policy: str, told: str, price: float | None
+) -> dict[str, Any] | None:
+    """Return the metrics of one case, simulated unless it was before; None: it is not to be."""
+    cost = "restart" if price is None else f"{price:g}"
+    target = options.results / f"prices-{policy}-{told}-{cost}-{number}.json"
+    if not target.exists():
+        if options.found:
+            return None
+        row = simulate(options.artifact, number, policy, told, price)
+        beside = target.with_suffix(".part")
+        beside.write_text(json.dumps(row))
+        beside.replace(target)
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+def simulate(
+    artifact: Path, number: int, policy: str, told: str, price: float | None
+) -> dict[str, Any]:
+    """Simulate one case."""
+    settings = Options(rescale_seconds=price, known_length=KnownLength.parse(told))
+    experiment = Experiment(make_nodes({"": (16, 4)}), settings, artifact / "traces")
+    return measure(experiment.run(jct.workload(artifact, (1.0, number)), policy)).to_dict()
+
+
+if __name__ == "__main__":
+    main()
