@@ -117,7 +117,8 @@ def value(case: Case, name: Any, allocation: Sequence[Any]) -> float:
         live = job.restart_seconds if job.rescale_seconds is None else job.rescale_seconds
         lost = job.num_restarts * job.restart_seconds + job.num_rescales * live
         cost = live if survives(case, name, allocation) else job.restart_seconds
-        speedup *= max(job.age - lost, 0) / (job.age + cost)
+        if job.age + cost > 0:
+            speedup *= max(job.age - lost, 0) / (job.age + cost)
     return speedup / fair_speedup(case, job)
 
 
