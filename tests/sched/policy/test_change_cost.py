@@ -202,3 +202,28 @@ def test_replicas_stay_where_another_node_would_do_as_well(policy: str) -> None:
         base = {"j": Allocation([here, "drains"], spread.all_shapes[0])}
         answer, _ = POLICIES[policy].make().optimize({"j": spread}, nodes, base, nodes["a"])
         assert set(answer["j"]) == {here}
+
+
+def test_a_growth_that_can_keep_nothing_takes_no_more_than_was_chosen() -> None:
+    """No grown job fits where it is, and of two on a node of four slots both get what is best.
+
+    The choice counts on the price of a live change. Where a job is placed without it, the rest of
+    the node is for the jobs that are placed after it.
+    """
+
+    def on_one_node(num_nodes: Any, num_replicas: Any) -> Any:
+        replicas = np.asarray(num_replicas, dtype=float)
+        return np.where(np.asarray(num_nodes) > 1, 0.5, replicas**0.9)
+
+    nodes, jobs, base = {}, {}, {}
+    for i in range(4):
+        nodes |= {f"a{i}": NodeInfo({"slots": 2}), f"b{i}": NodeInfo({"slots": 4})}
+        one = JobInfo({"slots": 1}, on_one_node, 0.0, 0, 1)
+        jobs[f"pinned{i}"] = replace(one, preemptible=False)
+        jobs[f"grows{i}"] = replace(one, max_replicas=4, age=3000.0, rescale_seconds=1.0)
+        jobs[f"new{i}"] = replace(one, resources={"slots": 2}, num_stages=2)
+        jobs[f"small{i}"] = one
+        base |= {f"pinned{i}": [f"a{i}"], f"grows{i}": [f"a{i}"]}
+    answer, certificate = ExactPolicy(FairSpeedup()).solve(jobs, nodes, base, nodes["b0"])
+    assert all(answer.values())
+    assert certificate.gap < 0.01

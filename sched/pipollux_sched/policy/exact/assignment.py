@@ -75,10 +75,13 @@ class Assignment:
         for job in sorted(rest, key=lambda j: self._width(j, chosen[j])):
             if chosen[job] == NOTHING:
                 continue
-            given = self.give(job, chosen[job])
-            if not given or self._lost_survivors(job, chosen[job]):
+            if not self.give(job, chosen[job]):
                 complete = False
                 self.upgrade(job)
+            elif self._lost_survivors(job, chosen[job]):
+                complete = False
+                # What is more than its choice is other jobs'.
+                self.upgrade(job, most=chosen[job])
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Sequence[int]) -> None:
@@ -116,13 +119,21 @@ class Assignment:
         self._put(job, found)
         return True
 
-    def upgrade(self, job: int) -> bool:
-        """Give a job the best configuration that fits; return whether anything changed."""
+    def upgrade(self, job: int, most: int | None = None) -> bool:
+        """Give a job the best configuration that fits; return whether anything changed.
+
+        Args:
+            job: its index.
+            most: the configuration whose resources are the most that it gets; None: no limit.
+        """
         before = self.placed[job]
         self._clear(job)
         best = before
         gains = self._gains[job]
         fitting = self._fitting(job)
+        if most is not None:
+            asked = self._asked(job)
+            fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
             # On more nodes than the fewest a configuration gains less than listed, not more.
             if not _better(float(gains[config]), best.gain):
@@ -143,15 +154,20 @@ class Assignment:
     def _wanting(self) -> list[int]:
         """Return the jobs that gain by a configuration within the total of what is free."""
         free = self._capacity.free.sum(axis=0)
-        return [job for job, configs in self._all() if self._wants(job, configs, free)]
+        return [job for job in range(len(self._jobs)) if self._wants(job, free)]
 
-    def _wants(self, job: int, configs: JobConfigurations, free: Ints) -> bool:
+    def _wants(self, job: int, free: Ints) -> bool:
         placed = self.placed[job]
-        needs = np.stack([self._instance.nodes.need(shape) for shape in configs.shapes])
-        held = sum(count for _, count in placed.nodes) * needs[placed.shape]
-        asked = configs.replicas[:, None] * needs[configs.shape]
-        fits = (asked <= free + held).all(axis=1)
+        held = sum(count for _, count in placed.nodes) * self._need(job, placed)
+        fits = (self._asked(job) <= free + held).all(axis=1)
         return _better(float(self._gains[job][fits].max(initial=-np.inf)), placed.gain)
+
+    def _asked(self, job: int) -> Ints:
+        """Return the resources of every configuration: (C, T)."""
+        configs = self._jobs[job]
+        needs = np.stack([self._instance.nodes.need(shape) for shape in configs.shapes])
+        asked: Ints = configs.replicas[:, None] * needs[configs.shape]
+        return asked
 
     def _fitting(self, job: int) -> Ints:
         """Return the configurations that fit, and the one to stay, whether it fits or not."""
