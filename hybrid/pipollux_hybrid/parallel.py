@@ -150,14 +150,10 @@ class HybridParallel(ModuleWrapper):
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
-        agreed = {
-            **vars(request),
-            "example_inputs": example_inputs is not None,
-            "check_replicas": interval,
-        }
-        agreed |= {"reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes}
+        agreed = {**vars(request), "example_inputs": example_inputs is not None}
+        agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
+        agreed |= {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
         agreed |= {"scaling_rule": scaling_rule, "lr_scheduler": lr_scheduler}
-        agreed |= {"broadcast_buffers": broadcast_buffers}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
@@ -172,8 +168,7 @@ class HybridParallel(ModuleWrapper):
         if ctx.env.rank == 0:
             metrics.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._rule = scaling_rule or default_rule(optimizer)
-        self._complete = True
-        self._no_sync = False
+        self._complete, self._no_sync = True, False
         self._result: SyncResult | None = None
         self._timing = StageProfiler(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
@@ -200,6 +195,8 @@ class HybridParallel(ModuleWrapper):
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         load_state(ModelState(module, optimizer, lr_scheduler))
+        ctx.rejoined.append(self._rejoined)
+        ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -346,13 +343,13 @@ class HybridParallel(ModuleWrapper):
 
     def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
         """Return what the backward of a forward of micro-batches of these sizes is for."""
+        self._context.check_joined()
         self._same_samples.note(batch)
         micro_step = self._batch.micro_step
         ends = micro_step.is_optimizer_step if micro_step else not self._no_sync
         num_recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         wanted = self._noise.wanted()
-        timed = ends and self.training
-        timed = timed and self._timing.begin(num_recomputed, measures_noise=wanted)
+        timed = ends and self.training and self._timing.begin(num_recomputed, measures_noise=wanted)
         self._metrics.note_forward(disturbed=timed or wanted)
         self._timing.read()
         # What the script wants of its input it may want by torch.autograd.grad.
@@ -380,6 +377,12 @@ class HybridParallel(ModuleWrapper):
         loss_scale, self._batch.loss_scale = self._batch.loss_scale, None
         if self._noise.wanted():
             self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
+
+    def _rejoined(self) -> None:
+        """Go on with other replicas, as all of them would after a restart."""
+        self._synchronizer.rejoin(self._context.env.num_replicas)
+        self._optimizer.rejoin()
+        self._complete, self._result, self._norm = True, None, torch.tensor(math.nan)
 
     def _rate_factor(self) -> float:
         last_batch_size = self._result.batch_size if self._result is not None else 0

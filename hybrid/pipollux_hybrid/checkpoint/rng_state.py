@@ -53,6 +53,11 @@ class RandomState(State):
         # Checkpoints of the first release have the CPU's generator alone.
         self._restored = [[x] if isinstance(x, Tensor) else x for x in content]
 
+    def rejoined(self) -> None:
+        """Go on with the numbers that a restart with as many replicas would go on with."""
+        self._restored = self._restored or self._states
+        self.restore_once()
+
     def restore_once(self) -> None:
         """Go on with the restored numbers; does nothing when called again."""
         restored, self._restored = self._restored, []

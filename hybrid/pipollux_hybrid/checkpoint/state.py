@@ -75,6 +75,12 @@ class State:
     def sync(self) -> None:
         """Make the state the same on all replicas; called on every rank before a save."""
 
+    def rejoined(self) -> None:
+        """Do to what is not saved what a restart does; called on every rank.
+
+        That is after replicas have joined or left, when those that joined have loaded the state.
+        """
+
     def snapshot(self) -> Callable[[BinaryIO], None]:
         """Copy the state as it is now, for a thread to write while training goes on.
 

@@ -72,6 +72,10 @@ class AccumulatorState(State):
                 most = max(self._changes_to_save.get(phase, 0), count)
                 self._changes_to_save[phase] = most
 
+    def rejoined(self) -> None:
+        """Forget what a replica added before it joined: the others have added it."""
+        self.pending = {}
+
     def save(self, fileobj: BinaryIO) -> None:
         """Write totals and what code outside of loops has done; nothing is pending after a sync."""
         content = {"totals": self.totals, "changes": self._changes_to_save, "read": self.read}

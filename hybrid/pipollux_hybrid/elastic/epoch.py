@@ -59,6 +59,10 @@ class EpochState(State):
         self.epoch = int(content["epoch"])
         self.loops_done = self.loops_to_skip = int(content["loops_done"])
 
+    def rejoined(self) -> None:
+        """Skip nothing more: a replica joins in the loop that the others are in."""
+        self.loops_to_skip = 0
+
     def advance(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
@@ -78,6 +82,9 @@ def epoch_state(ctx: JobContext) -> EpochState:
     if state is None:
         state = EpochState()
         load_state(state)
+        if ctx.joins is not None:
+            state.epoch, state.loops_done = ctx.joins.place
+            state.loops_to_skip = state.loops_done
     assert isinstance(state, EpochState)  # noqa: S101  # the name is this module's own
     return state
 

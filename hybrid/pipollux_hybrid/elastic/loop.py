@@ -19,6 +19,8 @@ from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, MicroStep, Part
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.membership import JobPlace
+from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -69,6 +71,10 @@ class LoopState(State):
             )
         self.index, self.details = index, content["details"]
 
+    def rejoined(self) -> None:
+        """Choose the batch shape anew."""
+        self.atomic_bsz = self.accum_steps = 0
+
     def rewind(self) -> None:
         """Go back to the beginning of an epoch."""
         self.index, self.details = 0, {}
@@ -101,6 +107,7 @@ class ElasticLoop(Generic[T]):
         refuse_inside_loop(self._context, type(self).__name__)
         self._epochs = epoch_state(self._context)
         self._boundary = StepBoundary(self._context)
+        self._live = live_membership(self._context)
         self._limits: BatchSizeLimits | None = None
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
@@ -165,7 +172,7 @@ class ElasticLoop(Generic[T]):
         """Iterate over this replica's atomic batches, from where the last run stopped."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
-        if self._epochs.skip_loop():
+        if self._epochs.skip_loop() or self._is_over_for_newcomer():
             return
         self._random.restore_once()
         batch = ctx.batch
@@ -203,8 +210,32 @@ class ElasticLoop(Generic[T]):
                     self._iteration_done(part)
                     if part.is_last:
                         return
-                    if self._adopt(self._boundary.settle()):
+                    agreed = self._boundary.settle()
+                    if self._change_replicas(agreed) or self._adopt(agreed):
                         break
+
+    def _job_place(self) -> JobPlace:
+        return JobPlace(self._epochs.epoch, self._epochs.loops_done)
+
+    def _is_over_for_newcomer(self) -> bool:
+        """Have a newcomer join here; return whether the job is beyond this loop already."""
+        if self._live is None:
+            return False
+        forget_finished_epochs(self._context)
+        if self._live.arrive(self._job_place(), self._description()):
+            return False
+        self._epochs.loops_done += 1
+        return True
+
+    def _change_replicas(self, agreed: ControlMessage | None) -> bool:
+        """Have replicas join and leave, if all have agreed on it; return whether any did."""
+        if self._live is None or not self._live.is_due(agreed):
+            return False
+        forget_finished_epochs(self._context)
+        if not self._live.change(self._job_place(), self._description()):
+            return False
+        self._begin()
+        return True
 
     def _iteration_done(self, part: Part) -> None:
         """Note an optimizer step; subclasses advance their position."""

@@ -7,6 +7,7 @@ processes and tells each its rank. Without torchrun a script is a job of one rep
 from __future__ import annotations
 
 import atexit
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,8 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.live.live_membership import find_job, start_live_membership
+from pipollux_hybrid.live.meeting_folder import MeetingFolder
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import acknowledge
@@ -31,7 +34,8 @@ def init_process_group(
 
     Under torchrun it blocks until all replicas have joined. Run by hand it makes a job of one
     replica. It compares the replicas' settings and tests the folder of checkpoints. From here on
-    SIGTERM and Ctrl-C request a stop at the next step boundary.
+    SIGTERM and Ctrl-C request a stop at the next step boundary. With ``PIPOLLUX_RENDEZVOUS`` a
+    script that is started while a job meets there joins that job, in the loop that it is in.
 
     Args:
         backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL
@@ -43,6 +47,8 @@ def init_process_group(
     Raises:
         ConfigurationError: The environment is not what torchrun sets, differs between replicas,
             or the backend is unknown.
+        ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and the backend is NCCL, or a scheduler
+            runs the job, or several replicas begin where a job is already.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
             are checkpoints but none that this job can resume from.
     """
@@ -59,13 +65,40 @@ def init_process_group(
         torch.set_num_threads(env.num_threads)
     # Until handlers are there a signal ends the process: there is nothing to lose yet.
     timeout = env.timeout or timeout
+    rendezvous = _rendezvous(env, chosen)
+    bulletin = None
+    if rendezvous is not None and env.rank == 0:
+        bulletin = find_job(rendezvous, env.num_replicas)
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
-    ctx = contexts.context(timeout)
+    if bulletin is not None:
+        newcomer = replace(env, rank=len(bulletin.membership.replicas))
+        ctx = contexts.join(newcomer, bulletin, timeout)
+    else:
+        ctx = contexts.context(timeout)
+    if rendezvous is not None:
+        start_live_membership(ctx, rendezvous, timeout)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
     signals.install_handlers(acknowledge)
+
+
+def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | None:
+    """Return where replicas that come later find this job; None: none can."""
+    if env.rendezvous is None:
+        return None
+    if env.generation:
+        raise ConfigurationError(
+            "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "
+            "replicas there are; remove the variable"
+        )
+    if backend == "nccl":
+        raise ConfigurationError(
+            "PIPOLLUX_RENDEZVOUS is set, and the backend is 'nccl': replicas can join and leave "
+            "with 'gloo' only, so call init_process_group('gloo'), or unset the variable"
+        )
+    return MeetingFolder(env.rendezvous)
 
 
 def destroy_process_group() -> None:
@@ -76,10 +109,16 @@ def destroy_process_group() -> None:
 
 
 def num_replicas() -> int:
-    """Return the number R of pipeline replicas of this job."""
+    """Return the number R of pipeline replicas of this job; it changes when some join or leave.
+
+    One that has yet to join others is by itself until then.
+    """
     return contexts.context().env.num_replicas
 
 
 def replica_rank() -> int:
-    """Return the index r of this pipeline replica, from 0 to R - 1."""
+    """Return the index r of this pipeline replica, from 0 to R - 1; it may change with R.
+
+    One that has yet to join others has the next index.
+    """
     return contexts.context().env.rank

@@ -20,6 +20,7 @@ from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.exit_status import LOST_CHECKPOINT
 from pipollux_hybrid.job.stop_notice import tell_stop
+from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 __all__ = ["StepBoundary", "acknowledge"]
@@ -35,6 +36,7 @@ class StepBoundary:
     def __init__(self, ctx: JobContext) -> None:
         self._context = ctx
         self._metrics = ctx.component(Metrics)
+        self._live = live_membership(ctx)
 
     def announce(self, place: str, *, adapts: bool) -> None:
         """Announce the beginning of an iteration.
@@ -44,7 +46,10 @@ class StepBoundary:
                 the iteration.
             adapts: Whether the loop can change its batch size.
         """
-        self._context.control.launch(self._message(adapts=adapts), place)
+        message = self._message(adapts=adapts)
+        if self._live is not None:
+            message = self._live.announce(message)
+        self._context.control.launch(message, place)
 
     def settle(self) -> ControlMessage | None:
         """End an iteration: stop or save if that was agreed on.

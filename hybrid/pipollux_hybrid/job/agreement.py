@@ -38,11 +38,12 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
         ConfigurationError: They differ; raised on every replica, naming what differs and where.
         SynchronizationError: A replica is gone.
     """
-    if control.group is None:
-        return
     texts = {name: None if value is None else str(value) for name, value in settings.items()}
     content = json.dumps([where, texts]).encode()
     digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+    control.settings.append(f"{digest & (1 << 64) - 1:016x}")
+    if control.group is None:
+        return
     if len({int(x) for x in control.gather(torch.tensor([digest]))}) == 1:
         return
     answers = [json.loads(answer) for answer in control.gather_bytes(content)]

@@ -21,11 +21,13 @@ from .agreement import agree, environment_settings
 from .batch import BatchConfig
 from .control_plane import ControlPlane
 from .env import JobEnvironment
+from .groups import ReplicaGroup
 from .heartbeat import Heartbeat
+from .membership import Bulletin
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
-__all__ = ["JobContext", "context", "current", "reset"]
+__all__ = ["JobContext", "context", "current", "join", "reset"]
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class JobContext:
     """What the parts of this package share inside one process."""
 
     env: JobEnvironment
+    """Who this replica is; replaced when others join or leave."""
     control: ControlPlane
     batch: BatchConfig = field(default_factory=BatchConfig)
     """What the loop body works on."""
@@ -46,6 +49,14 @@ class JobContext:
     """What it is trained by."""
     step: int | None = None
     """Optimizer steps of the whole training, counted by the metrics; None before they are there."""
+    joins: Bulletin | None = None
+    """What a replica knows of the running job that it is about to join; None: it takes part."""
+    rejoined: list[Callable[[], None]] = field(default_factory=list)
+    """Called on all replicas after some have joined or left, when all have the same states."""
+    joined: list[Callable[[], None]] = field(default_factory=list)
+    """Called after that where some have joined: checks that all are equal now."""
+    watch: PeerWatch | None = None
+    """Finds out which replicas are gone."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called when the context ends, last one first."""
     _components: dict[Any, Any] = field(default_factory=dict)
@@ -64,6 +75,37 @@ class JobContext:
             self._components[kind] = kind(self)
         found: T = self._components[kind]
         return found
+
+    def check_joined(self) -> None:
+        """Refuse to train by itself what is about to join others.
+
+        Raises:
+            ConfigurationError: This replica has not joined the job.
+        """
+        if self.joins is not None:
+            raise ConfigurationError(
+                "this replica has not joined the job yet, and would train by itself: replicas join "
+                "in a loop over an AdaptiveDataLoader or AdaptiveBPTTIterator, so train in one"
+            )
+
+    def rejoin(self, env: JobEnvironment, group: ReplicaGroup | None, timeout: float) -> None:
+        """Go on with other replicas; torch's default group is that of all of them already.
+
+        Args:
+            env: Who this replica is now.
+            group: Of all replicas, for control messages; None for one.
+            timeout: Seconds to wait for slow peers.
+        """
+        self.close_watch()
+        self.env = env
+        self.control.rejoin(group)
+        self.watch = PeerWatch.start(env, timeout)
+
+    def close_watch(self) -> None:
+        """Stop finding out which replicas are gone."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.close()
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -103,11 +145,26 @@ def context(timeout: float = PEER_TIMEOUT) -> JobContext:
     return _context
 
 
+def join(env: JobEnvironment, bulletin: Bulletin, timeout: float) -> JobContext:
+    """Make the context of a replica that joins a running job; until then it is by itself.
+
+    Args:
+        env: The environment, with the rank that it is to have, and no other replicas.
+        bulletin: What the job told.
+        timeout: Seconds to wait for slow peers.
+    """
+    global _context
+    control = ControlPlane(1, timeout)
+    agree(control, "their environment", environment_settings(env))
+    _context = _begin(env, control, timeout)
+    _context.joins = bulletin
+    return _context
+
+
 def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobContext:
     ctx = JobContext(env=env, control=control)
-    watch = PeerWatch.start(env, timeout)
-    if watch is not None:
-        ctx.closers.append(watch.close)
+    ctx.watch = PeerWatch.start(env, timeout)
+    ctx.closers.append(ctx.close_watch)
     heartbeat = Heartbeat.start(env, lambda: ctx.step)
     if heartbeat is not None:
         ctx.closers.append(heartbeat.close)  # of the first, so that it ends late

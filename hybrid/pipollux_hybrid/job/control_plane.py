@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from pipollux_hybrid.errors import SynchronizationError
 
+from .groups import ReplicaGroup
 from .peers import lost_peers
 
 __all__ = ["ControlMessage", "ControlPlane"]
@@ -56,6 +57,10 @@ class ControlMessage:
     """Sum over samples of the loss of the step before."""
     loss_samples: int = 0
     """Number of samples in that sum."""
+    formed: int = 0
+    """Number of the membership whose groups this replica has formed; 0: none."""
+    formed_sqr: int = 0
+    """Its square: all replicas mean the same one where R·Σx² = (Σx)²."""
 
     def numbers(self) -> list[float]:
         """Return the message as numbers, which may be summed over replicas."""
@@ -67,21 +72,24 @@ class ControlMessage:
             float(self.num_microbatches),
             self.loss_sum,
             float(self.loss_samples),
+            float(self.formed),
+            float(self.formed_sqr),
         ]
 
     def vector(self) -> torch.Tensor:
-        """Return the same as float64, shape [7]."""
+        """Return the same as float64, shape [9]."""
         return torch.tensor(self.numbers(), dtype=torch.float64)
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """Return the message that a (summed) vector of shape [7] stands for."""
+        """Return the message that a (summed) vector of shape [9] stands for."""
         return cls.of(vector.tolist())
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> ControlMessage:
         """Return the message that (summed) numbers stand for."""
-        stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers
+        stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers[:7]
+        formed, formed_sqr = numbers[7:]
         return cls(
             stop=stop > 0,
             save=save > 0,
@@ -90,6 +98,8 @@ class ControlMessage:
             num_microbatches=round(microbatches),
             loss_sum=loss_sum,
             loss_samples=round(loss_samples),
+            formed=round(formed),
+            formed_sqr=round(formed_sqr),
         )
 
 
@@ -108,11 +118,12 @@ class ControlPlane:
     def __init__(self, num_replicas: int, timeout: float) -> None:
         self._num_replicas = num_replicas
         self._timeout = timeout
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            if num_replicas > 1
-            else None
-        )
+        self._group: ReplicaGroup | None = None
+        if num_replicas > 1:
+            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._group = ReplicaGroup(made, num_replicas)
+        self.settings: list[str] = []
+        """Digests of what :func:`~pipollux_hybrid.job.agreement.agree` has compared, in order."""
         self._message: ControlMessage | None = None
         """What this replica contributes to the exchange under way."""
         self._agreed: ControlMessage | None = None
@@ -122,7 +133,7 @@ class ControlPlane:
         """Numbers that ride with a backward."""
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def group(self) -> ReplicaGroup | None:
         """The gloo group of all replicas; None for one replica."""
         return self._group
 
@@ -130,6 +141,15 @@ class ControlPlane:
     def under_way(self) -> bool:
         """Whether a message was launched and its answer not collected yet."""
         return self._message is not None
+
+    def rejoin(self, group: ReplicaGroup | None) -> None:
+        """Go on with the replicas of another membership, between two exchanges.
+
+        Args:
+            group: All of its replicas; None for one.
+        """
+        self._group, self._riding = group, 0
+        self._num_replicas = 1 if group is None else group.size
 
     def close(self) -> None:
         """Release the group, so that it ends with the process group and not with the interpreter.
@@ -163,7 +183,8 @@ class ControlPlane:
         """
         self._riding = len(numbers)
         vector = self._vector(numbers, rides=True)
-        dist.all_reduce(vector, group=self._group)
+        if self._group is not None:
+            self._group.all_reduce(vector)
         agreed, sums = self._read(vector)
         if self._agreed is None and self._message is not None:
             self._agreed = agreed
@@ -179,9 +200,7 @@ class ControlPlane:
             return None
         if self._agreed is None:
             vector = self._vector([0.0] * self._riding, rides=False)
-            work = dist.all_reduce(vector, group=self._group, async_op=True)
-            assert work is not None  # noqa: S101  # this replica is in the group
-            self._wait(work)
+            self._add_up(vector)
             self._agreed, _ = self._read(vector)
         agreed, self._message, self._agreed, self._place = self._agreed, None, None, ""
         return agreed
@@ -202,23 +221,21 @@ class ControlPlane:
         """Gather one CPU tensor of equal shape from every replica, in the order of ranks."""
         if self._group is None:
             return [tensor]
-        everyone = [torch.empty_like(tensor) for _ in range(self._num_replicas)]
         try:
-            dist.all_gather(everyone, tensor, group=self._group)
+            return self._group.all_gather(tensor)
         except RuntimeError as error:
             when = "while comparing what all must have in common"
             raise lost_peers(when, error) from error
-        return everyone
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Gather bytes of any length from every replica, in the order of ranks."""
         if self._group is None:
             return [content]
-        sizes = [int(size) for size in self.gather(torch.tensor([len(content)]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        everyone = self.gather(padded)
-        return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+        try:
+            return self._group.all_gather_bytes(content)
+        except RuntimeError as error:
+            when = "while comparing what all must have in common"
+            raise lost_peers(when, error) from error
 
     def _refuse_places(self) -> NoReturn:
         """Refuse replicas at different places; all find out at once, so they can exchange them."""
@@ -258,8 +275,9 @@ class ControlPlane:
             )
         return ControlMessage.of(head[:-3]), sums
 
-    def _wait(self, work: dist.Work) -> None:
+    def _add_up(self, vector: torch.Tensor) -> None:
+        assert self._group is not None  # noqa: S101  # else the message was agreed on at launch
         try:
-            work.wait(timedelta(seconds=self._timeout))
+            self._group.all_reduce(vector, self._timeout)
         except RuntimeError as error:
             raise lost_peers("at a step boundary", error) from error

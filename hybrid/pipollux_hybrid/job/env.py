@@ -72,6 +72,8 @@ class JobEnvironment:
     host_timeout: float = 60.0
     """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it
     is like a slow one."""
+    rendezvous: Path | None = None
+    """A folder in which replicas that come later find the job (``PIPOLLUX_RENDEZVOUS``)."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
@@ -125,6 +127,7 @@ class JobEnvironment:
             num_threads=_threads(env),
             timeout=_seconds(env, "PIPOLLUX_TIMEOUT", 0.0) or None,
             host_timeout=_seconds(env, "PIPOLLUX_HOST_TIMEOUT", 60.0, or_none=True),
+            rendezvous=_path(env, "PIPOLLUX_RENDEZVOUS"),
             check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 

@@ -97,6 +97,7 @@ class PeerWatch:
         """End the thread."""
         global _watch
         _watch = None
+        self._end.shutdown(socket.SHUT_RDWR)  # forked workers of loaders hold it, too
         self._end.close()
         self._thread.join()
         self._ended_here.close()

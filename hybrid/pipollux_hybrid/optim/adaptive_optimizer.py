@@ -165,6 +165,11 @@ class AdaptiveOptimizer:
         finally:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see above
 
+    def rejoin(self) -> None:
+        """Weigh squares as after a restart, as replicas that have joined do."""
+        self._preconditioners.clear()
+        self._steps_used = 0
+
     def skip_step(self) -> None:
         """End the iteration without a step, as its gradients were not finite."""
         self._may_zero = True

@@ -69,6 +69,11 @@ class NoiseMeter:
         self._previous: _Step | None = None
         self._steps = 0
         self._measured_at = -1
+        ctx.rejoined.append(self._begin_again)
+
+    def _begin_again(self) -> None:
+        """Measure as after a restart, as replicas that have joined do."""
+        self._previous, self._steps, self._measured_at = None, 0, -1
 
     def wanted(self) -> bool:
         """Return whether this iteration is measured, or kept to compare the next one with."""

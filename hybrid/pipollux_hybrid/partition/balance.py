@@ -101,6 +101,9 @@ def choose_balance(
     _check_limit(request)
     ties, given = find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
+    if ctx.joins is not None:  # the others have decided
+        balance = _checked(ctx.joins.balance, request.num_stages, len(module))
+        return Partitioning(balance, None, None, blocks)
     if given:
         balance = _checked(request.balance, request.num_stages, len(module))
         check_ties(ties, balance)

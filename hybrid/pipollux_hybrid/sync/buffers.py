@@ -61,6 +61,11 @@ class BufferSynchronizer:
         self._num_replicas = num_replicas
         self._seen = self._versions()
 
+    def rejoin(self, num_replicas: int) -> None:
+        """Go on with another number of replicas, which have the same buffers."""
+        self._num_replicas = num_replicas
+        self._seen = self._versions()
+
     def report(self) -> list[float]:
         """Return whether a buffer changed since the last synchronisation, and their sizes."""
         size = float(sum(t.numel() * t.element_size() for _, t in self._buffers()))

@@ -52,7 +52,7 @@ class ReplicaCheck:
     def __init__(self, module: nn.Module, control: ControlPlane, interval: int) -> None:
         self._module = module
         self._control = control
-        self._interval = interval if control.group is not None else 0
+        self._interval = interval
         self._steps = 0
 
     def stepped(self, step: int) -> None:
@@ -66,7 +66,12 @@ class ReplicaCheck:
                 the ranks and their digests, and it is raised on every replica.
         """
         self._steps += 1
-        if not self._interval or self._steps % self._interval:
+        if self._interval and self._steps % self._interval == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare the replicas now; see :meth:`stepped`."""
+        if self._control.group is None:
             return
         names, digests = self._digests()
         whole = _digest([*(name.encode() for name in names), *digests])

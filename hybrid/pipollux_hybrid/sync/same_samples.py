@@ -32,6 +32,11 @@ class SameSamples:
         self._context = ctx
         self._digest = 0
         self._pending = ctx.env.num_replicas > 1
+        ctx.rejoined.append(self._forget)
+
+    def _forget(self) -> None:
+        """Compare no more: replicas that have joined do not know of the first step."""
+        self._pending = False
 
     def note(self, batch: PyTree) -> None:
         """Note a batch that the model is called with to train on."""

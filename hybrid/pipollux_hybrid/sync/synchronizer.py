@@ -96,6 +96,7 @@ class GradientSynchronizer:
         self._on_gradient = on_gradient
         self._on_finished = on_finished
         self._buffers = buffers
+        self._wire = reduce_dtype, bucket_bytes
         self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
@@ -133,6 +134,17 @@ class GradientSynchronizer:
     def stepped(self) -> None:
         """End the iteration after the optimizer's step."""
         self._averaged = False
+
+    def rejoin(self, num_replicas: int) -> None:
+        """Go on with another number of replicas, as if anew, between two iterations."""
+        reduce_dtype, bucket_bytes = self._wire
+        check_wire(reduce_dtype, bucket_bytes, num_replicas)
+        self._num_replicas = num_replicas
+        self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
+        if self._buffers is not None:
+            self._buffers.rejoin(num_replicas)
+        self._fresh, self._averaged, self._part = True, False, None
+        self._reference = self._batch_over_part = 1.0
 
     # --- the beginning of a backward -----------------------------------------------------------
 

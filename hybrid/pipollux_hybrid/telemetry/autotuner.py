@@ -65,6 +65,12 @@ class Autotuner:
         """Steps of the initial batch size that a step of the present one is worth (AdaScale)."""
         return self.noise.gain(self._context.batch.scale) if self.noise is not None else 1.0
 
+    def rejoin(self) -> None:
+        """Choose the batch size anew, as after a restart: there are other replicas now."""
+        with self._lock:
+            self._proposal = (0, 0, 0)
+        self.shape_chosen, self._training_shape = False, None
+
     def restore_noise(self, scale: GradientNoiseScale) -> None:
         """Restore what an earlier run measured."""
         self._noise.scale = scale

@@ -49,7 +49,7 @@ class Tracer:
     """
 
     def __init__(self, ctx: JobContext) -> None:
-        self._env = ctx.env
+        self._context = ctx
         self._path: Path | None = None
         self._next = 0.0
 
@@ -66,7 +66,7 @@ class Tracer:
         self, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
     ) -> None:
         """Take a timed step. A file that cannot be written causes a warning, no error."""
-        rank, directory = self._env.rank, self._env.trace_dir
+        rank, directory = self._context.env.rank, self._context.env.trace_dir
         if self._path is not None:
             path, self._path = self._path, None
             self._write(path, step, events, devices)
@@ -82,7 +82,7 @@ class Tracer:
         self, path: Path, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
     ) -> bool:
         try:
-            write_trace(path, step, self._env.rank, events, devices)
+            write_trace(path, step, self._context.env.rank, events, devices)
         except OSError as error:
             LOG.warning("the time line of step %d cannot be written: %s", step, error)
             return False

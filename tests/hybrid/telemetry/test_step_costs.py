@@ -20,6 +20,7 @@ from pipollux_hybrid import (
     replica_rank,
 )
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_hybrid.optim import noise_meter
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -67,6 +68,13 @@ def train(num_steps: int, known: dict[str, Any] | None = None) -> dict[str, Any]
         return real(tensor, *args, **kwargs)
 
     dist.all_reduce = counted
+    of_groups = ReplicaGroup.all_reduce
+
+    def counted_too(group: ReplicaGroup, tensor: Tensor, timeout: float | None = None) -> None:
+        collectives[-1] += 1
+        of_groups(group, tensor, timeout)
+
+    ReplicaGroup.all_reduce = counted_too  # type: ignore[method-assign]  # in a process of this test's own
     hooked, measured, seen = [], [], known["samples"] if known else 0
     for number, (inputs, targets) in enumerate(loader):
         collectives.append(0)
@@ -81,7 +89,7 @@ def train(num_steps: int, known: dict[str, Any] | None = None) -> dict[str, Any]
         if noise.num_samples > seen:
             measured.append(number)
         seen = noise.num_samples
-    dist.all_reduce = real
+    dist.all_reduce, ReplicaGroup.all_reduce = real, of_groups  # type: ignore[method-assign]  # as above
     return {
         "threads": where.threads == {threading.get_ident()},
         "hooked": hooked,

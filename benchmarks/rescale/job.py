@@ -1,0 +1,37 @@
+"""The job of the benchmark: it writes down when each of its steps ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pipollux
+from pipollux_hybrid.job.context import context
+
+
+def main() -> None:
+    pipollux.init_process_group("gloo")
+    width, layers = 1024, int(os.environ["LAYERS"])
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    loader = pipollux.AdaptiveDataLoader(
+        TensorDataset(torch.randn(1, width).expand(1_000_000, width)), batch_size=12
+    )
+    model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
+    log = Path(os.environ["TIMES"], str(os.getpid())).open("a")  # noqa: SIM115  # to the end
+    for _ in pipollux.remaining_epochs_until(1):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            step, replicas = context().step, pipollux.num_replicas()
+            print(time.time(), step, pipollux.replica_rank(), replicas, file=log, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Collectives among the replicas of one membership.
+
+The first group of a job is torch's own. When replicas join or leave, another one is formed in the
+background while the old one is in use, and takes its place between two steps; torch's functions for
+that (``init_process_group``, ``new_group``) belong to the main thread and to one world. So groups
+are formed here from a store, and the one that carries gradients becomes torch's default group: a
+script that calls ``torch.distributed`` itself goes on as before, with the new ranks.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+__all__ = ["ReplicaGroup", "become_default", "form_group"]
+
+BACKEND = "pipollux"
+"""Name by which torch knows the groups that are formed here."""
+_made: list[Any] = []
+"""The group that is about to become torch's default."""
+
+
+class ReplicaGroup:
+    """Collectives on CPU tensors among some replicas.
+
+    Args:
+        process_group: What torch made: a ``ProcessGroup``, or one of its backends.
+        size: Number of replicas.
+    """
+
+    def __init__(self, process_group: Any, size: int) -> None:
+        self.process_group = process_group
+        self.size = size
+
+    def all_reduce(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
+        """Sum a tensor over the replicas, in place.
+
+        Args:
+            tensor: Of the same shape on all.
+            timeout: Seconds to wait; None: the group's.
+
+        Raises:
+            RuntimeError: A replica is gone, or too slow.
+        """
+        _wait(self.process_group.allreduce([tensor]), timeout)
+
+    def all_gather(self, tensor: torch.Tensor, timeout: float | None = None) -> list[torch.Tensor]:
+        """Return one tensor of equal shape of every replica, in the order of ranks.
+
+        Args:
+            tensor: Of the same shape on all.
+            timeout: Seconds to wait; None: the group's.
+
+        Raises:
+            RuntimeError: A replica is gone, or too slow.
+        """
+        work, everyone = self.start_all_gather(tensor)
+        _wait(work, timeout)
+        return everyone
+
+    def start_all_gather(self, tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        """Begin an :meth:`all_gather`; return torch's work, and what it fills."""
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        return self.process_group.allgather([everyone], [tensor]), everyone
+
+    def all_gather_bytes(self, content: bytes, timeout: float | None = None) -> list[bytes]:
+        """Return bytes of any length of every replica, in the order of ranks.
+
+        Args:
+            content: This replica's.
+            timeout: Seconds to wait; None: the group's.
+
+        Raises:
+            RuntimeError: A replica is gone, or too slow.
+        """
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(content)]), timeout)]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[
+            :-1
+        ]
+        everyone = self.all_gather(padded, timeout)
+        return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor to one replica, which calls :meth:`receive` for it.
+
+        Raises:
+            RuntimeError: The replica is gone, or too slow.
+        """
+        _wait(self.process_group.send([tensor], rank, 0), None)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Overwrite a tensor by what one replica sends.
+
+        Raises:
+            RuntimeError: The replica is gone, or too slow.
+        """
+        _wait(self.process_group.recv([tensor], rank, 0), None)
+
+
+def form_group(
+    store: Store, name: str, rank: int, size: int, *, patience: float, timeout: float
+) -> ReplicaGroup:
+    """Form a gloo group; all of its replicas call it, in any thread.
+
+    Args:
+        store: Where they find each other.
+        name: Of the group; never used before in this store.
+        rank: Of this replica in the group.
+        size: Number of replicas.
+        patience: Seconds to wait for the others to come here.
+        timeout: Seconds that later collectives wait.
+
+    Raises:
+        RuntimeError: A replica did not come.
+    """
+    prefixed = PrefixStore(name, store)
+    group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=patience))
+    group.set_timeout(timedelta(seconds=timeout))
+    return ReplicaGroup(group, size)
+
+
+def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:
+    """Make a group torch's default one in place of that which is; None: there is none any more.
+
+    Args:
+        group: Formed by :func:`form_group`.
+        store: Where groups that the script makes later find each other.
+        name: Of the membership.
+        rank: Of this replica.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if group is None:
+        return
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, lambda *_: _made[-1], devices=["cpu", "cuda"])
+    _made[:] = [group.process_group]
+    prefixed = PrefixStore(f"{name}-script", store)
+    dist.init_process_group(BACKEND, store=prefixed, rank=rank, world_size=group.size)
+
+
+def _wait(work: Any, timeout: float | None) -> None:
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=timeout))

@@ -1,0 +1,98 @@
+"""Who takes part in a job: memberships, each an ordered list of replicas.
+
+Inside one run of a job there are memberships 1, 2, …: replicas join and leave while the others
+train. A replica has an id that is never used twice; its rank is its place in the list. Numbers
+grow, and some are left out, as not every membership that is proposed comes about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["Bulletin", "JobPlace", "Membership", "Newcomer"]
+
+
+class JobPlace(NamedTuple):
+    """Where a job is in its script: loops over loaders are where replicas can join.
+
+    Example:
+        >>> JobPlace(epoch=2, loop=0) < JobPlace(epoch=2, loop=1)
+        True
+    """
+
+    epoch: int
+    loop: int
+    """Loops over loaders that were done in this epoch."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The replicas that train together.
+
+    Example:
+        >>> Membership(3, ("a", "b")).rank("b")
+        1
+    """
+
+    number: int
+    replicas: tuple[str, ...]
+    """Their ids in the order of ranks."""
+
+    def rank(self, replica: str) -> int | None:
+        """Return the rank of a replica; None: it does not take part."""
+        return self.replicas.index(replica) if replica in self.replicas else None
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        return {"number": self.number, "replicas": list(self.replicas)}
+
+    @classmethod
+    def from_json_object(cls, data: dict[str, Any]) -> Membership:
+        """Return what :meth:`to_json_object` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        return cls(int(data["number"]), tuple(str(replica) for replica in data["replicas"]))
+
+
+@dataclass(frozen=True)
+class Bulletin:
+    """What a running job tells those who want to join it."""
+
+    membership: Membership
+    place: JobPlace
+    balance: tuple[int, ...] = ()
+    """Layers of each stage, which all replicas have in common; empty before there is a model."""
+
+    def to_json_object(self) -> dict[str, Any]:
+        """Return it as what JSON can hold."""
+        balance = list(self.balance)
+        place = list(self.place)
+        return {**self.membership.to_json_object(), "place": place, "balance": balance}
+
+    @classmethod
+    def from_json_object(cls, data: dict[str, Any]) -> Bulletin:
+        """Return what :meth:`to_json_object` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        epoch, loop = data["place"]
+        return cls(
+            Membership.from_json_object(data),
+            JobPlace(int(epoch), int(loop)),
+            tuple(int(count) for count in data["balance"]),
+        )
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A replica that wants to join."""
+
+    replica: str
+    host: str
+    parked: bool = False
+    """Whether it waits at the beginning of a loop; else it is on its way there."""
+    place: JobPlace = field(default=JobPlace(0, 0))

@@ -1,0 +1,116 @@
+"""Forming the groups of a membership in the background, while the replicas train in the old ones.
+
+Make before break: nobody stops before all replicas of the new membership have met, so one that dies
+or is slow on its way costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from pipollux_hybrid.job.groups import ReplicaGroup, form_group
+from pipollux_hybrid.job.membership import Membership
+
+from .meeting_folder import MeetingFolder
+
+__all__ = ["Forming"]
+
+PATIENCE = 20.0
+"""Seconds for all replicas of a membership to meet."""
+LOOK_INTERVAL = 0.05
+
+
+class Forming:
+    """A membership whose groups are being formed, as one replica sees it.
+
+    Args:
+        membership: Who is to take part.
+        replica: The id of this replica; one that does not take part leaves.
+        rendezvous: Where the replicas find each other.
+        timeout: Seconds that later collectives wait.
+    """
+
+    def __init__(
+        self, membership: Membership, replica: str, rendezvous: MeetingFolder, timeout: float
+    ) -> None:
+        self.membership = membership
+        self.rank = membership.rank(replica)
+        """This replica's rank in it; None: it leaves."""
+        self.store: Store | None = None
+        self.control: ReplicaGroup | None = None
+        """For control messages; None for one replica."""
+        self.gradients: ReplicaGroup | None = None
+        """For gradients; None for one replica."""
+        self.failure: Exception | None = None
+        self.formed = self.rank is None
+        """Whether this replica has met all others."""
+        self.began_at = time.monotonic()
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        if self.rank is not None:
+            name = f"pipollux-forming-{membership.number}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """What its groups are called."""
+        return f"membership-{self.membership.number}"
+
+    def drop(self) -> None:
+        """Let go of the groups: it does not come about."""
+        for group in (self.control, self.gradients):
+            if group is not None:
+                group.process_group.abort()
+        self.control = self.gradients = self.store = None
+
+    def _run(self) -> None:
+        try:
+            self._form()
+        except Exception as error:  # whoever proposes sees that it takes too long
+            self.failure = error
+        else:
+            self.formed = True
+
+    def _form(self) -> None:
+        number, size = self.membership.number, len(self.membership.replicas)
+        assert self.rank is not None  # noqa: S101  # else there is no thread
+        deadline = time.monotonic() + PATIENCE
+        self.store = self._meet(number, deadline)
+        if size == 1:
+            return
+        self.store.set(f"here-{self.rank}", "1")
+        left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        self.store.wait([f"here-{rank}" for rank in range(size)], left)
+        options = {"patience": PATIENCE, "timeout": self._timeout}
+        self.control = form_group(self.store, f"{self.name}-control", self.rank, size, **options)
+        self.gradients = form_group(
+            self.store, f"{self.name}-gradients", self.rank, size, **options
+        )
+
+    def _meet(self, number: int, deadline: float) -> Store:
+        patience = timedelta(seconds=PATIENCE)
+        if self.rank == 0:
+            host = _reachable_name()
+            store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+            self._rendezvous.announce_store(number, host, store.port)
+            return store
+        while (found := self._rendezvous.find_store(number)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"replica {self.membership.replicas[0]} did not answer")
+            time.sleep(LOOK_INTERVAL)
+        return TCPStore(*found, None, False, patience, wait_for_workers=False)
+
+
+def _reachable_name() -> str:
+    """Return a name of this host that leads to it from the others."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:  # as with gloo itself, a host that knows no name of its own is alone
+        return "127.0.0.1"
+    return name

@@ -1,0 +1,239 @@
+"""Replicas that join and leave while the others train.
+
+A newcomer is a restart whose checkpoint comes from a peer: it runs the script, waits at the
+beginning of the loop that the others are in, and takes over their states at a step boundary that
+all have agreed on. For those who stay a change is what a stop and a restart would be, without
+either: the same states, random numbers and positions, to the last bit.
+
+1. A newcomer asks to join in the folder of the rendezvous, and goes on to the loop that the job is
+   in.
+2. Replica 0 proposes a membership. All of its replicas form its groups in the background.
+3. With the control message of each step every replica tells what it has formed. Once all have
+   formed the same, they change at this very boundary.
+4. All meet once more, over the new groups. Whatever goes wrong so far, the old ones go on.
+5. Replica 0 of the new membership sends its states to the newcomers; those that left end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from pipollux_hybrid.checkpoint.manager import CheckpointManager
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .forming import Forming
+from .meeting import Meeting, compare, position
+from .meeting_folder import MeetingFolder
+from .newcomer import MEETING_PATIENCE, Joining
+from .switch import go_on, say, switch
+from .transfer import header_of, save_states, send_states
+from .watch import INTERVAL, MembershipWatch
+
+__all__ = ["LiveMembership", "find_job", "live_membership", "start_live_membership"]
+
+TELLS_AFTER = 3.0
+"""Seconds after which it is told that a run waits."""
+BEGIN_PATIENCE = 60.0
+"""Seconds that a run which has begun in a folder has to make its model."""
+
+
+class LiveMembership:
+    """Changes who takes part, at step boundaries.
+
+    Args:
+        ctx: The job's context.
+        watch: What this replica knows of who takes part.
+    """
+
+    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+        self._context = ctx
+        self._watch = watch
+        self._announced: Forming | None = None
+        self._joining = Joining(ctx, watch)
+        self._store: object = None  # of the membership: it lives as long as its host holds it
+
+    def arrive(self, place: JobPlace, description: str) -> bool:
+        """Note the beginning of a loop; a newcomer joins here.
+
+        Args:
+            place: Where in the script this is.
+            description: Of the loop.
+
+        Returns:
+            False for a newcomer where the job is beyond this loop, which is then to be left out.
+
+        Raises:
+            SystemExit: A newcomer was asked to stop, or the job has ended.
+        """
+        if self._context.joins is not None and not self._joining.join(place, description):
+            return False
+        self._watch.place = place
+        return True
+
+    def announce(self, message: ControlMessage) -> ControlMessage:
+        """Add to a control message what this replica has formed."""
+        forming = self._watch.forming
+        self._announced = forming if forming is not None and forming.formed else None
+        if self._announced is None:
+            return message
+        number = self._announced.membership.number
+        return replace(message, formed=number, formed_sqr=number**2)
+
+    def is_due(self, agreed: ControlMessage | None) -> bool:
+        """Return whether all replicas have formed the same membership, as all of them know."""
+        if agreed is None or self._announced is None:
+            return False
+        number, size = self._announced.membership.number, self._context.env.num_replicas
+        return agreed.formed == size * number and agreed.formed_sqr == size * number**2
+
+    def change(self, place: JobPlace, description: str) -> bool:
+        """Change to the membership that all have formed; all replicas call it at the same boundary.
+
+        Args:
+            place: Where in the script this is.
+            description: Of the loop, which newcomers must be in, too.
+
+        Returns:
+            Whether it came about; else everything is as before.
+
+        Raises:
+            SystemExit: This replica leaves.
+            SynchronizationError: A replica was lost on the way.
+        """
+        forming, ctx, self._announced = self._announced, self._context, None
+        assert forming is not None  # noqa: S101  # else it was not due
+        began_at = time.perf_counter()
+        metrics = ctx.component(Metrics)
+        metrics.flush()
+        for state in ctx.component(States).values():
+            state.sync()
+        newcomers = self._newcomers(forming)
+        sends = forming.rank == 0 and bool(newcomers)
+        contents = self._contents() if sends else {}
+        if forming.rank is None:
+            # Replica 0 may still write a checkpoint, and another one is to write the next.
+            ctx.component(CheckpointManager).saver.wait()
+        ok = contents is not None and self._meet(forming, position(ctx, place, description))
+        votes = ctx.control.gather(torch.tensor([int(ok)]))
+        metrics.interrupt_steps()
+        if contents is None or not all(int(vote) for vote in votes):
+            self._watch.give_up(forming)
+            return False
+        if forming.rank is None:
+            self._leave()
+        control = forming.control
+        if control is not None:  # newcomers wait for this: it might not have come about
+            control.all_gather(torch.tensor([len(header_of(contents))]))
+        switch(ctx, self._watch, forming)
+        if control is not None and sends:
+            send_states(control, contents, newcomers)
+        self._store = forming.store
+        self._watch.enter(forming)
+        go_on(ctx, joined=bool(newcomers))
+        if ctx.env.rank == 0:
+            say(
+                f"{ctx.env.num_replicas} replicas train from step {ctx.step} on, after a pause of "
+                f"{time.perf_counter() - began_at:.2f} s"
+            )
+        return True
+
+    def _newcomers(self, forming: Forming) -> range:
+        """Return the ranks of the newcomers, which come after those who stay."""
+        before = self._watch.membership
+        assert before is not None  # noqa: S101  # who takes part has one
+        replicas = forming.membership.replicas
+        return range(len(set(replicas) & set(before.replicas)), len(replicas))
+
+    def _contents(self) -> dict[str, bytes] | None:
+        try:
+            return save_states(self._context.component(States))
+        except CheckpointError as error:
+            say(f"no replica joins: {error}")
+            return None
+
+    def _meet(self, forming: Forming, here: torch.Tensor) -> bool:
+        """Return whether all replicas of the new membership are at this place."""
+        if forming.control is None:
+            return True
+        while True:
+            try:
+                found = forming.control.all_gather(here, MEETING_PATIENCE)
+            except RuntimeError:  # a newcomer is gone, or cannot come here
+                return False
+            state = compare(found, here)
+            if state is not Meeting.BEHIND:
+                return state is Meeting.TOGETHER
+
+    def _leave(self) -> NoReturn:
+        self._watch.membership = None
+        self._context.component(Metrics).finish_progress()
+        say(f"this replica has left at step {self._context.step or 0}, as asked")
+        sys.exit(0)
+
+
+def live_membership(ctx: JobContext) -> LiveMembership | None:
+    """Return what changes who takes part in this job; None where nothing does."""
+    return ctx.component(_Holder).live
+
+
+class _Holder:
+    """Holds the one object of a job."""
+
+    def __init__(self, ctx: JobContext) -> None:
+        del ctx
+        self.live: LiveMembership | None = None
+
+
+def start_live_membership(
+    ctx: JobContext, rendezvous: MeetingFolder, timeout: float
+) -> LiveMembership:
+    """Begin to let replicas join and leave; all replicas of a job that begins call it."""
+    replica = secrets.token_hex(4)
+    membership = None
+    if ctx.joins is None:
+        ids = [name.decode() for name in ctx.control.gather_bytes(replica.encode())]
+        membership = Membership(1, tuple(ids))
+    watch = MembershipWatch(ctx, rendezvous, membership, replica, timeout)
+    ctx.closers.append(watch.close)
+    live = ctx.component(_Holder).live = LiveMembership(ctx, watch)
+    return live
+
+
+def find_job(rendezvous: MeetingFolder, num_replicas: int) -> Bulletin | None:
+    """Return what the job in a folder tells; None: there is none, and this run begins one.
+
+    Raises:
+        ConfigurationError: This run has several replicas, and a job is there already.
+    """
+    began_at, told = time.monotonic(), False
+    while True:
+        claim, bulletin = rendezvous.last_claim(), rendezvous.bulletin()
+        if bulletin is not None and rendezvous.job_speaks():
+            if num_replicas > 1:
+                raise ConfigurationError(
+                    f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}: a job of "
+                    f"{len(bulletin.membership.replicas)} replicas runs there already; replicas "
+                    "that join it are started one by one (torchrun --nproc-per-node=1), or choose "
+                    "another folder"
+                )
+            return bulletin
+        starts = (
+            bulletin is None and claim is not None and time.monotonic() < began_at + BEGIN_PATIENCE
+        )
+        if not starts and rendezvous.job_is_silent() and rendezvous.claim(claim):
+            return None
+        if not told and time.monotonic() > began_at + TELLS_AFTER:
+            say(f"waits to see whether the job that used {rendezvous.folder} last is still alive")
+            told = True
+        time.sleep(INTERVAL)

@@ -1,0 +1,242 @@
+"""Where replicas that come later find a running job: a folder that all hosts see.
+
+    job.json             what the job tells newcomers, written anew by replica 0 all the time
+    claim-N              the Nth run of a job in this folder
+    newcomer-ID.json     a replica that wants to join, written anew by itself all the time
+    leave-ID             a wish that a replica leaves
+    proposal.json        the membership that is to be formed
+    store-N.json         where the replicas of membership N find each other
+
+Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
+alive if it changes (a counter in it grows), and not by its time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
+
+__all__ = ["SILENCE", "MeetingFolder"]
+
+SILENCE = 10.0
+"""Seconds without a change after which the writer of a file is taken for dead."""
+_JOB, _PROPOSAL = "job.json", "proposal.json"
+_NEWCOMER, _LEAVE, _CLAIM = "newcomer-", "leave-", "claim-"
+
+
+@dataclass
+class _Seen:
+    """What a file held last, and since when."""
+
+    beat: int
+    since: float
+
+
+class MeetingFolder:
+    """The folder, as one replica sees it.
+
+    Args:
+        folder: On storage that all hosts share; made if it is missing.
+        clock: The monotonic clock.
+
+    Raises:
+        ConfigurationError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._beat = 0
+        self._seen: dict[str, _Seen] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write(f".probe-{os.getpid()}", {})
+            (folder / f".probe-{os.getpid()}").unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"PIPOLLUX_RENDEZVOUS={str(folder)!r}: a folder is needed that every host of the "
+                f"job can write to ({error})"
+            ) from error
+
+    def claim(self, silent_run: str | None) -> bool:
+        """Begin a run of a job in this folder.
+
+        Args:
+            silent_run: The claim of a run before, which is dead; None: there was none.
+
+        Returns:
+            False where another process was quicker.
+        """
+        number = 1 + max(
+            (int(name.removeprefix(_CLAIM)) for name in self._names(_CLAIM)), default=0
+        )
+        if silent_run != self.last_claim():
+            return False
+        try:
+            os.close(os.open(self.folder / f"{_CLAIM}{number}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        before = () if silent_run is None else (silent_run,)
+        for pattern in (*before, _JOB, _PROPOSAL, f"{_NEWCOMER}*", f"{_LEAVE}*", "store-*.json"):
+            for stale in self.folder.glob(pattern):
+                stale.unlink(missing_ok=True)
+        return True
+
+    def last_claim(self) -> str | None:
+        """Return the name of the last run's claim; None: there was none."""
+        names = list(self._names(_CLAIM))
+        return max(names, key=lambda name: int(name.removeprefix(_CLAIM)), default=None)
+
+    def post(self, bulletin: Bulletin) -> None:
+        """Tell newcomers where the job is; replica 0 does so all the time.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write_alive(_JOB, bulletin.to_json_object())
+
+    def retract(self) -> None:
+        """Say that the job has ended: the next run need not wait to find out."""
+        claim = self.last_claim()
+        for name in (_JOB, claim):
+            if name is not None:
+                with suppress(OSError):
+                    (self.folder / name).unlink(missing_ok=True)
+
+    def bulletin(self) -> Bulletin | None:
+        """Return what the job tells, whether it is alive or not; None: nothing."""
+        data = self._read(_JOB)
+        try:
+            return None if data is None else Bulletin.from_json_object(data)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def job_is_silent(self) -> bool:
+        """Return whether nothing was posted for a while; asked again and again."""
+        return self._is_silent(_JOB, self._read(_JOB))
+
+    def job_speaks(self) -> bool:
+        """Return whether something was posted since the first time that this was asked."""
+        data = self._read(_JOB)
+        before = self._seen.get(_JOB)
+        self._is_silent(_JOB, data)
+        return before is not None and self._seen[_JOB].beat != before.beat
+
+    def apply(self, newcomer: Newcomer) -> None:
+        """Ask to join; a newcomer does so all the time.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        data = {
+            "host": newcomer.host,
+            "parked": newcomer.parked,
+            "place": list(newcomer.place),
+        }
+        self._write_alive(f"{_NEWCOMER}{newcomer.replica}.json", data)
+
+    def withdraw(self, replica: str) -> None:
+        """Take back what a replica has asked for."""
+        for name in (f"{_NEWCOMER}{replica}.json", f"{_LEAVE}{replica}"):
+            with suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def newcomers(self) -> list[Newcomer]:
+        """Return those who want to join and are alive, in the order of their ids."""
+        found = []
+        for name in self._names(_NEWCOMER):
+            data = self._read(name)
+            if data is None or self._is_silent(name, data):
+                continue
+            with suppress(KeyError, TypeError, ValueError):
+                replica = name.removeprefix(_NEWCOMER).removesuffix(".json")
+                epoch, loop = data["place"]
+                place = JobPlace(int(epoch), int(loop))
+                found.append(Newcomer(replica, str(data["host"]), bool(data["parked"]), place))
+        return found
+
+    def ask_to_leave(self, replica: str) -> None:
+        """Have a replica leave.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        (self.folder / f"{_LEAVE}{replica}").touch()
+
+    def leavers(self) -> set[str]:
+        """Return the replicas that are to leave."""
+        return {name.removeprefix(_LEAVE) for name in self._names(_LEAVE)}
+
+    def propose(self, membership: Membership) -> None:
+        """Have a membership formed; replica 0 does so.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(_PROPOSAL, membership.to_json_object())
+
+    def proposal(self) -> Membership | None:
+        """Return the membership that is to be formed; None: none ever was."""
+        data = self._read(_PROPOSAL)
+        try:
+            return None if data is None else Membership.from_json_object(data)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def announce_store(self, number: int, host: str, port: int) -> None:
+        """Tell where the replicas of a membership find each other.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(f"store-{number}.json", {"host": host, "port": port})
+
+    def find_store(self, number: int) -> tuple[str, int] | None:
+        """Return where the replicas of a membership find each other; None: not yet known."""
+        data = self._read(f"store-{number}.json")
+        try:
+            return None if data is None else (str(data["host"]), int(data["port"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def remove_store(self, number: int) -> None:
+        """Remove what was announced for a membership."""
+        with suppress(OSError):
+            (self.folder / f"store-{number}.json").unlink(missing_ok=True)
+
+    def _names(self, prefix: str) -> Iterator[str]:
+        with suppress(OSError):
+            yield from sorted(x for x in os.listdir(self.folder) if x.startswith(prefix))
+
+    def _write_alive(self, name: str, data: dict[str, Any]) -> None:
+        self._beat += 1
+        self._write(name, {**data, "beat": self._beat})
+
+    def _write(self, name: str, data: dict[str, Any]) -> None:
+        aside = self.folder / f".{name}.{os.getpid()}"
+        aside.write_text(json.dumps(data), encoding="utf-8")
+        aside.replace(self.folder / name)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            data = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def _is_silent(self, name: str, data: dict[str, Any] | None) -> bool:
+        beat, now = int((data or {}).get("beat", 0)), self._clock()
+        seen = self._seen.get(name)
+        if seen is None or seen.beat != beat:
+            self._seen[name] = _Seen(beat, now)
+            return data is None
+        return data is None or now - seen.since > SILENCE

@@ -1,0 +1,148 @@
+"""A replica that joins a job which trains: it waits at the beginning of a loop for the others."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job import signals
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.membership import JobPlace
+
+from .forming import Forming
+from .meeting import Meeting, compare, position
+from .switch import go_on, say, switch
+from .transfer import receive_states
+from .watch import INTERVAL, MembershipWatch
+
+__all__ = ["MEETING_PATIENCE", "Joining"]
+
+MEETING_PATIENCE = 10.0
+"""Seconds that the others wait for a newcomer at the boundary where they change."""
+POLL_INTERVAL = 0.005
+
+
+class Joining:
+    """How a newcomer comes to take part.
+
+    Args:
+        ctx: The job's context.
+        watch: What it knows of the job.
+    """
+
+    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+        self._context = ctx
+        self._watch = watch
+        self.store: object = None
+        """Where the replicas of its membership met: kept, as it may be this process that has it."""
+
+    def join(self, place: JobPlace, description: str) -> bool:
+        """Wait at the beginning of a loop until this replica takes part.
+
+        Args:
+            place: Where in the script this is.
+            description: Of the loop.
+
+        Returns:
+            Whether it does; False where the job is beyond this loop, which is then to be left out.
+
+        Raises:
+            SystemExit: This replica was asked to stop, or the job has ended.
+            ConfigurationError: It runs another script than the job.
+        """
+        watch = self._watch
+        watch.place, watch.parked = place, True
+        here = position(self._context, place, description)
+        while True:
+            self._check_waiting()
+            forming = watch.forming
+            if forming is not None and forming.formed and forming.control is not None:
+                found = self._meet(forming, here)
+                if found is Meeting.TOGETHER:
+                    return True
+                if found is Meeting.BEHIND:
+                    break
+            bulletin = watch.rendezvous.bulletin()
+            if bulletin is not None and bulletin.place > place:
+                break
+            time.sleep(INTERVAL)
+        watch.parked = False
+        return False
+
+    def _meet(self, forming: Forming, here: torch.Tensor) -> Meeting:
+        """Meet those who train at the boundary where they change.
+
+        Returns:
+            TOGETHER: this replica takes part now. BEHIND: they wait at a later loop. ELSEWHERE: it
+            has not come about.
+        """
+        control = forming.control
+        assert control is not None  # noqa: S101  # the caller looked
+        while True:
+            found = self._await(forming, lambda: control.start_all_gather(here))
+            if found is None:
+                return Meeting.ELSEWHERE
+            state = compare(found, found[0])
+            if state is Meeting.ELSEWHERE:
+                self._watch.give_up(forming)
+                if found[0].tolist()[:2] == here.tolist()[:2] and not torch.equal(found[0], here):
+                    raise ConfigurationError(
+                        "this replica cannot join the job: its script makes other states, models "
+                        "or loops than the others'; start it with the same script and arguments"
+                    )
+                return state
+            if found[0].tolist()[:2] > here.tolist()[:2]:
+                return Meeting.BEHIND
+            if state is Meeting.TOGETHER:
+                break
+        lengths = self._await(forming, lambda: control.start_all_gather(torch.tensor([0])))
+        if lengths is None:
+            return Meeting.ELSEWHERE
+        self._enter(forming, int(lengths[0]))
+        return Meeting.TOGETHER
+
+    def _await(
+        self, forming: Forming, start: Callable[[], tuple[Any, list[torch.Tensor]]]
+    ) -> list[torch.Tensor] | None:
+        """Wait for a collective as long as a membership may come about; None: it did not."""
+        deadline = math.inf
+        try:
+            work, result = start()
+            while not work.is_completed():
+                self._check_waiting()
+                if self._watch.forming is not forming:
+                    # The others may have agreed on it before they heard of the next.
+                    deadline = min(deadline, time.monotonic() + MEETING_PATIENCE)
+                if time.monotonic() > deadline:
+                    forming.drop()
+                    return None
+                time.sleep(POLL_INTERVAL)
+            work.wait()
+        except RuntimeError:
+            self._watch.give_up(forming)
+            return None
+        return result
+
+    def _enter(self, forming: Forming, length: int) -> None:
+        ctx = self._context
+        switch(ctx, self._watch, forming)
+        assert forming.control is not None  # noqa: S101  # newcomers are never alone
+        receive_states(forming.control, length, ctx.component(States))
+        ctx.joins, self.store = None, forming.store
+        self._watch.enter(forming)
+        go_on(ctx, joined=True)
+
+    def _check_waiting(self) -> None:
+        """End a newcomer that is not wanted any more."""
+        if signals.stop_requested():
+            sys.exit(signals.exit_code())
+        if self._watch.rendezvous.job_is_silent():
+            say("the job that this replica was to join has ended")
+            sys.exit(0)

@@ -1,0 +1,49 @@
+"""Going over to other groups, and to the state that a restart would be in."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import replace
+
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.groups import become_default
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .forming import Forming
+from .watch import MembershipWatch
+
+__all__ = ["go_on", "say", "switch"]
+
+
+def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
+    """Go over to the groups of another membership; all of its replicas call it."""
+    rank, size = forming.rank, len(forming.membership.replicas)
+    assert rank is not None and forming.store is not None  # noqa: S101, PT018  # it has formed
+    become_default(forming.gradients, forming.store, forming.name, rank)
+    ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
+    hosts = ctx.control.gather_bytes(socket.gethostname().encode())
+    ctx.env = replace(ctx.env, num_nodes=len(set(hosts)))
+    if rank == 0:
+        watch.rendezvous.remove_store(forming.membership.number)
+
+
+def go_on(ctx: JobContext, *, joined: bool) -> None:
+    """Bring what no state holds to where a restart would bring it; all replicas call it.
+
+    Args:
+        ctx: The job's context.
+        joined: Whether there are newcomers among them.
+    """
+    ctx.component(Metrics).rejoin()
+    ctx.batch.proposed_microbatches = 0
+    for state in ctx.component(States).values():
+        state.rejoined()
+    for call in (*ctx.rejoined, *(ctx.joined if joined else ())):
+        call()
+
+
+def say(sentence: str) -> None:
+    """Print for whoever reads the log."""
+    print(f"pipollux: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""A job whose replicas come and go, started and read by tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from tests.hybrid.live.changing_training import EPOCHS, SIZE
+from tests.programs import Forked, Replicas
+from tests.waiting import until
+
+SCRIPT = Path(__file__).with_name("changing_training.py")
+
+
+class ChangingJob:
+    """Replicas of the training script; a context manager that kills what still runs.
+
+    Args:
+        folder: for results and the rendezvous.
+        repository: where the tests are.
+        settings: variables of all replicas, such as DATA and CHANGES.
+    """
+
+    def __init__(self, folder: Path, repository: Path, **settings: str) -> None:
+        self.results = folder / "results"
+        self.results.mkdir(parents=True)
+        self.rendezvous = MeetingFolder(folder / "rendezvous")
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(repository), os.environ.get("PYTHONPATH", "")]),
+            "RESULTS": str(self.results),
+            "PIPOLLUX_RENDEZVOUS": str(self.rendezvous.folder),
+            "PIPOLLUX_PROGRESS": "0",
+            **settings,
+        }
+        self._started = ExitStack()
+        self.programs: list[Forked] = []
+
+    def begin(self, num_replicas: int) -> None:
+        """Start the replicas that begin."""
+        replicas = Replicas(SCRIPT, num_replicas, environment=self._environment)
+        self.programs += self._started.enter_context(replicas).programs
+
+    def add(self, **settings: str) -> Forked:
+        """Start a replica that joins."""
+        program = Forked(SCRIPT, environment={**self._environment, **settings})
+        self.programs.append(self._started.enter_context(program))
+        return program
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Return when something has happened; that a replica has failed is an error."""
+
+        def happened() -> object:
+            for program in self.programs:
+                assert program.poll() in (None, 0, -9), program.errors
+            ended = all(program.poll() is not None for program in self.programs)
+            found = condition()
+            assert found or not ended, f"all replicas have ended before: {what}"
+            return found
+
+        until(happened, what)
+
+    def wait_until_at(self, step: int) -> None:
+        """Return when a replica waits at a step for others to join or leave."""
+        self.wait_for(lambda: list(self.results.glob(f"waits-{step}-*")), f"step {step}")
+
+    def wait(self) -> None:
+        """Return when all replicas have ended well."""
+        self.wait_for(
+            lambda: all(program.poll() is not None for program in self.programs), "the end"
+        )
+
+    def ask_to_leave(self, rank: int, num_replicas: int) -> None:
+        """Have a replica leave, as soon as the job tells that there are so many."""
+
+        def told() -> tuple[str, ...]:
+            bulletin = self.rendezvous.bulletin()
+            members = bulletin.membership.replicas if bulletin is not None else ()
+            return members if len(members) == num_replicas else ()
+
+        self.wait_for(told, f"{num_replicas} replicas")
+        self.rendezvous.ask_to_leave(told()[rank])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what all replicas wrote of their steps."""
+        files = sorted(self.results.glob("[0-9]*.txt"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def steps(self) -> dict[int, list[dict[str, Any]]]:
+        """Return the last lines of each step, in the order of ranks."""
+        found = defaultdict(list)
+        for line in self.lines():
+            if line["ends"]:
+                found[line["step"]].append(line)
+        return {step: sorted(found[step], key=lambda x: x["rank"]) for step in sorted(found)}
+
+    def check(self) -> list[tuple[int, int]]:
+        """Check that nothing was lost, doubled, or differs between replicas.
+
+        Returns:
+            The first steps with another number of replicas, and that number.
+        """
+        changes: list[tuple[int, int]] = []
+        for step, lines in self.steps().items():
+            replicas = lines[0]["replicas"]
+            assert [line["rank"] for line in lines] == list(range(replicas)), step
+            assert {line["replicas"] for line in lines} == {replicas}
+            assert len({line["parameters"] for line in lines}) == 1, step
+            assert len({line["rate"] for line in lines}) == 1, step
+            if not changes or changes[-1][1] != replicas:
+                changes.append((step, replicas))
+        for epoch in range(EPOCHS):
+            taken = Counter(
+                number for x in self.lines() if x["epoch"] == epoch for number in x["numbers"]
+            )
+            assert taken == Counter(range(SIZE))
+        totals = [json.loads(x.read_text()) for x in self.results.glob("found-*.json")]
+        assert len(totals) == changes[-1][1]
+        whole = {"sum": sum(range(SIZE)), "count": SIZE, "checked": SIZE}
+        assert all(found == {k: EPOCHS * v for k, v in whole.items()} for found in totals)
+        return changes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._started.close()

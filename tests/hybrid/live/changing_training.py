@@ -1,0 +1,130 @@
+"""A training script whose replicas come and go, for tests of whole runs.
+
+At the steps of ``$CHANGES`` every replica waits in the loop's body until it has met those of the
+next membership, so that a change comes about two steps later, always at the same one. To
+``$RESULTS/PID.txt`` goes a line of JSON for every step of a replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import pipollux
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.live.live_membership import live_membership
+from pipollux_hybrid.telemetry.metrics import Metrics
+from tests.hybrid.elastic.elastic_training import Stream
+from tests.hybrid.elastic.training import hold
+
+RESULTS = Path(os.environ.get("RESULTS", "."))
+SIZE = 121
+EPOCHS = 3
+
+
+def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPTTIterator:
+    """A loader of batches whose last element are numbers below SIZE."""
+    numbers = TensorDataset(torch.arange(SIZE))
+    match kind:
+        case "indices" | "other-script":
+            return pipollux.AdaptiveDataLoader(numbers, 7, shuffle=True)
+        case "workers":
+            return pipollux.AdaptiveDataLoader(numbers, 7, shuffle=True, num_workers=2)
+        case "accumulation":
+            loader = pipollux.AdaptiveDataLoader(numbers, 8, shuffle=True)
+            loader.autoscale_batch_size(64, (1, 3), gradient_accumulation=True)
+            return loader
+        case "stream":
+            return pipollux.AdaptiveDataLoader(Stream(), 7)
+        case "text":
+            return pipollux.AdaptiveBPTTIterator(torch.arange(-1, SIZE), 7, bptt_len=2)
+    raise ValueError(kind)
+
+
+def meet_at(step: int, changes: set[int]) -> None:
+    """Wait at some steps until the groups of the next membership are there."""
+    live = live_membership(context())
+    if live is None or step not in changes:
+        return
+    (RESULTS / f"waits-{step}-{pipollux.replica_rank()}").touch()
+    while not ((forming := live._watch.forming) and forming.formed):
+        time.sleep(0.01)
+
+
+def digest(tensors: list[Tensor]) -> str:
+    content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def main() -> None:
+    pipollux.init_process_group("gloo", timeout=60.0)
+    kind = os.environ.get("DATA", "indices")
+    changes = {int(step) for step in os.environ.get("CHANGES", "").split(",") if step}
+    torch.manual_seed(1)
+    # Dropout makes the parameters depend on random numbers going on as after a restart.
+    module = nn.Sequential(
+        nn.Embedding(SIZE, 8), nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3)
+    ).double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = make_loader(kind)
+    checked = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 16)
+    num_stages = int(os.environ.get("STAGES", "2"))
+    model = pipollux.HybridParallel(
+        module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
+    )
+    accum = pipollux.Accumulator()
+    if kind == "other-script":
+        pipollux.Accumulator()
+    metrics = context().component(Metrics)
+    log = (RESULTS / f"{os.getpid()}.txt").open("a")
+    for epoch in pipollux.remaining_epochs_until(EPOCHS):
+        model.train()
+        for batch in loader:
+            hold(metrics.step)
+            meet_at(metrics.step, changes)
+            numbers = batch[-1]
+            optimizer.zero_grad()
+            output = model(numbers)
+            F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
+            optimizer.step()
+            micro_step = context().batch.micro_step
+            assert micro_step is not None
+            counted = numbers[: micro_step.num_samples].flatten()
+            accum["sum"] += counted.sum()
+            accum["count"] += len(counted)
+            line = {
+                "step": metrics.step,
+                "epoch": epoch,
+                "rank": pipollux.replica_rank(),
+                "replicas": pipollux.num_replicas(),
+                "numbers": counted.tolist(),
+                "ends": micro_step.is_optimizer_step,
+                "parameters": digest(list(module.parameters())),
+                "random": digest([torch.get_rng_state()]),
+                "rate": optimizer.param_groups[0]["lr"],
+            }
+            print(json.dumps(line), file=log, flush=True)
+        model.eval()
+        for (numbers,) in checked:
+            with torch.no_grad():
+                model(numbers)
+            micro_step = context().batch.micro_step
+            assert micro_step is not None
+            accum["checked"] += micro_step.num_samples
+        schedule.step()
+    with accum.synchronized():
+        totals = {key: float(value) for key, value in accum.items()}
+    (RESULTS / f"found-{pipollux.replica_rank()}.json").write_text(json.dumps(totals))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Replicas that join and leave real jobs while the others train."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.extent import first
+from tests.hybrid.live.changing_job import ChangingJob
+
+KINDS = ["workers", "accumulation", "indices", "stream", "text"]
+MakeJob = Callable[..., ChangingJob]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
+    made: list[ChangingJob] = []
+
+    def make(**settings: str) -> ChangingJob:
+        made.append(ChangingJob(tmp_path / f"job-{len(made)}", repository, **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        with job:
+            pass
+
+
+@pytest.mark.parametrize("kind", first(1, KINDS))
+def test_replicas_join_and_leave_and_every_sample_is_taken_once(
+    make_job: MakeJob, kind: str
+) -> None:
+    """From one to three; then replica 0 leaves, and so does its successor; another one comes."""
+    job = make_job(DATA=kind, CHANGES="5,9,13,17,21")
+    job.begin(1)
+    job.wait_until_at(5)
+    job.add()
+    job.wait_until_at(9)
+    job.add()
+    job.wait_until_at(13)
+    job.ask_to_leave(0, 3)
+    job.wait_until_at(17)
+    job.ask_to_leave(0, 2)
+    job.wait_until_at(21)
+    job.add()
+    job.wait()
+    assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2, 1, 2]
+    assert not list(job.rendezvous.folder.glob("newcomer-*"))
+    assert not list(job.rendezvous.folder.glob("leave-*"))
+
+
+@pytest.mark.parametrize("stages", first(1, ["2", "1"]))
+@pytest.mark.parametrize("kind", first(1, ["indices", "accumulation", "text", "stream"]))
+@pytest.mark.parametrize("replicas", first(1, ["1 to 2", "2 to 1", "2 to 3"]))
+def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
+    make_job: MakeJob, tmp_path: Path, kind: str, stages: str, replicas: str
+) -> None:
+    before, after = map(int, replicas.split(" to "))
+    live = make_job(DATA=kind, STAGES=stages, CHANGES="5")
+    live.begin(before)
+    live.wait_until_at(5)
+    if after > before:
+        live.add()
+    else:
+        live.ask_to_leave(1, 2)
+    live.wait()
+    assert live.check() == [(1, before), (8, after)]
+
+    checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
+    (restarted.results / "hold-5").touch()
+    restarted.begin(before)
+    reached = [restarted.results / f"reached-5-{rank}" for rank in range(before)]
+    restarted.wait_for(lambda: all(path.exists() for path in reached), "step 5")
+    for program in restarted.programs:
+        program.send_signal(signal.SIGTERM)
+    asked = [restarted.results / f"asked-5-{rank}" for rank in range(before)]
+    restarted.wait_for(lambda: all(path.exists() for path in asked), "the signal")
+    (restarted.results / "hold-5").unlink()
+    assert [program.wait() for program in restarted.programs] == [143] * before
+    restarted.programs.clear()
+    restarted.begin(after)
+    restarted.wait()
+    assert restarted.check() == [(1, before), (8, after)]
+    ours, theirs = live.steps(), restarted.steps()
+    assert ours.keys() == theirs.keys()
+    for step, lines in ours.items():  # one after the other: a failure names the first
+        for line, other in zip(lines, theirs[step], strict=True):
+            assert line == other, step
+
+
+def test_a_newcomer_that_dies_costs_the_others_nothing(make_job: MakeJob) -> None:
+    job = make_job(CHANGES="20")
+    (job.results / "hold-4").touch()
+    job.begin(2)
+    job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
+    killed = job.add()
+    job.wait_for(lambda: any(x.parked for x in job.rendezvous.newcomers()), "it is there")
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    (job.results / "hold-4").unlink()
+    job.wait_until_at(20)
+    job.add()
+    job.wait()
+    assert job.check() == [(1, 2), (23, 3)]
+
+
+def test_a_newcomer_that_runs_another_script_is_refused(make_job: MakeJob) -> None:
+    job = make_job(CHANGES="5")
+    (job.results / "hold-12").touch()
+    job.begin(1)
+    job.wait_until_at(5)
+    other = job.add(DATA="other-script")
+    assert other.wait() == 1
+    assert "cannot join the job: its script makes other states" in other.errors
+    job.programs.remove(other)
+    (job.results / "hold-12").unlink()
+    job.wait()
+    assert job.check() == [(1, 1)]
+
+
+def test_a_job_in_a_folder_that_is_in_use_is_refused(make_job: MakeJob) -> None:
+    job = make_job(CHANGES="5")
+    job.begin(1)
+    job.wait_until_at(5)
+    job.begin(2)
+    first_of_two = job.programs[1]
+    assert first_of_two.wait() == 1
+    assert "replicas that join it are started one by one" in first_of_two.errors
+
+
+@pytest.mark.exhaustive
+def test_a_folder_of_a_job_that_has_ended_is_used_again(make_job: MakeJob) -> None:
+    job = make_job()
+    (job.results / "hold-4").touch()
+    for _ in range(2):
+        job.begin(1)
+        job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
+        job.wait_for(job.rendezvous.bulletin, "the job tells")
+        job.programs[-1].send_signal(signal.SIGKILL)
+        job.programs[-1].wait()
+        (job.results / "reached-4-0").unlink()
+    assert "is still alive" in job.programs[1].errors
+    (job.results / "hold-4").unlink()
+    job.begin(1)
+    job.wait()
+    assert not job.rendezvous.bulletin(), "one that has come to its end says so"
+    job.begin(1)
+    job.wait()
+    assert "is still alive" not in job.programs[3].errors
+
+
+@pytest.mark.exhaustive
+def test_newcomers_end_with_the_job(make_job: MakeJob) -> None:
+    job = make_job()
+    (job.results / "hold-4").touch()
+    job.begin(1)
+    job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
+    newcomer = job.add()
+    job.wait_for(lambda: any(x.parked for x in job.rendezvous.newcomers()), "it is there")
+    job.programs[0].send_signal(signal.SIGKILL)
+    assert newcomer.wait() == 0
+    assert "the job that this replica was to join has ended" in newcomer.errors

@@ -1,0 +1,125 @@
+"""The folder in which replicas that come later find a job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
+from pipollux_hybrid.live.meeting_folder import SILENCE, MeetingFolder
+
+PLACE = JobPlace(epoch=3, loop=1)
+BULLETIN = Bulletin(Membership(4, ("a", "b")), PLACE, (2, 1))
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_posted_is_read(tmp_path: Path) -> None:
+    job, other = MeetingFolder(tmp_path / "folder"), MeetingFolder(tmp_path / "folder")
+    assert other.bulletin() is None
+    job.post(BULLETIN)
+    assert other.bulletin() == BULLETIN
+    newcomer = Newcomer("c", "host", parked=True, place=PLACE)
+    other.apply(newcomer)
+    assert job.newcomers() == [newcomer]
+    job.propose(Membership(5, ("a", "b", "c")))
+    assert other.proposal() == Membership(5, ("a", "b", "c"))
+    job.announce_store(5, "host", 1234)
+    assert other.find_store(5) == ("host", 1234)
+    assert other.find_store(6) is None
+    job.ask_to_leave("b")
+    assert other.leavers() == {"b"}
+    other.withdraw("c")
+    other.withdraw("b")
+    assert (job.newcomers(), job.leavers()) == ([], set())
+
+
+def test_who_does_not_write_any_more_is_dead(tmp_path: Path) -> None:
+    """Clocks of hosts differ: what counts is that a file changes."""
+    clock = Clock()
+    job, other = MeetingFolder(tmp_path), MeetingFolder(tmp_path, clock)
+    assert MeetingFolder(tmp_path).job_is_silent(), "there is none"
+    job.post(BULLETIN)
+    assert not other.job_speaks(), "it may have been written long ago"
+    assert not other.job_is_silent()
+    clock.now += SILENCE
+    assert not other.job_is_silent()
+    job.post(BULLETIN)
+    assert other.job_speaks()
+    clock.now += SILENCE
+    assert not other.job_is_silent()
+    clock.now += 1.0
+    assert other.job_is_silent()
+
+    job.apply(Newcomer("c", "host"))
+    assert [x.replica for x in other.newcomers()] == ["c"]
+    clock.now += SILENCE + 1.0
+    assert other.newcomers() == []
+    job.apply(Newcomer("c", "host"))
+    assert [x.replica for x in other.newcomers()] == ["c"]
+
+
+def test_one_of_two_begins_a_job_in_a_folder(tmp_path: Path) -> None:
+    first, second = MeetingFolder(tmp_path), MeetingFolder(tmp_path)
+    assert first.last_claim() is None
+    assert first.claim(None)
+    assert not second.claim(None)
+    first.post(BULLETIN)
+    first.apply(Newcomer("c", "host"))
+    assert second.claim(second.last_claim())
+    assert second.bulletin() is None, "what the job before has left is removed"
+    assert second.newcomers() == []
+    assert not first.claim("claim-1")
+
+
+@pytest.mark.parametrize("name", ["job.json", "proposal.json", "newcomer-c.json", "store-1.json"])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"number": "x", "replicas": 3}', "\0"])
+def test_what_cannot_be_read_is_not_there(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    found = MeetingFolder(tmp_path)
+    assert (found.bulletin(), found.proposal(), found.newcomers()) == (None, None, [])
+    assert found.find_store(1) is None
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="every host of the job can write to"):
+        MeetingFolder(tmp_path / "file")
+
+
+def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipollux_hybrid.live", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_lists_replicas_and_has_them_leave(tmp_path: Path) -> None:
+    rendezvous = MeetingFolder(tmp_path)
+    found = command(tmp_path)
+    assert (found.returncode, found.stderr) == (1, f"no job meets in {tmp_path}\n")
+    rendezvous.post(BULLETIN)
+    rendezvous.apply(Newcomer("c", "host", parked=True))
+    found = command(tmp_path)
+    assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join\n"
+    assert command(tmp_path, "leave", "b").returncode == 0
+    assert rendezvous.leavers() == {"b"}
+    found = command(tmp_path, "leave", "z")
+    assert (found.returncode, found.stderr) == (
+        2,
+        "z cannot leave: no such replica (there are a, b)\n",
+    )
+    assert "python -m pipollux_hybrid.live FOLDER" in command(tmp_path / "none").stderr
