@@ -77,10 +77,10 @@ def init_process_group(
         ctx = contexts.join(newcomer, bulletin, timeout)
     else:
         ctx = contexts.context(timeout)
-    if rendezvous is not None:
-        start_live_membership(ctx, rendezvous, timeout)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
+    if rendezvous is not None:
+        start_live_membership(ctx, rendezvous, timeout)
     signals.install_handlers(acknowledge)
 
 

@@ -120,7 +120,8 @@ def form_group(
     """
     prefixed = PrefixStore(name, store)
     group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=patience))
-    group.set_timeout(timedelta(seconds=timeout))
+    set_timeout = getattr(group, "set_timeout", None) or group._set_default_timeout
+    set_timeout(timedelta(seconds=timeout))
     return ReplicaGroup(group, size)
 
 

@@ -6,6 +6,7 @@ or is slow on its way costs the others nothing.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from .meeting_folder import MeetingFolder
 
 __all__ = ["Forming"]
 
+_LOG = logging.getLogger(__name__)
 PATIENCE = 20.0
 """Seconds for all replicas of a membership to meet."""
 LOOK_INTERVAL = 0.05
@@ -71,8 +73,12 @@ class Forming:
     def _run(self) -> None:
         try:
             self._form()
-        except Exception as error:  # whoever proposes sees that it takes too long
+        except Exception as error:  # nobody waits for it
             self.failure = error
+            _LOG.warning(
+                "the groups of %s replicas were not formed, and training goes on without: %s: %s",
+                *(len(self.membership.replicas), type(error).__name__, error),
+            )
         else:
             self.formed = True
 

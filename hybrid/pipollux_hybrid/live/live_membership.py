@@ -219,7 +219,8 @@ def find_job(rendezvous: MeetingFolder, num_replicas: int) -> Bulletin | None:
     began_at, told = time.monotonic(), False
     while True:
         claim, bulletin = rendezvous.last_claim(), rendezvous.bulletin()
-        if bulletin is not None and rendezvous.job_speaks():
+        # A job that has not yet made its model is not yet known.
+        if bulletin is not None and rendezvous.job_speaks() and bulletin.balance:
             if num_replicas > 1:
                 raise ConfigurationError(
                     f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}: a job of "
@@ -234,6 +235,6 @@ def find_job(rendezvous: MeetingFolder, num_replicas: int) -> Bulletin | None:
         if not starts and rendezvous.job_is_silent() and rendezvous.claim(claim):
             return None
         if not told and time.monotonic() > began_at + TELLS_AFTER:
-            say(f"waits to see whether the job that used {rendezvous.folder} last is still alive")
+            say(f"waits to see whether the job in {rendezvous.folder} is alive, and has its model")
             told = True
         time.sleep(INTERVAL)

@@ -6,10 +6,10 @@ training.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
-from contextlib import suppress
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
@@ -21,8 +21,12 @@ from .meeting_folder import MeetingFolder
 
 __all__ = ["INTERVAL", "MembershipWatch"]
 
+_LOG = logging.getLogger(__name__)
 INTERVAL = 0.25
 """Seconds between two looks."""
+RETRY_AFTER = 15.0
+"""Seconds after a membership that did not come about in which nobody joins: each try may cost those
+who train some seconds."""
 
 
 class MembershipWatch:
@@ -57,6 +61,7 @@ class MembershipWatch:
         """What is about to come about."""
         self._context = ctx
         self._highest = membership.number if membership else 0
+        self._not_before = 0.0
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipollux-live", daemon=True)
         self._thread.start()
@@ -73,6 +78,7 @@ class MembershipWatch:
 
     def give_up(self, forming: Forming) -> None:
         """Let go of a membership that does not come about."""
+        self._not_before = time.monotonic() + RETRY_AFTER
         self._forget(forming)
         forming.drop()
 
@@ -88,8 +94,12 @@ class MembershipWatch:
 
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
-            with suppress(OSError):  # of the folder; the next time it may be there
+            try:
                 self._look()
+            except OSError as error:  # of the folder; the next time it may be there
+                _LOG.debug("%s", error)
+            except Exception:  # the next look may go better
+                _LOG.exception("replicas cannot join or leave")
 
     def _look(self) -> None:
         if self.membership is None:
@@ -135,6 +145,7 @@ class MembershipWatch:
         if not staying:  # the last ones stop, instead, as anybody can ask them to
             return current.replicas
         coming = [x.replica for x in self.rendezvous.newcomers() if x.parked]
+        coming = coming if time.monotonic() >= self._not_before else []
         wanted = (*staying, *(x for x in coming if x not in current.replicas))
         limits = self._context.batch.limits
         try:

@@ -143,14 +143,14 @@ def test_a_folder_of_a_job_that_has_ended_is_used_again(make_job: MakeJob) -> No
         job.programs[-1].send_signal(signal.SIGKILL)
         job.programs[-1].wait()
         (job.results / "reached-4-0").unlink()
-    assert "is still alive" in job.programs[1].errors
+    assert "waits to see whether" in job.programs[1].errors
     (job.results / "hold-4").unlink()
     job.begin(1)
     job.wait()
     assert not job.rendezvous.bulletin(), "one that has come to its end says so"
     job.begin(1)
     job.wait()
-    assert "is still alive" not in job.programs[3].errors
+    assert "waits to see whether" not in job.programs[3].errors
 
 
 @pytest.mark.exhaustive
