@@ -134,7 +134,7 @@ class LiveMembership:
             self._leave()
         control = forming.control
         if control is not None:  # newcomers wait for this: it might not have come about
-            control.all_gather(torch.tensor([len(header_of(contents))]))
+            control.all_gather(torch.tensor([len(header_of(contents)) if sends else 0]))
         switch(ctx, self._watch, forming)
         if control is not None and sends:
             send_states(control, contents, newcomers)
@@ -155,7 +155,7 @@ class LiveMembership:
         replicas = forming.membership.replicas
         return range(len(set(replicas) & set(before.replicas)), len(replicas))
 
-    def _contents(self) -> dict[str, bytes] | None:
+    def _contents(self) -> dict[str, torch.Tensor] | None:
         try:
             return save_states(self._context.component(States))
         except CheckpointError as error:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import CheckpointError, SynchronizationError
@@ -14,8 +15,8 @@ from pipollux_hybrid.job.groups import ReplicaGroup
 __all__ = ["header_of", "receive_states", "save_states", "send_states"]
 
 
-def save_states(states: Mapping[str, State]) -> dict[str, bytes]:
-    """Return what the states save, by their names.
+def save_states(states: Mapping[str, State]) -> dict[str, Tensor]:
+    """Return what the states save, by their names: bytes, uint8, shape [length].
 
     Raises:
         CheckpointError: One cannot be saved.
@@ -27,16 +28,21 @@ def save_states(states: Mapping[str, State]) -> dict[str, bytes]:
             state.save(content)
         except Exception as error:  # a state's save is the script's own code
             raise CheckpointError(f"the state {name} cannot be saved: {error}") from error
-        contents[name] = content.getvalue()
+        buffer = content.getbuffer()  # which is not copied
+        empty = torch.empty(0, dtype=torch.uint8)
+        contents[name] = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else empty
     return contents
 
 
-def header_of(contents: Mapping[str, bytes]) -> bytes:
-    """Return the sizes and names of saved states; every replica of a job has some."""
-    return "\n".join(f"{len(content)} {name}" for name, content in contents.items()).encode()
+def header_of(contents: Mapping[str, Tensor]) -> Tensor:
+    """Return the sizes and names of saved states as bytes; every replica of a job has some."""
+    lines = [f"{len(content)} {name}" for name, content in contents.items()]
+    return torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
 
 
-def send_states(control: ReplicaGroup, contents: Mapping[str, bytes], ranks: Sequence[int]) -> None:
+def send_states(
+    control: ReplicaGroup, contents: Mapping[str, Tensor], ranks: Sequence[int]
+) -> None:
     """Send saved states to replicas that call :func:`receive_states`.
 
     Raises:
@@ -44,9 +50,8 @@ def send_states(control: ReplicaGroup, contents: Mapping[str, bytes], ranks: Seq
     """
     try:
         for content in (header_of(contents), *contents.values()):
-            tensor = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
-            for rank in ranks:
-                control.send(tensor, rank)
+            for rank in ranks if len(content) else ():
+                control.send(content, rank)
     except RuntimeError as error:
         raise SynchronizationError(f"a replica was lost while it joined ({error})") from error
 
@@ -66,9 +71,10 @@ def receive_states(control: ReplicaGroup, length: int, states: Mapping[str, Stat
     control.receive(header, 0)
     for line in header.numpy().tobytes().decode().splitlines():
         size, _, name = line.partition(" ")
-        content = torch.zeros(max(int(size), 1), dtype=torch.uint8)
-        control.receive(content, 0)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        if len(content):
+            control.receive(content, 0)
         try:
-            states[name].load(io.BytesIO(content.numpy()[: int(size)].tobytes()))
+            states[name].load(io.BytesIO(content.numpy().tobytes()))
         except CheckpointError as error:
             raise SynchronizationError(f"this replica cannot join: {name}: {error}") from error

@@ -31,7 +31,7 @@ class ChangingJob:
         self.results = folder / "results"
         self.results.mkdir(parents=True)
         self.rendezvous = MeetingFolder(folder / "rendezvous")
-        self._environment = {
+        self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(repository), os.environ.get("PYTHONPATH", "")]),
             "RESULTS": str(self.results),
@@ -44,12 +44,12 @@ class ChangingJob:
 
     def begin(self, num_replicas: int) -> None:
         """Start the replicas that begin."""
-        replicas = Replicas(SCRIPT, num_replicas, environment=self._environment)
+        replicas = Replicas(SCRIPT, num_replicas, environment=self.environment)
         self.programs += self._started.enter_context(replicas).programs
 
     def add(self, **settings: str) -> Forked:
         """Start a replica that joins."""
-        program = Forked(SCRIPT, environment={**self._environment, **settings})
+        program = Forked(SCRIPT, environment={**self.environment, **settings})
         self.programs.append(self._started.enter_context(program))
         return program
 
@@ -59,7 +59,8 @@ class ChangingJob:
         def happened() -> object:
             for program in self.programs:
                 assert program.poll() in (None, 0, -9), program.errors
-            ended = all(program.poll() is not None for program in self.programs)
+            codes = [program.poll() for program in self.programs]
+            ended = bool(codes) and None not in codes
             found = condition()
             assert found or not ended, f"all replicas have ended before: {what}"
             return found

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +44,10 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
             loader = pipollux.AdaptiveDataLoader(numbers, 8, shuffle=True)
             loader.autoscale_batch_size(64, (1, 3), gradient_accumulation=True)
             return loader
+        case "bounded":
+            loader = pipollux.AdaptiveDataLoader(numbers, 8, shuffle=True)
+            loader.autoscale_batch_size(8, (4, 8))
+            return loader
         case "stream":
             return pipollux.AdaptiveDataLoader(Stream(), 7)
         case "text":
@@ -57,6 +63,15 @@ def meet_at(step: int, changes: set[int]) -> None:
     (RESULTS / f"waits-{step}-{pipollux.replica_rank()}").touch()
     while not ((forming := live._watch.forming) and forming.formed):
         time.sleep(0.01)
+
+
+def die_when_formed() -> None:
+    """Die at the worst moment: when the others are about to go over to the new groups."""
+    live = live_membership(context())
+    assert live is not None
+    while not ((forming := live._watch.forming) and forming.formed):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -82,6 +97,8 @@ def main() -> None:
         module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
     )
     accum = pipollux.Accumulator()
+    if "DIES" in os.environ:
+        threading.Thread(target=die_when_formed, daemon=True).start()
     if kind == "other-script":
         pipollux.Accumulator()
     metrics = context().component(Metrics)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_hybrid import init_process_group
+from pipollux_hybrid.errors import ConfigurationError
 from tests.extent import first
 from tests.hybrid.live.changing_job import ChangingJob
 
@@ -108,6 +110,19 @@ def test_a_newcomer_that_dies_costs_the_others_nothing(make_job: MakeJob) -> Non
     assert job.check() == [(1, 2), (23, 3)]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_newcomer_that_dies_when_all_have_met_is_left_out(
+    make_job: MakeJob, replicas: int
+) -> None:
+    job = make_job(CHANGES="5")
+    job.begin(replicas)
+    job.wait_until_at(5)
+    killed = job.add(DIES="1")
+    assert killed.wait() == -signal.SIGKILL
+    job.wait()
+    assert job.check() == [(1, replicas)]
+
+
 def test_a_newcomer_that_runs_another_script_is_refused(make_job: MakeJob) -> None:
     job = make_job(CHANGES="5")
     (job.results / "hold-12").touch()
@@ -120,6 +135,40 @@ def test_a_newcomer_that_runs_another_script_is_refused(make_job: MakeJob) -> No
     (job.results / "hold-12").unlink()
     job.wait()
     assert job.check() == [(1, 1)]
+
+
+def test_nobody_joins_where_batches_cannot_be_cut_for_so_many(make_job: MakeJob) -> None:
+    """Two replicas of at least four samples are a batch of eight; a third has no share."""
+    job = make_job(DATA="bounded")
+    (job.results / "hold-4").touch()
+    job.begin(2)
+    job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
+    newcomer = job.add()
+    job.wait_for(lambda: any(x.parked for x in job.rendezvous.newcomers()), "it is there")
+    (job.results / "hold-4").unlink()
+    job.wait()
+    assert job.check() == [(1, 2)]
+    assert "the job that this replica was to join has ended" in newcomer.errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend", "said"),
+    [
+        ({}, "nccl", "can join and leave with 'gloo' only"),
+        ({"PIPOLLUX_GENERATION": "3"}, "gloo", "a scheduler runs this job"),
+    ],
+)
+def test_where_nobody_can_join_the_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variables: dict[str, str],
+    backend: str,
+    said: str,
+) -> None:
+    for name, value in {**variables, "PIPOLLUX_RENDEZVOUS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=said):
+        init_process_group(backend)
 
 
 def test_a_job_in_a_folder_that_is_in_use_is_refused(make_job: MakeJob) -> None:
