@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> int:
     for rank, replica in enumerate(members):
         print(f"{replica}  replica {rank}")
     for newcomer in rendezvous.newcomers():
-        print(f"{newcomer.replica}  {'waits to join' if newcomer.parked else 'starts'}")
+        what = "waits to join" if newcomer.parked else "starts"
+        print(f"{newcomer.replica}  {what}, on {newcomer.host}")
     return 0
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,7 +38,7 @@ _NEWCOMER, _LEAVE, _CLAIM = "newcomer-", "leave-", "claim-"
 class _Seen:
     """What a file held last, and since when."""
 
-    beat: int
+    beat: object
     since: float
 
 
@@ -56,11 +57,13 @@ class MeetingFolder:
         self.folder = folder
         self._clock = clock
         self._beat = 0
+        # Containers on several hosts may have the same process ids.
+        self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._write(f".probe-{os.getpid()}", {})
-            (folder / f".probe-{os.getpid()}").unlink()
+            self._write(f".probe-{self._mine}", {})
+            (folder / f".probe-{self._mine}").unlink()
         except OSError as error:
             raise ConfigurationError(
                 f"PIPOLLUX_RENDEZVOUS={str(folder)!r}: a folder is needed that every host of the "
@@ -76,9 +79,7 @@ class MeetingFolder:
         Returns:
             False where another process was quicker.
         """
-        number = 1 + max(
-            (int(name.removeprefix(_CLAIM)) for name in self._names(_CLAIM)), default=0
-        )
+        number = 1 + max(self._claims(), default=0)
         if silent_run != self.last_claim():
             return False
         try:
@@ -93,8 +94,8 @@ class MeetingFolder:
 
     def last_claim(self) -> str | None:
         """Return the name of the last run's claim; None: there was none."""
-        names = list(self._names(_CLAIM))
-        return max(names, key=lambda name: int(name.removeprefix(_CLAIM)), default=None)
+        numbers = self._claims()
+        return f"{_CLAIM}{max(numbers)}" if numbers else None
 
     def post(self, bulletin: Bulletin) -> None:
         """Tell newcomers where the job is; replica 0 does so all the time.
@@ -213,6 +214,10 @@ class MeetingFolder:
         with suppress(OSError):
             (self.folder / f"store-{number}.json").unlink(missing_ok=True)
 
+    def _claims(self) -> list[int]:
+        ends = [name.removeprefix(_CLAIM) for name in self._names(_CLAIM)]
+        return [int(end) for end in ends if end.isdecimal()]
+
     def _names(self, prefix: str) -> Iterator[str]:
         with suppress(OSError):
             yield from sorted(x for x in os.listdir(self.folder) if x.startswith(prefix))
@@ -222,7 +227,7 @@ class MeetingFolder:
         self._write(name, {**data, "beat": self._beat})
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
-        aside = self.folder / f".{name}.{os.getpid()}"
+        aside = self.folder / f".{name}.{self._mine}"
         aside.write_text(json.dumps(data), encoding="utf-8")
         aside.replace(self.folder / name)
 
@@ -234,7 +239,7 @@ class MeetingFolder:
         return data if isinstance(data, dict) else None
 
     def _is_silent(self, name: str, data: dict[str, Any] | None) -> bool:
-        beat, now = int((data or {}).get("beat", 0)), self._clock()
+        beat, now = (data or {}).get("beat"), self._clock()
         seen = self._seen.get(name)
         if seen is None or seen.beat != beat:
             self._seen[name] = _Seen(beat, now)

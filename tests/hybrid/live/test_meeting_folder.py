@@ -84,12 +84,23 @@ def test_one_of_two_begins_a_job_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["job.json", "proposal.json", "newcomer-c.json", "store-1.json"])
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"number": "x", "replicas": 3}', "\0"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"beat": "x"}', '{"number": "x", "replicas": 3}', "\0"]
+)
 def test_what_cannot_be_read_is_not_there(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     found = MeetingFolder(tmp_path)
     assert (found.bulletin(), found.proposal(), found.newcomers()) == (None, None, [])
     assert found.find_store(1) is None
+    assert found.job_is_silent() == (name != "job.json" or not content.startswith("{"))
+
+
+def test_a_name_that_is_no_claim_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "claim-of-mine").touch()
+    found = MeetingFolder(tmp_path)
+    assert found.last_claim() is None
+    assert found.claim(None)
+    assert found.last_claim() == "claim-1"
 
 
 def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
@@ -114,7 +125,7 @@ def test_the_command_lists_replicas_and_has_them_leave(tmp_path: Path) -> None:
     rendezvous.post(BULLETIN)
     rendezvous.apply(Newcomer("c", "host", parked=True))
     found = command(tmp_path)
-    assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join\n"
+    assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join, on host\n"
     assert command(tmp_path, "leave", "b").returncode == 0
     assert rendezvous.leavers() == {"b"}
     found = command(tmp_path, "leave", "z")
