@@ -20,6 +20,7 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.live.live_membership import find_job, start_live_membership
 from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import acknowledge
@@ -67,7 +68,9 @@ def init_process_group(
     timeout = env.timeout or timeout
     rendezvous = _rendezvous(env, chosen)
     bulletin = None
-    if rendezvous is not None and env.rank == 0:
+    if isinstance(rendezvous, SchedulerMeeting):
+        bulletin = rendezvous.find_job()
+    elif rendezvous is not None and env.rank == 0:
         bulletin = find_job(rendezvous, env.num_replicas)
     if env.num_replicas > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
@@ -79,15 +82,18 @@ def init_process_group(
         ctx = contexts.context(timeout)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
+    if isinstance(rendezvous, SchedulerMeeting):
+        rendezvous.ride(ctx.heartbeat)
     if rendezvous is not None:
         start_live_membership(ctx, rendezvous, timeout)
     signals.install_handlers(acknowledge)
 
 
-def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | None:
+def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerMeeting | None:
     """Return where replicas that come later find this job; None: none can."""
     if env.rendezvous is None:
-        return None
+        lets = env.live and env.generation > 0 and backend == "gloo"
+        return SchedulerMeeting(env) if lets else None
     if env.generation:
         raise ConfigurationError(
             "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "

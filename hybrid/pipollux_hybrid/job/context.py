@@ -57,6 +57,8 @@ class JobContext:
     """Called after that where some have joined: checks that all are equal now."""
     watch: PeerWatch | None = None
     """Finds out which replicas are gone."""
+    heartbeat: Heartbeat | None = None
+    """Tells the scheduler that this replica is alive; None: nobody wants to know."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """Called when the context ends, last one first."""
     _components: dict[Any, Any] = field(default_factory=dict)
@@ -165,9 +167,9 @@ def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobCon
     ctx = JobContext(env=env, control=control)
     ctx.watch = PeerWatch.start(env, timeout)
     ctx.closers.append(ctx.close_watch)
-    heartbeat = Heartbeat.start(env, lambda: ctx.step)
-    if heartbeat is not None:
-        ctx.closers.append(heartbeat.close)  # of the first, so that it ends late
+    ctx.heartbeat = Heartbeat.start(env, lambda: ctx.step)
+    if ctx.heartbeat is not None:
+        ctx.closers.append(ctx.heartbeat.close)  # of the first, so that it ends late
     return ctx
 
 

@@ -61,6 +61,8 @@ class ControlMessage:
     """Number of the membership whose groups this replica has formed; 0: none."""
     formed_sqr: int = 0
     """Its square: all replicas mean the same one where R·Σx² = (Σx)²."""
+    proposed: int = 0
+    """Number of the newest membership that rank 0 has heard of."""
 
     def numbers(self) -> list[float]:
         """Return the message as numbers, which may be summed over replicas."""
@@ -74,22 +76,23 @@ class ControlMessage:
             float(self.loss_samples),
             float(self.formed),
             float(self.formed_sqr),
+            float(self.proposed),
         ]
 
     def vector(self) -> torch.Tensor:
-        """Return the same as float64, shape [9]."""
+        """Return the same as float64, shape [10]."""
         return torch.tensor(self.numbers(), dtype=torch.float64)
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """Return the message that a (summed) vector of shape [9] stands for."""
+        """Return the message that a (summed) vector of shape [10] stands for."""
         return cls.of(vector.tolist())
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> ControlMessage:
         """Return the message that (summed) numbers stand for."""
         stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers[:7]
-        formed, formed_sqr = numbers[7:]
+        formed, formed_sqr, proposed = numbers[7:]
         return cls(
             stop=stop > 0,
             save=save > 0,
@@ -100,6 +103,7 @@ class ControlMessage:
             loss_samples=round(loss_samples),
             formed=round(formed),
             formed_sqr=round(formed_sqr),
+            proposed=round(proposed),
         )
 
 

@@ -74,6 +74,14 @@ class JobEnvironment:
     is like a slow one."""
     rendezvous: Path | None = None
     """A folder in which replicas that come later find the job (``PIPOLLUX_RENDEZVOUS``)."""
+    replica: int = 0
+    """What the scheduler knows this replica by (``PIPOLLUX_REPLICA``); its rank may change."""
+    live: bool = False
+    """Whether the scheduler lets replicas join and leave (``PIPOLLUX_LIVE``, 0 or 1)."""
+    joins: bool = False
+    """Whether this replica joins others that train (``PIPOLLUX_JOINS``, 0 or 1)."""
+    address: str | None = None
+    """Where the other replicas reach this one's host (``PIPOLLUX_ADDRESS``)."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
@@ -128,6 +136,10 @@ class JobEnvironment:
             timeout=_seconds(env, "PIPOLLUX_TIMEOUT", 0.0) or None,
             host_timeout=_seconds(env, "PIPOLLUX_HOST_TIMEOUT", 60.0, or_none=True),
             rendezvous=_path(env, "PIPOLLUX_RENDEZVOUS"),
+            replica=_integer(env, "PIPOLLUX_REPLICA", rank, minimum=0),
+            live=_switch(env, "PIPOLLUX_LIVE", default=False),
+            joins=_switch(env, "PIPOLLUX_JOINS", default=False),
+            address=env.get("PIPOLLUX_ADDRESS") or None,
             check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
 

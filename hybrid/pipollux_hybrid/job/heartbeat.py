@@ -17,8 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from . import signals
 from .env import JobEnvironment
@@ -26,7 +26,7 @@ from .env import JobEnvironment
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Heartbeat"]
+__all__ = ["Heartbeat", "Rider"]
 
 LOG = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 5.0
@@ -47,6 +47,16 @@ REFUSED = (401, 403, 404)
 """Answers that no repetition changes: the token is not this job's, or nobody takes heartbeats."""
 
 
+class Rider(Protocol):
+    """What rides with heartbeats: something to tell the scheduler, and its answers."""
+
+    def told(self) -> Mapping[str, Any]:
+        """Return what is added to the next heartbeat, as JSON can hold it."""
+
+    def take(self, answer: Mapping[str, Any]) -> float | None:
+        """Take the answer; return the seconds until the next heartbeat, None: as ever."""
+
+
 class Heartbeat:
     """The thread that sends heartbeats.
 
@@ -58,7 +68,10 @@ class Heartbeat:
     def __init__(self, env: JobEnvironment, step: Callable[[], int | None]) -> None:
         self._env = env
         self._step = step
+        self.rider: Rider | None = None
+        """What rides with each of them."""
         self._stop = threading.Event()
+        self._woken = threading.Event()
         self._url = f"{env.supervisor_url}/jobs/{env.job_id}/heartbeats"
         self._backoff = FIRST_BACKOFF
         self._away = False
@@ -69,26 +82,42 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="pipollux-heartbeat", daemon=True)
 
     @classmethod
-    def start(cls, env: JobEnvironment, step: Callable[[], int | None]) -> Heartbeat | None:
+    def start(
+        cls, env: JobEnvironment, step: Callable[[], int | None], rider: Rider | None = None
+    ) -> Heartbeat | None:
         """Start, if a scheduler launched this replica and expects heartbeats."""
         wanted = env.heartbeat_interval > 0 and env.generation > 0
         if not (wanted and env.supervisor_url and env.job_id):
             return None
         heartbeat = cls(env, step)
+        heartbeat.rider = rider
         heartbeat._thread.start()
         return heartbeat
 
-    def close(self) -> None:
+    @property
+    def alive(self) -> bool:
+        """Whether it sends heartbeats: it stops where nobody takes them."""
+        return self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Send the next one now."""
+        self._woken.set()
+
+    def close(self, *, goodbye: bool = True) -> None:
         """End the thread; its last request says that no more follow, unless the script failed.
 
         While the scheduler is away this waits for it, for a limited time, where another replica may
         still be at work: the next scheduler would take this replica's silence for a loss.
+
+        Args:
+            goodbye: Whether to say so; False: others follow from this process.
         """
-        self._says_goodbye = not _has_failed()
+        self._says_goodbye = goodbye and not _has_failed()
         waits = self._expected and self._env.num_replicas > 1 and not signals.stop_requested()
         patience = GOODBYE_PATIENCE if waits and self._says_goodbye else CLOSE_TIMEOUT
         self._deadline = time.monotonic() + patience
         self._stop.set()
+        self._woken.set()
         self._thread.join(patience)
 
     def _run(self) -> None:
@@ -104,7 +133,9 @@ class Heartbeat:
                 delay = self._beat(client)
                 if delay is None:
                     return
-                self._stop.wait(delay)
+                self._woken.wait(delay)
+                if not self._stop.is_set():
+                    self._woken.clear()
             if self._says_goodbye:
                 self._say_goodbye(client)
 
@@ -120,6 +151,7 @@ class Heartbeat:
                 self._end(response.text)
                 return None
             response.raise_for_status()
+            answered = self._hand_on(response)
         except Exception as error:  # whatever it is, the next one is sent
             self._note_failure(error)
             delay = min(self._backoff, interval)
@@ -127,7 +159,13 @@ class Heartbeat:
             return delay
         self._note_success()
         self._backoff, self._expected = FIRST_BACKOFF, True
-        return interval
+        return interval if answered is None else min(answered, interval)
+
+    def _hand_on(self, response: httpx.Response) -> float | None:
+        """Give the answer to what rides along; return the seconds until the next heartbeat."""
+        if self.rider is None or not response.content:
+            return None
+        return self.rider.take(response.json())
 
     def _say_goodbye(self, client: httpx.Client) -> None:
         """Say that no more heartbeats follow, until the scheduler has taken or refused it."""
@@ -142,13 +180,17 @@ class Heartbeat:
                     return
             time.sleep(min(GOODBYE_PAUSE, left))
 
-    def _body(self) -> dict[str, int | bool]:
-        body: dict[str, int | bool] = {
+    def _body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
             "generation": self._env.generation,
-            "replica": self._env.rank,
+            "replica": self._env.replica,
         }
         step = self._step()
-        return body if step is None else {**body, "step": step}
+        if step is not None:
+            body["step"] = step
+        if self.rider is not None:
+            body["live"] = dict(self.rider.told())
+        return body
 
     def _note_failure(self, error: Exception) -> None:
         """Log once that requests fail; hours of it would fill the log."""

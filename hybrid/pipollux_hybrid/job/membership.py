@@ -38,6 +38,8 @@ class Membership:
     number: int
     replicas: tuple[str, ...]
     """Their ids in the order of ranks."""
+    num_nodes: int = 0
+    """Nodes that they are on, of which a host may have several; 0: as many as hosts."""
 
     def rank(self, replica: str) -> int | None:
         """Return the rank of a replica; None: it does not take part."""
@@ -45,7 +47,8 @@ class Membership:
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
-        return {"number": self.number, "replicas": list(self.replicas)}
+        replicas = list(self.replicas)
+        return {"number": self.number, "replicas": replicas, "num_nodes": self.num_nodes}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Membership:
@@ -54,7 +57,8 @@ class Membership:
         Raises:
             KeyError, TypeError, ValueError: It is none.
         """
-        return cls(int(data["number"]), tuple(str(replica) for replica in data["replicas"]))
+        replicas = tuple(str(replica) for replica in data["replicas"])
+        return cls(int(data["number"]), replicas, int(data["num_nodes"]))
 
 
 @dataclass(frozen=True)

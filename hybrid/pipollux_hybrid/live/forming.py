@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from pipollux_hybrid.job.groups import ReplicaGroup, form_group
 from pipollux_hybrid.job.membership import Membership
 
-from .meeting_folder import MeetingFolder
+from .rendezvous import Rendezvous
 
 __all__ = ["Forming"]
 
@@ -38,7 +38,7 @@ class Forming:
     """
 
     def __init__(
-        self, membership: Membership, replica: str, rendezvous: MeetingFolder, timeout: float
+        self, membership: Membership, replica: str, rendezvous: Rendezvous, timeout: float
     ) -> None:
         self.membership = membership
         self.rank = membership.rank(replica)
@@ -62,6 +62,15 @@ class Forming:
     def name(self) -> str:
         """What its groups are called."""
         return f"membership-{self.membership.number}"
+
+    @property
+    def failed(self) -> str:
+        """Why it does not come about, in a sentence; empty: it may."""
+        if self.failure is not None:
+            return f"{type(self.failure).__name__}: {self.failure}"
+        if not self.formed and time.monotonic() - self.began_at > PATIENCE:
+            return f"its replicas did not meet within {PATIENCE:g} s"
+        return ""
 
     def drop(self) -> None:
         """Let go of the groups: it does not come about."""
@@ -101,8 +110,18 @@ class Forming:
     def _meet(self, number: int, deadline: float) -> Store:
         patience = timedelta(seconds=PATIENCE)
         if self.rank == 0:
-            host = _reachable_name()
-            store = TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+            host, alone = self._rendezvous.host()
+            # torch's own store listens on every interface of the machine.
+            listener = _listen(host) if alone else None
+            store = TCPStore(
+                host,
+                listener.getsockname()[1] if listener else 0,
+                None,
+                True,
+                patience,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener else None,
+            )
             self._rendezvous.announce_store(number, host, store.port)
             return store
         while (found := self._rendezvous.find_store(number)) is None:
@@ -112,11 +131,6 @@ class Forming:
         return TCPStore(*found, None, False, patience, wait_for_workers=False)
 
 
-def _reachable_name() -> str:
-    """Return a name of this host that leads to it from the others."""
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:  # as with gloo itself, a host that knows no name of its own is alone
-        return "127.0.0.1"
-    return name
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)

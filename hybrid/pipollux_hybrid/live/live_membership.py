@@ -36,6 +36,7 @@ from .forming import Forming
 from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
 from .newcomer import MEETING_PATIENCE, Joining
+from .rendezvous import Rendezvous
 from .switch import go_on, say, switch
 from .transfer import header_of, save_states, send_states
 from .watch import INTERVAL, MembershipWatch
@@ -85,6 +86,8 @@ class LiveMembership:
         """Add to a control message what this replica has formed."""
         forming = self._watch.forming
         self._announced = forming if forming is not None and forming.formed else None
+        if self._context.env.rank == 0:
+            message = replace(message, proposed=self._watch.newest)
         if self._announced is None:
             return message
         number = self._announced.membership.number
@@ -92,6 +95,8 @@ class LiveMembership:
 
     def is_due(self, agreed: ControlMessage | None) -> bool:
         """Return whether all replicas have formed the same membership, as all of them know."""
+        if agreed is not None and agreed.proposed > self._watch.newest:
+            self._watch.rendezvous.refresh()
         if agreed is None or self._announced is None:
             return False
         number, size = self._announced.membership.number, self._context.env.num_replicas
@@ -141,10 +146,12 @@ class LiveMembership:
         self._store = forming.store
         self._watch.enter(forming)
         go_on(ctx, joined=bool(newcomers))
+        seconds = time.perf_counter() - began_at
+        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, seconds)
         if ctx.env.rank == 0:
             say(
                 f"{ctx.env.num_replicas} replicas train from step {ctx.step} on, after a pause of "
-                f"{time.perf_counter() - began_at:.2f} s"
+                f"{seconds:.2f} s"
             )
         return True
 
@@ -196,10 +203,10 @@ class _Holder:
 
 
 def start_live_membership(
-    ctx: JobContext, rendezvous: MeetingFolder, timeout: float
+    ctx: JobContext, rendezvous: Rendezvous, timeout: float
 ) -> LiveMembership:
     """Begin to let replicas join and leave; all replicas of a job that begins call it."""
-    replica = secrets.token_hex(4)
+    replica = secrets.token_hex(4) if rendezvous.self_governed else str(ctx.env.replica)
     membership = None
     if ctx.joins is None:
         ids = [name.decode() for name in ctx.control.gather_bytes(replica.encode())]

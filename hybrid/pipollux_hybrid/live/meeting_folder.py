@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -52,6 +53,8 @@ class MeetingFolder:
     Raises:
         ConfigurationError: The folder cannot be written.
     """
+
+    self_governed = True
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
@@ -177,6 +180,15 @@ class MeetingFolder:
         """Return the replicas that are to leave."""
         return {name.removeprefix(_LEAVE) for name in self._names(_LEAVE)}
 
+    def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
+        """Return who is to take part: see `Rendezvous`."""
+        leaving = self.leavers()
+        staying = [replica for replica in current.replicas if replica not in leaving]
+        if not staying:  # the last ones stop, instead, as anybody can ask them to
+            return current.replicas
+        coming = [x.replica for x in self.newcomers() if x.parked] if joining else []
+        return (*staying, *(x for x in coming if x not in current.replicas))
+
     def propose(self, membership: Membership) -> None:
         """Have a membership formed; replica 0 does so.
 
@@ -192,6 +204,24 @@ class MeetingFolder:
             return None if data is None else Membership.from_json_object(data)
         except (KeyError, TypeError, ValueError):
             return None
+
+    def refresh(self) -> None:
+        """Do nothing: everybody looks all the time."""
+
+    def refuse(self, number: int, why: str, *, for_good: bool) -> None:
+        """Do nothing: replica 0 finds it out by itself, and proposes another one."""
+
+    def entered(self, membership: Membership, step: int, seconds: float) -> None:
+        """Do nothing: what replica 0 posts says it."""
+
+    def host(self) -> tuple[str, bool]:
+        """Return a name of this host that leads to it from the others."""
+        name = socket.gethostname()
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:  # as with gloo itself, a host that knows no name of its own is alone
+            return "127.0.0.1", True
+        return name, False
 
     def announce_store(self, number: int, host: str, port: int) -> None:
         """Tell where the replicas of a membership find each other.

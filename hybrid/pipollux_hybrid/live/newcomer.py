@@ -138,6 +138,7 @@ class Joining:
         ctx.joins, self.store = None, forming.store
         self._watch.enter(forming)
         go_on(ctx, joined=True)
+        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, 0.0)
 
     def _check_waiting(self) -> None:
         """End a newcomer that is not wanted any more."""

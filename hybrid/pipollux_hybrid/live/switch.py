@@ -24,7 +24,8 @@ def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
     become_default(forming.gradients, forming.store, forming.name, rank)
     ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
     hosts = ctx.control.gather_bytes(socket.gethostname().encode())
-    ctx.env = replace(ctx.env, num_nodes=len(set(hosts)))
+    num_nodes = forming.membership.num_nodes or len(set(hosts))
+    ctx.env = replace(ctx.env, num_nodes=num_nodes)
     if rank == 0:
         watch.rendezvous.remove_store(forming.membership.number)
 

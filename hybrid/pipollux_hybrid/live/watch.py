@@ -16,8 +16,8 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 from pipollux_hybrid.telemetry.metrics import Metrics
 
-from .forming import PATIENCE, Forming
-from .meeting_folder import MeetingFolder
+from .forming import Forming
+from .rendezvous import Rendezvous
 
 __all__ = ["INTERVAL", "MembershipWatch"]
 
@@ -43,7 +43,7 @@ class MembershipWatch:
     def __init__(
         self,
         ctx: JobContext,
-        rendezvous: MeetingFolder,
+        rendezvous: Rendezvous,
         membership: Membership | None,
         replica: str,
         timeout: float,
@@ -76,17 +76,23 @@ class MembershipWatch:
         if self.forming is not None:
             self.forming.drop()
 
-    def give_up(self, forming: Forming) -> None:
+    def give_up(self, forming: Forming, why: str = "a replica was lost on the way") -> None:
         """Let go of a membership that does not come about."""
         self._not_before = time.monotonic() + RETRY_AFTER
         self._forget(forming)
         forming.drop()
+        self.rendezvous.refuse(forming.membership.number, why, for_good=False)
 
     def enter(self, forming: Forming) -> None:
         """Take part in a membership that has come about."""
         self._forget(forming)
         self.parked, self.membership = False, forming.membership
         self.rendezvous.withdraw(self.replica)
+
+    @property
+    def newest(self) -> int:
+        """The highest number of a membership that this replica has heard of."""
+        return self._highest
 
     def _forget(self, forming: Forming) -> None:
         if self.forming is forming:  # else the thread knows of another already
@@ -107,6 +113,9 @@ class MembershipWatch:
             self.rendezvous.apply(me)
         elif self.membership.rank(self.replica) == 0:
             self._lead(self.membership)
+        forming = self.forming
+        if forming is not None and forming.failed and not self.rendezvous.self_governed:
+            self.give_up(forming, forming.failed)
         proposal = self.rendezvous.proposal()
         if proposal is None or proposal.number <= self._highest:
             return
@@ -114,8 +123,15 @@ class MembershipWatch:
         if proposal.rank(self.replica) is None and current is None:
             return
         self._highest = proposal.number
-        if current is not None and proposal.replicas == current.replicas:
+        if current is None:
+            refusal = ""
+        elif proposal.replicas == current.replicas:
             self.forming = None  # who wanted to come or go does not any more
+            return
+        else:
+            refusal = self._refusal(len(proposal.replicas))
+        if refusal:
+            self.rendezvous.refuse(proposal.number, refusal, for_good=False)
         else:
             self.forming = Forming(proposal, self.replica, self.rendezvous, self.timeout)
 
@@ -124,33 +140,26 @@ class MembershipWatch:
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
         self.rendezvous.post(Bulletin(current, self.place, balance))
-        if cut is None:
+        if cut is None or not self.rendezvous.self_governed:
             return
-        wanted = self._wanted(current)
+        joining = time.monotonic() >= self._not_before
+        wanted = self.rendezvous.wanted(current, joining=joining)
+        if self._refusal(len(wanted)):
+            wanted = current.replicas
         forming = self.forming
         proposed = current.replicas if forming is None else forming.membership.replicas
-        given_up = forming is not None and (
-            forming.failure is not None
-            or (not forming.formed and time.monotonic() - forming.began_at > PATIENCE)
-        )
         latest = self.rendezvous.proposal()
         if latest is not None and latest.number > self._highest:
             return  # this replica has not yet looked at what it proposed last
-        if wanted != proposed or given_up:
+        if wanted != proposed or (forming is not None and forming.failed):
             self.rendezvous.propose(Membership(self._highest + 1, wanted))
 
-    def _wanted(self, current: Membership) -> tuple[str, ...]:
-        leaving = self.rendezvous.leavers()
-        staying = [replica for replica in current.replicas if replica not in leaving]
-        if not staying:  # the last ones stop, instead, as anybody can ask them to
-            return current.replicas
-        coming = [x.replica for x in self.rendezvous.newcomers() if x.parked]
-        coming = coming if time.monotonic() >= self._not_before else []
-        wanted = (*staying, *(x for x in coming if x not in current.replicas))
+    def _refusal(self, num_replicas: int) -> str:
+        """Return why batches cannot be cut for so many, or so few; empty: they can."""
         limits = self._context.batch.limits
         try:
             if limits is not None:
-                limits.check(len(wanted))
-        except ConfigurationError:
-            return current.replicas  # batches cannot be cut for so many, or so few
-        return wanted
+                limits.check(num_replicas)
+        except ConfigurationError as error:
+            return str(error)
+        return ""

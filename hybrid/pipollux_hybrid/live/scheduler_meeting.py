@@ -1,0 +1,179 @@
+"""The scheduler as the place where replicas that join and leave find each other.
+
+The scheduler decides who takes part. Each replica's heartbeats tell it what they would write into a
+folder, and the answers what they would read there; whatever is lost is said again by the next one.
+So a scheduler that is killed learns from the next heartbeats how things are, and a job does not
+need one to go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.heartbeat import Heartbeat
+from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
+
+__all__ = ["SchedulerMeeting"]
+
+WAITS = 5.0
+"""Seconds between two looks whether the scheduler still takes heartbeats."""
+
+
+class SchedulerMeeting:
+    """What one replica tells the scheduler, and has learnt from it: see `Rendezvous`.
+
+    Args:
+        env: The environment of this replica, which a scheduler has started.
+    """
+
+    self_governed = False
+
+    def __init__(self, env: JobEnvironment) -> None:
+        self._env = env
+        self._lock = threading.Lock()
+        self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
+        self._answer: Mapping[str, Any] = {}
+        self._answered = threading.Event()
+        self._heartbeat: Heartbeat | None = None
+
+    def ride(self, heartbeat: Heartbeat | None) -> None:
+        """Tell and learn with these heartbeats from now on."""
+        self._heartbeat = heartbeat
+        if heartbeat is not None:
+            heartbeat.rider = self
+            heartbeat.wake()
+
+    def find_job(self) -> Bulletin | None:
+        """Return what the job tells that this replica joins; None: it begins one with others.
+
+        Raises:
+            ConfigurationError: The scheduler does not take this replica's heartbeats.
+        """
+        if not self._env.joins:
+            return None
+        heartbeat = Heartbeat.start(self._env, lambda: None, self)
+        if heartbeat is None:
+            raise ConfigurationError(
+                "PIPOLLUX_JOINS is 1, and there is no scheduler to tell which job: it needs "
+                "PIPOLLUX_GENERATION, PIPOLLUX_SUPERVISOR_URL, PIPOLLUX_JOB_ID and a "
+                "PIPOLLUX_HEARTBEAT_INTERVAL that is not 0"
+            )
+        while (bulletin := self.bulletin()) is None or not bulletin.balance:
+            if not heartbeat.alive:
+                raise ConfigurationError(
+                    "the scheduler at PIPOLLUX_SUPERVISOR_URL does not take this replica's "
+                    "heartbeats: PIPOLLUX_TOKEN must be the token that it gave to this job"
+                )
+            self._answered.wait(WAITS)
+            self._answered.clear()
+        heartbeat.close(goodbye=False)
+        return bulletin
+
+    # What rides with heartbeats
+
+    def told(self) -> Mapping[str, Any]:
+        """Return what the scheduler is told."""
+        with self._lock:
+            return dict(self._says)
+
+    def take(self, answer: Mapping[str, Any]) -> float | None:
+        """Take its answer; return the seconds until it wants to hear more."""
+        self._answer = answer
+        self._answered.set()
+        again = answer.get("again")
+        return None if again is None else float(again)
+
+    # What a folder would hold
+
+    def post(self, bulletin: Bulletin) -> None:
+        """Tell where the job is."""
+        epoch, loop = bulletin.place
+        self._say(leads=True, epoch=epoch, loop=loop, balance=list(bulletin.balance))
+
+    def retract(self) -> None:
+        """Do nothing: the last heartbeat says that the script has ended."""
+
+    def bulletin(self) -> Bulletin | None:
+        """Return what the job told last."""
+        told = self._answer.get("bulletin")
+        try:
+            return None if told is None else Bulletin.from_json_object(told)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def job_is_silent(self) -> bool:
+        """Return False: the answer to a heartbeat ends whoever has nobody to join."""
+        return False
+
+    def apply(self, newcomer: Newcomer) -> None:
+        """Tell whether and where this newcomer waits."""
+        epoch, loop = newcomer.place
+        self._say(parked=newcomer.parked, epoch=epoch, loop=loop)
+
+    def withdraw(self, replica: str) -> None:
+        """Do nothing: `entered` says it."""
+
+    def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
+        """Return those who take part already: the scheduler decides."""
+        del joining
+        return current.replicas
+
+    def propose(self, membership: Membership) -> None:
+        """Refuse: the scheduler proposes."""
+        raise RuntimeError(f"membership {membership.number} is not for this replica to propose")
+
+    def proposal(self) -> Membership | None:
+        """Return the membership that the scheduler wants."""
+        told = self._answer.get("proposal")
+        try:
+            return None if told is None else Membership.from_json_object(told)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def refresh(self) -> None:
+        """Send a heartbeat now."""
+        if self._heartbeat is not None:
+            self._heartbeat.wake()
+
+    def refuse(self, number: int, why: str, *, for_good: bool) -> None:
+        """Tell that a membership does not come about."""
+        self._say(refused=number, why=why[:500], for_good=for_good)
+
+    def entered(self, membership: Membership, step: int, seconds: float) -> None:
+        """Tell that this replica takes part."""
+        with self._lock:
+            self._says = {"membership": membership.number, "step": step, "seconds": seconds}
+        self.refresh()
+
+    def host(self) -> tuple[str, bool]:
+        """Return the address that the agent of this replica has found."""
+        return self._env.address or "127.0.0.1", True
+
+    def announce_store(self, number: int, host: str, port: int) -> None:
+        """Tell where the replicas of a membership find each other."""
+        self._say(store={"number": number, "host": host, "port": port})
+
+    def find_store(self, number: int) -> tuple[str, int] | None:
+        """Return where the replicas of a membership find each other."""
+        told = self._answer.get("store")
+        try:
+            if told is None or int(told["number"]) != number:
+                return None
+            return str(told["host"]), int(told["port"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def remove_store(self, number: int) -> None:
+        """Do nothing: `entered` says no more of it."""
+
+    def _say(self, **what: Any) -> None:
+        """Tell something from the next heartbeat on, which is sent now if that is new."""
+        with self._lock:
+            new = any(self._says.get(name) != value for name, value in what.items())
+            self._says.update(what)
+        if new:
+            self.refresh()
