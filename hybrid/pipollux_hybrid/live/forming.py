@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from pipollux_hybrid.job.groups import ReplicaGroup, form_group
 from pipollux_hybrid.job.membership import Membership
 
-from .rendezvous import Rendezvous
+from .meeting_place import MeetingPlace
 
 __all__ = ["Forming"]
 
@@ -38,7 +38,7 @@ class Forming:
     """
 
     def __init__(
-        self, membership: Membership, replica: str, rendezvous: Rendezvous, timeout: float
+        self, membership: Membership, replica: str, rendezvous: MeetingPlace, timeout: float
     ) -> None:
         self.membership = membership
         self.rank = membership.rank(replica)

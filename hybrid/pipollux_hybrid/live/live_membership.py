@@ -35,8 +35,8 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .forming import Forming
 from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
+from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
-from .rendezvous import Rendezvous
 from .switch import go_on, say, switch
 from .transfer import header_of, save_states, send_states
 from .watch import INTERVAL, MembershipWatch
@@ -203,7 +203,7 @@ class _Holder:
 
 
 def start_live_membership(
-    ctx: JobContext, rendezvous: Rendezvous, timeout: float
+    ctx: JobContext, rendezvous: MeetingPlace, timeout: float
 ) -> LiveMembership:
     """Begin to let replicas join and leave; all replicas of a job that begins call it."""
     replica = secrets.token_hex(4) if rendezvous.self_governed else str(ctx.env.replica)

@@ -181,7 +181,7 @@ class MeetingFolder:
         return {name.removeprefix(_LEAVE) for name in self._names(_LEAVE)}
 
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
-        """Return who is to take part: see `Rendezvous`."""
+        """Return who is to take part: see `MeetingPlace`."""
         leaving = self.leavers()
         staying = [replica for replica in current.replicas if replica not in leaving]
         if not staying:  # the last ones stop, instead, as anybody can ask them to

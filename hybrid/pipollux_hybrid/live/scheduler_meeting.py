@@ -24,7 +24,7 @@ WAITS = 5.0
 
 
 class SchedulerMeeting:
-    """What one replica tells the scheduler, and has learnt from it: see `Rendezvous`.
+    """What one replica tells the scheduler, and has learnt from it: see `MeetingPlace`.
 
     Args:
         env: The environment of this replica, which a scheduler has started.

@@ -17,7 +17,7 @@ from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newco
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
-from .rendezvous import Rendezvous
+from .meeting_place import MeetingPlace
 
 __all__ = ["INTERVAL", "MembershipWatch"]
 
@@ -43,7 +43,7 @@ class MembershipWatch:
     def __init__(
         self,
         ctx: JobContext,
-        rendezvous: Rendezvous,
+        rendezvous: MeetingPlace,
         membership: Membership | None,
         replica: str,
         timeout: float,

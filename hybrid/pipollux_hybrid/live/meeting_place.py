@@ -6,10 +6,10 @@ from typing import Protocol
 
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
 
-__all__ = ["Rendezvous"]
+__all__ = ["MeetingPlace"]
 
 
-class Rendezvous(Protocol):
+class MeetingPlace(Protocol):
     """A folder that all hosts share, or the scheduler.
 
     Every method but those of waiting newcomers returns at once; what cannot be told now is told
