@@ -34,6 +34,8 @@ class ModelState(State):
         lr_scheduler: The optimizer's scheduler, if any.
     """
 
+    equal = True  # every step adds the same averages to the same parameters
+
     def __init__(
         self,
         module: nn.Module,
@@ -51,11 +53,11 @@ class ModelState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write everything with ``torch.save``."""
-        torch.save(self._content(), fileobj)
+        torch.save(self.content(), fileobj)
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
         """Copy the tensors to the host's memory; what is not a tensor is small and copied, too."""
-        copy = self._host_copy.take(self._content())
+        copy = self._host_copy.take(self.content())
 
         def write(fileobj: BinaryIO) -> None:
             self._host_copy.wait()
@@ -69,7 +71,23 @@ class ModelState(State):
         Raises:
             CheckpointError: It is of another model or optimizer; the first difference is named.
         """
-        content = torch.load(fileobj, map_location="cpu", weights_only=True)
+        self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        """Refuse another model or optimizer.
+
+        Raises:
+            CheckpointError: Names the first difference.
+        """
+        self._check_model(content["model"])
+        self._groups.check(content["optimizer"])
+
+    def adopt(self, content: Mapping[str, Any]) -> None:
+        """Take parameters, buffers, optimizer state and schedule.
+
+        Raises:
+            CheckpointError: It is of another model or optimizer; the first difference is named.
+        """
         self._load_model(content["model"])
         self._groups.restore(content["optimizer"])
         self._load_frozen(content.get("frozen"))
@@ -77,7 +95,8 @@ class ModelState(State):
             self._check_schedule(content.get("lr_scheduler_class"))
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
 
-    def _content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
+        """Return everything, by names of layers."""
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
@@ -89,13 +108,22 @@ class ModelState(State):
             "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
         }
 
-    def _load_model(self, saved: Mapping[str, Any]) -> None:
-        ours = {plain_name(name): (name, x) for name, x in self._module.state_dict().items()}
-        saved = {plain_name(name): x for name, x in saved.items()}
-        difference = _difference(saved, {name: x for name, (_, x) in ours.items()})
+    def _check_model(self, saved: Mapping[str, Any]) -> None:
+        ours = {plain_name(name): x for name, x in self._module.state_dict().items()}
+        difference = _difference({plain_name(name): x for name, x in saved.items()}, ours)
         if difference is not None:
             raise CheckpointError(f"it is of another model: {difference}; {REMEDY}")
-        self._module.load_state_dict({name: saved[plain] for plain, (name, _) in ours.items()})
+
+    def _load_model(self, saved: Mapping[str, Any]) -> None:
+        self._check_model(saved)
+        ours = {plain_name(name): (name, x) for name, x in self._module.state_dict().items()}
+        theirs = {ours[plain_name(name)][0]: x for name, x in saved.items()}
+        held = {name for name, x in ours.values() if _is_same_memory(theirs[name], x)}
+        if not held or _loads_its_own_way(self._module):
+            self._module.load_state_dict(theirs)
+        elif len(held) < len(theirs):
+            left = {name: x for name, x in theirs.items() if name not in held}
+            self._module.load_state_dict(left, strict=False)
 
     def _load_frozen(self, frozen: Collection[str] | None) -> None:
         """Train what was trained when the checkpoint was written, and nothing else."""
@@ -110,6 +138,22 @@ class ModelState(State):
                 f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or start "
                 "with an empty directory"
             )
+
+
+def _is_same_memory(one: Any, other: Any) -> bool:
+    """Return whether a tensor was overwritten in place already."""
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return tensors and one.data_ptr() == other.data_ptr() and one.device == other.device
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    """Return whether a layer does more than copy tensors when it is given a state."""
+    return any(
+        type(layer)._load_from_state_dict is not nn.Module._load_from_state_dict
+        or layer._load_state_dict_pre_hooks
+        or layer._load_state_dict_post_hooks
+        for layer in module.modules()
+    )
 
 
 def _kind_of(lr_scheduler: Any) -> str:

@@ -56,9 +56,7 @@ class ParameterGroups:
         Raises:
             CheckpointError: It is of another optimizer; the first difference is named.
         """
-        self._check_class(content)
-        saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
-        self._check_groups(saved)
+        self.check(content)
         self._add(content["groups"][len(self._optimizer.param_groups) :])
         groups = self._names()
         flat = [name for group in groups for name in group]
@@ -68,6 +66,16 @@ class ParameterGroups:
             first += len(names)
         state = {i: content["state"][n] for i, n in enumerate(flat) if n in content["state"]}
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        """Refuse what :meth:`restore` cannot take.
+
+        Raises:
+            CheckpointError: It is of another optimizer; the first difference is named.
+        """
+        self._check_class(content)
+        saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
+        self._check_groups(saved)
 
     def _names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""

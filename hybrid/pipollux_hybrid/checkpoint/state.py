@@ -41,6 +41,10 @@ class State:
     after a restart. Bytes are read back on machines that must not run them, so never unpickle in
     ``load`` (use ``torch.load(..., weights_only=True)`` or JSON).
 
+    Replicas that join a running job load what replica 0 saves. A state with
+    large tensors may define ``content`` and ``adopt``, too: its tensors are sent as they lie in
+    memory, then.
+
     Args:
         name: Unique in the job, and a plain file name.
 
@@ -48,6 +52,15 @@ class State:
         ValueError: Another state has this name, or it is no file name; or the subclass does not
             define how to save and load (a ConfigurationError).
     """
+
+    live = True
+    """Whether replicas can join while others train; set it to False in a subclass that cannot be
+    taken over then."""
+    shrinks = False
+    """Whether replicas can still leave where :attr:`live` is False."""
+    equal = False
+    """Whether :meth:`content` is the same on all replicas to the last bit, so that each can send a
+    part of it; else replica 0 sends it."""
 
     def __init__(self, name: str) -> None:
         states = context().component(States)
@@ -70,6 +83,36 @@ class State:
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote; called on every rank."""
+        raise NotImplementedError
+
+    def content(self) -> Any:
+        """Return the state in nested dicts, lists and tuples of tensors, numbers and strings.
+
+        Called after :meth:`sync` on replicas that stay, and on those that join: tensors of these
+        may be overwritten in place by those of the others.
+
+        Returns:
+            What :meth:`adopt` takes; None, as here, where :meth:`save` says what there is.
+        """
+        return None
+
+    def check(self, content: Any) -> None:
+        """Refuse what :meth:`adopt` could not take; called before anything is changed.
+
+        Args:
+            content: Another replica's, with tensors on the device "meta", that have no elements.
+
+        Raises:
+            CheckpointError: Names the first difference.
+        """
+
+    def adopt(self, content: Any) -> None:
+        """Go on from the :meth:`content` of another replica.
+
+        Args:
+            content: With tensors that are this replica's own, overwritten, where type and shape
+                are the same, and else on the CPU.
+        """
         raise NotImplementedError
 
     def sync(self) -> None:

@@ -42,15 +42,22 @@ class ObjectState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the object's state with ``torch.save``."""
+        torch.save(self.content(), fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Hand the object what :meth:`save` wrote, tensors on the CPU."""
+        self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
+
+    def content(self) -> Any:
+        """Return what the object's ``state_dict()`` gives."""
         content = self._object.state_dict()
         if not self._checked:  # it may have grown since it was registered
             check_loadable(self.name, content)
             self._checked = True
-        torch.save(content, fileobj)
+        return content
 
-    def load(self, fileobj: BinaryIO) -> None:
-        """Hand the object what :meth:`save` wrote, tensors on the CPU."""
-        content = torch.load(fileobj, map_location="cpu", weights_only=True)
+    def adopt(self, content: Any) -> None:
+        """Hand the object what :meth:`content` gave."""
         self._object.load_state_dict(content)
 
 

@@ -85,21 +85,28 @@ class ReplicaGroup:
         everyone = self.all_gather(padded, timeout)
         return [part[:size].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
-    def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor to one replica, which calls :meth:`receive` for it.
+    def start_send(self, tensor: torch.Tensor, rank: int) -> Any:
+        """Begin to send a contiguous tensor to one replica, which receives it; see :meth:`wait`."""
+        return self.process_group.send([tensor], rank, 0)
+
+    def start_receive(self, tensor: torch.Tensor, rank: int) -> Any:
+        """Begin to overwrite a contiguous tensor by what one replica sends; see :meth:`wait`.
+
+        What one replica sends another arrives in its order.
+        """
+        return self.process_group.recv([tensor], rank, 0)
+
+    def wait(self, work: Any, timeout: float | None = None) -> None:
+        """Return when something that was begun is done.
+
+        Args:
+            work: What :meth:`start_send` or :meth:`start_receive` returned.
+            timeout: Seconds to wait; None: the group's.
 
         Raises:
-            RuntimeError: The replica is gone, or too slow.
+            RuntimeError: The other replica is gone, or too slow.
         """
-        _wait(self.process_group.send([tensor], rank, 0), None)
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite a tensor by what one replica sends.
-
-        Raises:
-            RuntimeError: The replica is gone, or too slow.
-        """
-        _wait(self.process_group.recv([tensor], rank, 0), None)
+        _wait(work, timeout)
 
 
 def form_group(

@@ -10,8 +10,9 @@ either: the same states, random numbers and positions, to the last bit.
 2. Replica 0 proposes a membership. All of its replicas form its groups in the background.
 3. With the control message of each step every replica tells what it has formed. Once all have
    formed the same, they change at this very boundary.
-4. All meet once more, over the new groups. Whatever goes wrong so far, the old ones go on.
-5. Replica 0 of the new membership sends its states to the newcomers; those that left end.
+4. All meet once more, over the new groups, and those that stay send the newcomers their states.
+   Whatever goes wrong so far, the old ones go on.
+5. They vote over the old groups, and go over to the new ones; those that left end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
 from .switch import go_on, say, switch
-from .transfer import header_of, save_states, send_states
+from .transfer import RefusedError, Route, Sent, pack, send
 from .watch import INTERVAL, MembershipWatch
 
 __all__ = ["LiveMembership", "find_job", "live_membership", "start_live_membership"]
@@ -124,25 +125,22 @@ class LiveMembership:
         for state in ctx.component(States).values():
             state.sync()
         newcomers = self._newcomers(forming)
-        sends = forming.rank == 0 and bool(newcomers)
-        contents = self._contents() if sends else {}
         if forming.rank is None:
             # Replica 0 may still write a checkpoint, and another one is to write the next.
             ctx.component(CheckpointManager).saver.wait()
-        ok = contents is not None and self._meet(forming, position(ctx, place, description))
+        ok = self._hand_over(forming, newcomers, position(ctx, place, description))
         votes = ctx.control.gather(torch.tensor([int(ok)]))
         metrics.interrupt_steps()
-        if contents is None or not all(int(vote) for vote in votes):
+        if not all(int(vote) for vote in votes):
             self._watch.give_up(forming)
             return False
         if forming.rank is None:
             self._leave()
-        control = forming.control
-        if control is not None:  # newcomers wait for this: it might not have come about
-            control.all_gather(torch.tensor([len(header_of(contents)) if sends else 0]))
+        if newcomers and forming.control is not None:
+            forming.control.all_gather(
+                torch.tensor([1])
+            )  # they wait to hear that it has come about
         switch(ctx, self._watch, forming)
-        if control is not None and sends:
-            send_states(control, contents, newcomers)
         self._store = forming.store
         self._watch.enter(forming)
         go_on(ctx, joined=bool(newcomers))
@@ -162,9 +160,28 @@ class LiveMembership:
         replicas = forming.membership.replicas
         return range(len(set(replicas) & set(before.replicas)), len(replicas))
 
-    def _contents(self) -> dict[str, torch.Tensor] | None:
+    def _hand_over(self, forming: Forming, newcomers: range, here: torch.Tensor) -> bool:
+        """Return whether all replicas of the new membership are here, and have the states."""
+        if forming.rank is None or not newcomers:
+            return self._meet(forming, here)
         try:
-            return save_states(self._context.component(States))
+            sent = self._pack(forming.rank)
+            if sent is None or not self._meet(forming, here):
+                return False
+            assert forming.control is not None  # noqa: S101  # there are newcomers
+            route = Route(tuple(range(newcomers.start)), tuple(newcomers))
+            send(forming.control, forming.rank, sent, route)
+        except RefusedError as refusal:
+            if forming.rank == 0:
+                say(f"no replica joins: {refusal}")
+            return False
+        except RuntimeError:  # a newcomer is gone, or hangs
+            return False
+        return True
+
+    def _pack(self, rank: int) -> Sent | None:
+        try:
+            return pack(self._context.component(States), leads=rank == 0)
         except CheckpointError as error:
             say(f"no replica joins: {error}")
             return None

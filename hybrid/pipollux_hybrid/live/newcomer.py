@@ -19,7 +19,7 @@ from pipollux_hybrid.job.membership import JobPlace
 from .forming import Forming
 from .meeting import Meeting, compare, position
 from .switch import go_on, say, switch
-from .transfer import receive_states
+from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
 
 __all__ = ["MEETING_PATIENCE", "Joining"]
@@ -102,10 +102,28 @@ class Joining:
                 return Meeting.BEHIND
             if state is Meeting.TOGETHER:
                 break
-        lengths = self._await(forming, lambda: control.start_all_gather(torch.tensor([0])))
-        if lengths is None:
+        return self._take_over(forming)
+
+    def _take_over(self, forming: Forming) -> Meeting:
+        """Take the states of those who train, and go over to the new groups with them."""
+        ctx, control, rank = self._context, forming.control, forming.rank
+        assert control is not None and rank is not None  # noqa: S101, PT018  # it has formed
+        try:
+            taken = take(control, rank, ctx.component(States))
+        except RefusedError as refusal:
+            self._watch.give_up(forming)
+            raise ConfigurationError(f"this replica cannot join the job: {refusal}") from None
+        except RuntimeError:
+            self._watch.give_up(forming)
             return Meeting.ELSEWHERE
-        self._enter(forming, int(lengths[0]))
+        if self._await(forming, lambda: control.start_all_gather(torch.tensor([1]))) is None:
+            return Meeting.ELSEWHERE  # they have voted against it
+        switch(ctx, self._watch, forming)
+        taken.adopt(ctx.component(States))
+        ctx.joins, self.store = None, forming.store
+        self._watch.enter(forming)
+        go_on(ctx, joined=True)
+        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, 0.0)
         return Meeting.TOGETHER
 
     def _await(
@@ -129,16 +147,6 @@ class Joining:
             self._watch.give_up(forming)
             return None
         return result
-
-    def _enter(self, forming: Forming, length: int) -> None:
-        ctx = self._context
-        switch(ctx, self._watch, forming)
-        assert forming.control is not None  # noqa: S101  # newcomers are never alone
-        receive_states(forming.control, length, ctx.component(States))
-        ctx.joins, self.store = None, forming.store
-        self._watch.enter(forming)
-        go_on(ctx, joined=True)
-        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, 0.0)
 
     def _check_waiting(self) -> None:
         """End a newcomer that is not wanted any more."""

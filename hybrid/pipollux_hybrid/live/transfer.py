@@ -1,9 +1,21 @@
-"""The states of a job on their way from one replica to those that join."""
+"""The states of a job on their way from replicas that have them to those that do not.
+
+A replica that leads tells all what there is (:mod:`~pipollux_hybrid.live.skeleton`). Those that are
+to have it make room, in their own parameters where these are alike, and say whether they can take
+it. Then all that have the same tensors send them in pieces (:mod:`~pipollux_hybrid.live.pieces`),
+and no replica makes another copy. A state without tensors is what it saves, as if that were one.
+
+Replicas that join receive all of this before the vote on the new membership, and over its groups:
+whatever goes wrong, those that stay go on as they were.
+"""
 
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,70 +23,265 @@ from torch import Tensor
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import CheckpointError, SynchronizationError
 from pipollux_hybrid.job.groups import ReplicaGroup
+from pipollux_perfmodel.errors import PipolluxError
 
-__all__ = ["header_of", "receive_states", "save_states", "send_states"]
+from .pieces import Memory, Piece, Route, make_plan
+from .skeleton import Kind, fill, find_room, take_apart
+
+__all__ = ["RefusedError", "Route", "Sent", "Taken", "pack", "send", "take"]
+
+PATIENCE = 10.0
+"""Seconds that a piece may take, or an answer."""
+IN_FLIGHT = 4
+"""Pieces that a replica sends, or receives, at a time."""
+BYTES = "bytes"
+SKELETON = "skeleton"
 
 
-def save_states(states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Return what the states save, by their names: bytes, uint8, shape [length].
+class RefusedError(PipolluxError):
+    """Why a replica does not take what others have, one sentence."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a replica sends; one that does not lead has only what is the same on all."""
+
+    states: dict[str, tuple[str, Any]]
+    """For each state the number of its bytes among the tensors, or its skeleton."""
+    tensors: list[Tensor]
+    equal: list[bool]
+    """For each tensor, whether all that send have it."""
+
+    def header(self, route: Route) -> dict[str, Any]:
+        """Return what others have to know first."""
+        kinds = [(*Kind.of(x), same) for x, same in zip(self.tensors, self.equal, strict=True)]
+        return {"route": tuple(route), "states": self.states, "tensors": kinds}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a replica has received."""
+
+    states: Mapping[str, tuple[str, Any]]
+    tensors: Sequence[Tensor]
+
+    def adopt(self, states: Mapping[str, State]) -> None:
+        """Have each state go on from what was received.
+
+        Raises:
+            SynchronizationError: A state does not take it.
+        """
+        for name, (form, value) in self.states.items():
+            try:
+                if form == SKELETON:
+                    states[name].adopt(fill(value, self.tensors))
+                else:
+                    content = b"" if value is None else self.tensors[value].numpy().tobytes()
+                    states[name].load(io.BytesIO(content))
+            except CheckpointError as error:
+                raise SynchronizationError(f"this replica cannot join: {name}: {error}") from error
+
+
+def pack(states: Mapping[str, State], *, leads: bool) -> Sent:
+    """Return what a replica sends of its states, which are the same on all since a `sync`.
+
+    Args:
+        states: By their names.
+        leads: Whether it is the first of the route, and sends what only one has to send, too.
 
     Raises:
         CheckpointError: One cannot be saved.
     """
-    contents = {}
+    sent = Sent({}, [], [])
     for name, state in states.items():
-        content = io.BytesIO()
-        try:
-            state.save(content)
-        except Exception as error:  # a state's save is the script's own code
-            raise CheckpointError(f"the state {name} cannot be saved: {error}") from error
-        buffer = content.getbuffer()  # which is not copied
-        empty = torch.empty(0, dtype=torch.uint8)
-        contents[name] = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else empty
-    return contents
+        if leads or state.equal:
+            try:
+                sent.states[name] = _pack(state, sent.tensors, leads=leads)
+            except Exception as error:  # a state's save is the script's own code
+                raise CheckpointError(f"the state {name} cannot be saved: {error}") from error
+        shared = state.equal and name in sent.states and sent.states[name][0] == SKELETON
+        sent.equal.extend([shared] * (len(sent.tensors) - len(sent.equal)))
+    return sent
 
 
-def header_of(contents: Mapping[str, Tensor]) -> Tensor:
-    """Return the sizes and names of saved states as bytes; every replica of a job has some."""
-    lines = [f"{len(content)} {name}" for name, content in contents.items()]
-    return torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
+def _pack(state: State, tensors: list[Tensor], *, leads: bool) -> tuple[str, Any]:
+    content = state.content()
+    if content is not None:
+        return SKELETON, take_apart(content, tensors)
+    if not leads:
+        return BYTES, None
+    saved = io.BytesIO()
+    state.save(saved)
+    buffer = saved.getbuffer()  # which is not copied
+    if not len(buffer):
+        return BYTES, None
+    tensors.append(torch.frombuffer(buffer, dtype=torch.uint8))
+    return BYTES, len(tensors) - 1
 
 
-def send_states(
-    control: ReplicaGroup, contents: Mapping[str, Tensor], ranks: Sequence[int]
-) -> None:
-    """Send saved states to replicas that call :func:`receive_states`.
+def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
+    """Send states to the replicas that call :func:`take`; all senders of a route call it.
+
+    Args:
+        control: All replicas of the route.
+        rank: Of this one.
+        sent: What it sends.
+        route: Who sends to whom.
 
     Raises:
-        SynchronizationError: One of them is gone.
+        RefusedError: A replica does not take it, or has other states.
+        RuntimeError: One is gone, or too slow.
     """
-    try:
-        for content in (header_of(contents), *contents.values()):
-            for rank in ranks if len(content) else ():
-                control.send(content, rank)
-    except RuntimeError as error:
-        raise SynchronizationError(f"a replica was lost while it joined ({error})") from error
+    kinds, equal = _kinds(_tell(control, rank, route.senders[0], sent.header(route)))
+    theirs = [kind for kind, same in zip(kinds, equal, strict=True) if same]
+    ours = [x for x, same in zip(sent.tensors, sent.equal, strict=True) if same]
+    alike = theirs == [Kind.of(tensor) for tensor in ours]
+    _answer(control, "" if alike else f"replica {rank} has other tensors than {route.senders[0]}")
+    shared = iter(ours)
+    others = iter(x for x, same in zip(sent.tensors, sent.equal, strict=True) if not same)
+    nothing = torch.empty(0)
+    memory = Memory([next(shared) if same else next(others, nothing) for same in equal])
+    flow = _Flow(control)
+    for piece in make_plan([kind.size for kind in kinds], equal, route):
+        if piece.source == rank:
+            flow.send(memory.read(piece), piece.owner)
+    flow.finish()
 
 
-def receive_states(control: ReplicaGroup, length: int, states: Mapping[str, State]) -> None:
-    """Take over the states of replica 0.
+def take(
+    control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: int = 0
+) -> Taken:
+    """Receive states; all receivers of a route call it.
+
+    Args:
+        control: All replicas of the route.
+        rank: Of this one.
+        states: This replica's own, whose tensors are overwritten.
+        leader: The first sender of the route.
+
+    Raises:
+        RefusedError: A replica does not take what was sent.
+        RuntimeError: One is gone, or too slow.
+    """
+    header = _tell(control, rank, leader, None)
+    kinds, equal = _kinds(header)
+    _answer(control, _fault(states, header["states"], kinds))
+    room: dict[int, Tensor] = {}
+    for name, (form, skeleton) in header["states"].items():
+        if form == SKELETON:
+            room |= find_room(skeleton, states[name].content(), kinds)
+    tensors = [room[n] if n in room else kind.make() for n, kind in enumerate(kinds)]
+    route = Route(*header["route"])
+    plan = make_plan([kind.size for kind in kinds], equal, route)
+    _receive(control, rank, plan, Memory(tensors), [x for x in route.receivers if x != rank])
+    for tensor in room.values():
+        torch.autograd.graph.increment_version(tensor)
+    return Taken(header["states"], tensors)
+
+
+class _Flow:
+    """Sends without waiting for each, and without too many at a time.
 
     Args:
         control: All replicas.
-        length: Of :func:`header_of`.
-        states: This replica's own.
+    """
+
+    def __init__(self, control: ReplicaGroup) -> None:
+        self._control = control
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, content: Tensor, rank: int) -> None:
+        """Begin to send bytes, which are kept until they have gone."""
+        while len(self._under_way) >= IN_FLIGHT:
+            self._wait()
+        self._under_way.append((self._control.start_send(content, rank), content))
+
+    def finish(self) -> None:
+        """Return when all has gone."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        work, _ = self._under_way.popleft()
+        self._control.wait(work, PATIENCE)
+
+
+def _receive(
+    control: ReplicaGroup, rank: int, plan: Sequence[Piece], memory: Memory, others: Sequence[int]
+) -> None:
+    """Receive all pieces in the order of the plan, and hand those on that come here first."""
+    under_way: deque[tuple[Piece, Tensor, Any]] = deque()
+    handed_on = _Flow(control)
+
+    def finish_one() -> None:
+        piece, content, work = under_way.popleft()
+        control.wait(work, PATIENCE)
+        for other in others if piece.owner == rank else ():
+            handed_on.send(content, other)
+        memory.write(piece, content)
+
+    for piece in plan:
+        if len(under_way) == IN_FLIGHT:
+            finish_one()
+        content = memory.room(piece)
+        source = piece.source if piece.owner == rank else piece.owner
+        under_way.append((piece, content, control.start_receive(content, source)))
+    while under_way:
+        finish_one()
+    handed_on.finish()
+
+
+def _tell(
+    control: ReplicaGroup, rank: int, leader: int, header: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the header of the replica that leads, which tells it all others."""
+    content = torch.empty(0, dtype=torch.uint8)
+    if rank == leader:
+        saved = io.BytesIO()
+        torch.save(header, saved)
+        content = torch.frombuffer(saved.getbuffer(), dtype=torch.uint8)
+    length = int(control.all_gather(torch.tensor([len(content)]), PATIENCE)[leader])
+    if rank == leader:
+        flow = _Flow(control)
+        for other in range(control.size):
+            if other != leader:
+                flow.send(content, other)
+        flow.finish()
+        assert header is not None  # noqa: S101  # who leads has one
+        return header
+    content = torch.empty(length, dtype=torch.uint8)
+    control.wait(control.start_receive(content, leader), PATIENCE)
+    found = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    assert isinstance(found, dict)  # noqa: S101  # as it was sent
+    return found
+
+
+def _kinds(header: Mapping[str, Any]) -> tuple[list[Kind], list[bool]]:
+    kinds = [Kind(dtype, tuple(shape)) for dtype, shape, _ in header["tensors"]]
+    return kinds, [same for _, _, same in header["tensors"]]
+
+
+def _answer(control: ReplicaGroup, refusal: str) -> None:
+    """Tell all whether this replica can go on; raise what any of them says.
 
     Raises:
-        SynchronizationError: A state does not take what was sent.
+        RefusedError: One cannot.
     """
-    header = torch.zeros(length, dtype=torch.uint8)
-    control.receive(header, 0)
-    for line in header.numpy().tobytes().decode().splitlines():
-        size, _, name = line.partition(" ")
-        content = torch.empty(int(size), dtype=torch.uint8)
-        if len(content):
-            control.receive(content, 0)
+    answers = [x.decode() for x in control.all_gather_bytes(refusal.encode(), PATIENCE)]
+    found = next(filter(None, answers), None)
+    if found is not None:
+        raise RefusedError(found)
+
+
+def _fault(
+    states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
+) -> str:
+    """Return why a replica cannot take what is about to be sent; empty: it can."""
+    outlines = [kind.make("meta") for kind in kinds]
+    for name, (form, skeleton) in sent.items():
         try:
-            states[name].load(io.BytesIO(content.numpy().tobytes()))
+            if form == SKELETON:
+                states[name].check(fill(skeleton, outlines))
         except CheckpointError as error:
-            raise SynchronizationError(f"this replica cannot join: {name}: {error}") from error
+            return f"{name}: {error}"
+    return ""

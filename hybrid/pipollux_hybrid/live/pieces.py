@@ -1,0 +1,169 @@
+"""Tensors in pieces, which replicas send each other: who sends which, and where they lie.
+
+Every replica that has the tensors sends a part of them. Each piece goes to one of those that
+receive them, which hands it on to the others, so that nobody who has them sends anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
+
+SMALLEST = 1 << 20
+LARGEST = 16 << 20
+"""Bytes of a piece: many pieces share the work well, few cost little."""
+PIECES_EACH = 4
+"""Of each that sends to each that receives, where there is enough."""
+
+
+class Route(NamedTuple):
+    """Who sends to whom, by ranks."""
+
+    senders: tuple[int, ...]
+    """The first leads: it sends what others do not have, too."""
+    receivers: tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """Some bytes of a tensor."""
+
+    number: int
+    """Of the tensor."""
+    begin: int
+    end: int
+
+
+class Piece(NamedTuple):
+    """What is sent at once."""
+
+    slices: tuple[Slice, ...]
+    source: int
+    """Rank of the replica that sends it."""
+    owner: int
+    """Rank of the replica that receives it, and hands it on."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(end - begin for _, begin, end in self.slices)
+
+
+def make_plan(sizes: Sequence[int], equal: Sequence[bool], route: Route) -> list[Piece]:
+    """Return who sends which bytes to whom: pieces in an order that all replicas keep to.
+
+    Args:
+        sizes: Bytes of the tensors.
+        equal: For each, whether all senders have it; else the first one sends it.
+        route: Who sends to whom.
+    """
+    senders, receivers = route
+    shares = PIECES_EACH * len(senders) * len(receivers)
+    most = min(max(sum(sizes) // shares, SMALLEST), LARGEST)
+    pieces: list[Piece] = []
+    for shared in (True, False):
+        numbers = [number for number, value in enumerate(equal) if value == shared]
+        for slices in _cut({number: sizes[number] for number in numbers}, most):
+            turn, index = divmod(len(pieces), len(senders))
+            source = senders[index if shared else 0]
+            pieces.append(Piece(tuple(slices), source, receivers[turn % len(receivers)]))
+    return pieces
+
+
+def _cut(sizes: dict[int, int], most: int) -> list[list[Slice]]:
+    """Return pieces of at most so many bytes: parts of one tensor, or several small ones."""
+    pieces: list[list[Slice]] = []
+    gathered: list[Slice] = []
+    filled = 0
+    for number, size in sizes.items():
+        if size >= most // 4:
+            pieces += [
+                [Slice(number, begin, min(begin + most, size))] for begin in range(0, size, most)
+            ]
+            continue
+        if filled + size > most:
+            pieces.append(gathered)
+            gathered, filled = [], 0
+        gathered.append(Slice(number, 0, size))
+        filled += size
+    return [*pieces, gathered] if gathered else pieces
+
+
+class Memory:
+    """Tensors as bytes, to be read and written slice by slice.
+
+    Those that lie on the CPU in one stretch are used as they are. Others are copied, one at a time:
+    each is gone through from its beginning to its end.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copies: dict[int, Tensor] = {}
+        self._left: dict[int, int] = {}
+
+    def read(self, piece: Piece) -> Tensor:
+        """Return the bytes of a piece, uint8, shape [size]; the tensors' own where they can be."""
+        parts = [self._read(part) for part in piece.slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def room(self, piece: Piece) -> Tensor:
+        """Return where the bytes of a piece may be received, to be given to :meth:`write`."""
+        if len(piece.slices) == 1:
+            (part,) = piece.slices
+            return self._flat(part.number)[part.begin : part.end]
+        return torch.empty(piece.size, dtype=torch.uint8)
+
+    def write(self, piece: Piece, content: Tensor) -> None:
+        """Put the bytes of a piece, which has been received, where they belong."""
+        sizes = [end - begin for _, begin, end in piece.slices]
+        for part, received in zip(piece.slices, content.split(sizes), strict=True):
+            if len(piece.slices) > 1:
+                self._flat(part.number)[part.begin : part.end].copy_(received)
+            self._note_written(part)
+
+    def _read(self, part: Slice) -> Tensor:
+        number, begin, end = part
+        tensor = self._tensors[number]
+        if _is_plain(tensor):
+            return _bytes(tensor)[begin:end]
+        if tensor.is_contiguous():
+            return _bytes(tensor)[begin:end].cpu()
+        if number not in self._copies:
+            self._copies.clear()  # of those before
+            self._copies[number] = _bytes(tensor.contiguous().cpu())
+        return self._copies[number][begin:end]
+
+    def _flat(self, number: int) -> Tensor:
+        tensor = self._tensors[number]
+        if _is_plain(tensor):
+            return _bytes(tensor)
+        if number not in self._copies:
+            self._copies[number] = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        return self._copies[number]
+
+    def _note_written(self, part: Slice) -> None:
+        tensor = self._tensors[part.number]
+        if _is_plain(tensor):
+            return
+        left = self._left.get(part.number, tensor.nbytes) - (part.end - part.begin)
+        self._left[part.number] = left
+        if left == 0:
+            content = self._copies.pop(part.number).view(tensor.dtype).view(tensor.shape)
+            with torch.no_grad():
+                tensor.copy_(content)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)

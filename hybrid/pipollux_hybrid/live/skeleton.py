@@ -1,0 +1,159 @@
+"""States without their tensors: what is told of a state before its tensors are sent.
+
+A skeleton is the :meth:`~pipollux_hybrid.State.content` of a state in which a number stands for
+each tensor. Whoever knows the skeleton can make room for the tensors, and put them in their places.
+A tensor that has several places, as tied parameters have, is there once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Kind", "fill", "find_room", "take_apart"]
+
+STANDS_FOR_A_TENSOR = "pipollux tensor"
+Path = tuple[Any, ...]
+
+
+class Kind(NamedTuple):
+    """Type and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        """Return that of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def make(self, device: str = "cpu") -> Tensor:
+        """Return a tensor of it, with any elements."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def take_apart(content: Any, tensors: list[Tensor]) -> Any:
+    """Return the skeleton of a content.
+
+    Args:
+        content: Nested dicts, lists and tuples.
+        tensors: The content's are added to these; their places there are the numbers in the
+            skeleton.
+    """
+    known: dict[Any, int] = {}
+
+    def number(_: Path, value: Any) -> Any:
+        if not _is_plain(value):
+            return value
+        memory = (value.data_ptr(), value.stride(), value.device, Kind.of(value))
+        if memory not in known:
+            known[memory] = len(tensors)
+            tensors.append(value.detach())
+        return {STANDS_FOR_A_TENSOR: known[memory]}
+
+    return _map(content, number)
+
+
+def fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the content that a skeleton is of, with tensors in their places."""
+    return _map(skeleton, lambda _, value: tensors[value.number] if _stands(value) else value)
+
+
+def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tensor]:
+    """Return the tensors of one's own content that may be overwritten.
+
+    Args:
+        skeleton: Of another replica's content.
+        own: This replica's content.
+        kinds: Of all tensors that are sent.
+
+    Returns:
+        By their numbers in the skeleton, tensors at the same places, where type and shape are the
+        same; none of them twice.
+    """
+    ours: dict[Path, Tensor] = {}
+
+    def note(path: Path, value: Any) -> Any:
+        if _is_plain(value) and _is_dense(value):
+            ours[path] = value.detach()
+        return value
+
+    _map(own, note)
+    room: dict[int, Tensor] = {}
+    taken: set[int] = set()
+
+    def place(path: Path, value: Any) -> Any:
+        here = ours.get(path)
+        if (
+            _stands(value)
+            and value.number not in room
+            and here is not None
+            and Kind.of(here) == kinds[value.number]
+            and here.data_ptr() not in taken
+        ):
+            room[value.number] = here
+            taken.add(here.data_ptr())
+        return value
+
+    _map(skeleton, place)
+    return room
+
+
+class _Number(NamedTuple):
+    """What a skeleton has in the place of a tensor."""
+
+    number: int
+
+
+def _stands(value: Any) -> bool:
+    return isinstance(value, _Number)
+
+
+def _map(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return the same structure with what a function makes of each leaf, given its path."""
+    if isinstance(value, Mapping) and set(value) == {STANDS_FOR_A_TENSOR}:
+        return function(path, _Number(int(value[STANDS_FOR_A_TENSOR])))
+    if type(value) in (dict, OrderedDict):
+        copy = type(value)((key, _map(x, function, (*path, key))) for key, x in value.items())
+        if type(value) is OrderedDict:  # of a module's state: versions of its layers
+            vars(copy).update(vars(value))
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(_map(x, function, (*path, i)) for i, x in enumerate(value))
+    return function(path, value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor whose elements lie in memory as its type says."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and value.numel() > 0
+        and not (value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether each element has a place of its own, and there are no gaps."""
+    expected = 1
+    for stride, size in sorted(_steps(tensor)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _steps(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return ((stride, size) for stride, size in sizes if size > 1)
