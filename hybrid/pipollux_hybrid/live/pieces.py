@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .skeleton import is_dense
+
 __all__ = ["Memory", "Piece", "Route", "Slice", "make_plan"]
 
 SMALLEST = 1 << 20
@@ -94,19 +96,18 @@ def _cut(sizes: dict[int, int], most: int) -> list[list[Slice]]:
 
 
 class Memory:
-    """Tensors as bytes, to be read and written slice by slice.
+    """Tensors as bytes in the order in which they lie in memory, read and written slice by slice.
 
-    Those that lie on the CPU in one stretch are used as they are. Others are copied, one at a time:
-    each is gone through from its beginning to its end.
+    Those on the CPU are used as they are. Slices of others are copied, and a whole tensor where it
+    has gaps, one at a time: each is gone through from its beginning to its end.
 
     Args:
-        tensors: The tensors.
+        tensors: The tensors; those to write to have no gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._copies: dict[int, Tensor] = {}
-        self._left: dict[int, int] = {}
+        self._copy: tuple[int, Tensor] | None = None
 
     def read(self, piece: Piece) -> Tensor:
         """Return the bytes of a piece, uint8, shape [size]; the tensors' own where they can be."""
@@ -115,55 +116,32 @@ class Memory:
 
     def room(self, piece: Piece) -> Tensor:
         """Return where the bytes of a piece may be received, to be given to :meth:`write`."""
-        if len(piece.slices) == 1:
-            (part,) = piece.slices
-            return self._flat(part.number)[part.begin : part.end]
+        if self._is_direct(piece):
+            return self._read(piece.slices[0])
         return torch.empty(piece.size, dtype=torch.uint8)
 
     def write(self, piece: Piece, content: Tensor) -> None:
         """Put the bytes of a piece, which has been received, where they belong."""
+        if self._is_direct(piece):
+            return
         sizes = [end - begin for _, begin, end in piece.slices]
         for part, received in zip(piece.slices, content.split(sizes), strict=True):
-            if len(piece.slices) > 1:
-                self._flat(part.number)[part.begin : part.end].copy_(received)
-            self._note_written(part)
+            _bytes(self._tensors[part.number])[part.begin : part.end].copy_(received)
+
+    def _is_direct(self, piece: Piece) -> bool:
+        number = piece.slices[0].number
+        return len(piece.slices) == 1 and self._tensors[number].device.type == "cpu"
 
     def _read(self, part: Slice) -> Tensor:
         number, begin, end = part
         tensor = self._tensors[number]
-        if _is_plain(tensor):
-            return _bytes(tensor)[begin:end]
-        if tensor.is_contiguous():
+        if is_dense(tensor):
             return _bytes(tensor)[begin:end].cpu()
-        if number not in self._copies:
-            self._copies.clear()  # of those before
-            self._copies[number] = _bytes(tensor.contiguous().cpu())
-        return self._copies[number][begin:end]
-
-    def _flat(self, number: int) -> Tensor:
-        tensor = self._tensors[number]
-        if _is_plain(tensor):
-            return _bytes(tensor)
-        if number not in self._copies:
-            self._copies[number] = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        return self._copies[number]
-
-    def _note_written(self, part: Slice) -> None:
-        tensor = self._tensors[part.number]
-        if _is_plain(tensor):
-            return
-        left = self._left.get(part.number, tensor.nbytes) - (part.end - part.begin)
-        self._left[part.number] = left
-        if left == 0:
-            content = self._copies.pop(part.number).view(tensor.dtype).view(tensor.shape)
-            with torch.no_grad():
-                tensor.copy_(content)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+        if self._copy is None or self._copy[0] != number:
+            self._copy = number, tensor.contiguous()
+        return _bytes(self._copy[1])[begin:end].cpu()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """Return the bytes of a tensor without gaps as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

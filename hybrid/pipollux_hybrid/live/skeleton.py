@@ -15,22 +15,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "fill", "find_room", "take_apart"]
+__all__ = ["Kind", "fill", "find_room", "is_dense", "take_apart"]
 
 STANDS_FOR_A_TENSOR = "pipollux tensor"
 Path = tuple[Any, ...]
 
 
 class Kind(NamedTuple):
-    """Type and shape of a tensor."""
+    """Type, shape and order in memory of a tensor without gaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kind:
-        """Return that of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape))
+        """Return that of a tensor, or of a contiguous copy where it has gaps."""
+        whole = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+        shape = tuple(tensor.shape)
+        steps = zip(whole.stride(), shape, strict=True)
+        return cls(tensor.dtype, shape, tuple(x if size > 1 else 1 for x, size in steps))
 
     @property
     def size(self) -> int:
@@ -39,7 +43,7 @@ class Kind(NamedTuple):
 
     def make(self, device: str = "cpu") -> Tensor:
         """Return a tensor of it, with any elements."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 def take_apart(content: Any, tensors: list[Tensor]) -> Any:
@@ -78,13 +82,13 @@ def find_room(skeleton: Any, own: Any, kinds: Sequence[Kind]) -> dict[int, Tenso
         kinds: Of all tensors that are sent.
 
     Returns:
-        By their numbers in the skeleton, tensors at the same places, where type and shape are the
-        same; none of them twice.
+        By their numbers in the skeleton, tensors at the same places, where type, shape and order in
+        memory are the same; none of them twice.
     """
     ours: dict[Path, Tensor] = {}
 
     def note(path: Path, value: Any) -> Any:
-        if _is_plain(value) and _is_dense(value):
+        if _is_plain(value) and is_dense(value):
             ours[path] = value.detach()
         return value
 
@@ -144,7 +148,7 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether each element has a place of its own, and there are no gaps."""
     expected = 1
     for stride, size in sorted(_steps(tensor)):

@@ -148,9 +148,7 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
     flow.finish()
 
 
-def take(
-    control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: int = 0
-) -> Taken:
+def take(control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: int = 0) -> Taken:
     """Receive states; all receivers of a route call it.
 
     Args:
@@ -257,8 +255,8 @@ def _tell(
 
 
 def _kinds(header: Mapping[str, Any]) -> tuple[list[Kind], list[bool]]:
-    kinds = [Kind(dtype, tuple(shape)) for dtype, shape, _ in header["tensors"]]
-    return kinds, [same for _, _, same in header["tensors"]]
+    kinds = [Kind(*kind) for *kind, _ in header["tensors"]]
+    return kinds, [same for *_, same in header["tensors"]]
 
 
 def _answer(control: ReplicaGroup, refusal: str) -> None:
