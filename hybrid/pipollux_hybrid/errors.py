@@ -6,6 +6,7 @@
     ├── ConfigurationError (also ValueError)   an argument or environment variable is wrong
     ├── CheckpointError                        a checkpoint cannot be written or read
     └── SynchronizationError                   gradients cannot be averaged as the loop uses them
+        └── PeerLostError                      another replica has ended, or does not answer
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = [
     "Allowed",
     "CheckpointError",
     "ConfigurationError",
+    "PeerLostError",
     "PipolluxError",
     "SynchronizationError",
     "at_least",
@@ -44,6 +46,10 @@ class CheckpointError(PipolluxError):
 
 class SynchronizationError(PipolluxError, RuntimeError):
     """The training loop uses the model in a way whose gradients cannot be averaged correctly."""
+
+
+class PeerLostError(SynchronizationError):
+    """Another replica has ended or does not answer, so a collective cannot come about."""
 
 
 class Allowed(NamedTuple):

@@ -22,7 +22,7 @@ from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
-from pipollux_hybrid.pipeline.batchnorm import commit_statistics, defer_statistics, uncounted
+from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import (
@@ -131,8 +131,7 @@ class HybridParallel(ModuleWrapper):
         check_arguments(module, optimizer, options)
         check_single(ctx)
         super().__init__(module)
-        self._context = ctx
-        self._deferred = defer_statistics(module)
+        self._context, self._deferred = ctx, batchnorm.defer_statistics(module)
         metrics = self._metrics = ctx.component(Metrics)
         self._batch, spec = ctx.batch, ctx.pipeline
         spec.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
@@ -174,10 +173,10 @@ class HybridParallel(ModuleWrapper):
         self._synchronizer = GradientSynchronizer(
             self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,
+            control=ctx.control,
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
-            add_up=ctx.control.ride,
             buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
@@ -263,7 +262,7 @@ class HybridParallel(ModuleWrapper):
         recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         # A batch that only keeps step with its peers is another replica's to count.
         counts = plan is None or plan.num_samples > 0
-        with nullcontext() if counts else uncounted(self._deferred):
+        with nullcontext() if counts else batchnorm.uncounted(self._deferred):
             output = self._engine.run(
                 batch,
                 sizes,
@@ -274,7 +273,7 @@ class HybridParallel(ModuleWrapper):
             self._synchronizer.watch(output, plan)
         else:
             # No backward will end this iteration; the replicas agree again at the next that has.
-            commit_statistics(self._deferred, lambda _: None)
+            batchnorm.commit_statistics(self._deferred, lambda _: None)
         return output
 
     @contextmanager
@@ -367,10 +366,10 @@ class HybridParallel(ModuleWrapper):
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
         if result is not None:
-            commit_statistics(self._deferred, all_reduce_sum)
+            batchnorm.commit_statistics(self._deferred, all_reduce_sum)
         self._metrics.note_backward(result.sync_time if result else 0.0)
         if result is None:
-            self._optimizer.keep_gradients()
+            self._optimizer.keep_gradients(watched=not self._context.control.losses.void)
             return
         self._result = result
         self._timing.end()
@@ -382,6 +381,7 @@ class HybridParallel(ModuleWrapper):
         """Go on with other replicas, as all of them would after a restart."""
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
+        batchnorm.drop_statistics(self._deferred)
         self._complete, self._result, self._norm = True, None, torch.tensor(math.nan)
 
     def _rate_factor(self) -> float:

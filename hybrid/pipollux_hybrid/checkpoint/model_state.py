@@ -17,6 +17,7 @@ from pipollux_hybrid.job.context import context
 
 from .async_save import StagingBuffers
 from .parameter_groups import ParameterGroups, plain_name
+from .remembering import BufferCopies, copied, unchanged
 from .state import State, check_loadable
 
 __all__ = ["ModelState"]
@@ -47,6 +48,8 @@ class ModelState(State):
         self._groups = ParameterGroups(module, optimizer)
         self._lr_scheduler = lr_scheduler
         self._host_copy = StagingBuffers()
+        self._optimizer, self._parameters = optimizer, list(module.parameters())
+        self._buffers: BufferCopies | None = None
         if context().env.checkpoint_dir is not None:  # better now than at the first save
             check_loadable("lr_scheduler", lr_scheduler.state_dict() if lr_scheduler else None)
             check_loadable("optimizer", optimizer.state_dict())
@@ -94,6 +97,30 @@ class ModelState(State):
         if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
             self._check_schedule(content.get("lr_scheduler_class"))
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
+
+    def remember(self) -> Callable[[], None]:
+        """Copy what a script may change beside the optimizer's step, which a void one leaves out.
+
+        That is buffers, learning rates and what belongs to them, and the scheduler's state.
+        """
+        check = unchanged("parameters", self._parameters)
+        self._buffers = self._buffers or BufferCopies(self._module)
+        buffers, groups = self._buffers.remember(), self._optimizer.param_groups
+        rates = [
+            {name: copied(value) for name, value in group.items() if name != "params"}
+            for group in groups
+        ]
+        schedule = copied(self._lr_scheduler.state_dict()) if self._lr_scheduler else None
+
+        def put_back() -> None:
+            check()
+            buffers()
+            for group, values in zip(groups, rates, strict=True):
+                group.update(values)
+            if self._lr_scheduler is not None and schedule is not None:
+                self._lr_scheduler.load_state_dict(schedule)
+
+        return put_back
 
     def content(self) -> dict[str, Any]:
         """Return everything, by names of layers."""

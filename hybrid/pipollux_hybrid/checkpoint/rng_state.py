@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,6 +19,8 @@ from .state import State, States
 __all__ = ["RandomState", "random_state"]
 
 STATE_NAME = "random.pt"
+MARK = 0xFFFFF
+"""Bits of a checksum: few enough for sums of squares to be exact in float64."""
 CPU, PYTHON, NUMPY = 0, 1, 2
 """Where each generator is in a replica's list; those of CUDA devices follow, one per stage."""
 
@@ -26,15 +29,29 @@ class RandomState(State):
     """Every replica's generators: torch's on the CPU and the stages' devices, Python's, numpy's.
 
     With as many replicas as before, each goes on with its own numbers. With another number, each
-    gets a new sequence that depends on the old ones and its rank only; unless all replicas had the
-    same one, as for decisions that they take together: then all go on with it.
+    gets a new sequence that depends on the first numbers of the job, the step and its rank only;
+    unless all replicas had the same one, as for decisions that they take together: then all go on
+    with it.
     """
+
+    takes_over = False
 
     def __init__(self, ctx: JobContext) -> None:
         super().__init__(STATE_NAME)
         self._context = ctx
         self._states: list[list[Tensor]] = []
         self._restored: list[list[Tensor]] = []
+        self._root: int | None = None
+        self._remembered: list[Tensor] = []
+
+    def agree_root(self) -> None:
+        """Agree on what the sequences of another number of replicas will depend on.
+
+        All replicas call it at the same place. So those that are left when one dies know it.
+        """
+        if self._root is None:
+            mine = torch.tensor([_derived(torch.get_rng_state(), CPU)])
+            self._root = int(self._context.control.gather(mine)[0])
 
     def sync(self) -> None:
         """Collect every replica's generators."""
@@ -45,13 +62,12 @@ class RandomState(State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write them."""
-        torch.save(self._states, fileobj)
+        torch.save({"states": self._states, "root": self._root}, fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read them; :meth:`restore_once` puts this replica's to use."""
         content = torch.load(fileobj, weights_only=True)
-        # Checkpoints of the first release have the CPU's generator alone.
-        self._restored = [[x] if isinstance(x, Tensor) else x for x in content]
+        self._restored, self._root = content["states"], content["root"]
 
     def rejoined(self) -> None:
         """Go on with the numbers that a restart with as many replicas would go on with."""
@@ -73,7 +89,47 @@ class RandomState(State):
                 _write(index, states[0], devices)
             else:
                 # Stages that were not there before begin from the CPU's numbers.
-                _seed(index, _derived(restored[0][CPU], index) + env.rank, devices)
+                _seed(index, self._common_seed(restored[0][CPU], index) + env.rank, devices)
+
+    def remember(self) -> Callable[[], None]:
+        """Copy the generators of the CPU; those of other devices begin anew."""
+        states = self._remembered = _read(())
+
+        def put_back() -> None:
+            for index, state in enumerate(states):
+                _write(index, state, ())
+
+        return put_back
+
+    def marks(self) -> tuple[int, ...]:
+        """Return checksums of the remembered generators; all replicas compare them."""
+        return tuple(zlib.crc32(state.numpy().data) & MARK for state in self._remembered)
+
+    def regroup(self, were_equal: Sequence[bool]) -> None:
+        """Go on as after a restart with those that are left.
+
+        Args:
+            were_equal: For each generator of the CPU, whether all replicas had the same at the last
+                boundary, also those that are lost.
+        """
+        devices, rank = self._cuda_devices(), self._context.env.rank
+        states = _read(devices)
+        everyone = self._context.control.gather(torch.cat(states[: NUMPY + 1]))
+        lengths = [len(state) for state in states[: NUMPY + 1]]
+        parts = list(zip(*(packed.split(lengths) for packed in everyone), strict=True))
+        seeds = [self._common_seed(parts[CPU][0], index) for index in range(len(states))]
+        for index, seed in enumerate(seeds):
+            if index > NUMPY or not (were_equal[index] and _are_equal(parts[index])):
+                _seed(index, seed + rank, devices)
+
+    def regrouped(self) -> None:
+        """Leave it to :meth:`regroup`."""
+
+    def _common_seed(self, state: Tensor, index: int) -> int:
+        if self._root is None:
+            return _derived(state, index)
+        # A tuple of integers hashes alike in every process.
+        return hash((self._root, self._context.step or 0, index)) % (1 << 62)
 
     def _cuda_devices(self) -> list[torch.device]:
         return [device for device in self._context.pipeline.devices if device.type == "cuda"]

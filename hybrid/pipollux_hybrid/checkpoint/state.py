@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context
 
+from .remembering import REMEMBERED_BYTES
 from .storage import MANIFEST
 
 __all__ = ["State", "States", "check_loadable"]
@@ -53,6 +54,9 @@ class State:
             define how to save and load (a ConfigurationError).
     """
 
+    takes_over = True
+    """Whether a replica that is a step behind, when another one has died, takes the state over from
+    one that is ahead; not where it says how far a replica itself is."""
     live = True
     """Whether replicas can join while others train; set it to False in a subclass that cannot be
     taken over then."""
@@ -75,6 +79,7 @@ class State:
         if name in states:
             raise ValueError(f"a state named {name!r} exists already; names must be unique")
         self.name = name
+        self._is_large = False
         states[name] = self
 
     def save(self, fileobj: BinaryIO) -> None:
@@ -123,6 +128,41 @@ class State:
 
         That is after replicas have joined or left, when those that joined have loaded the state.
         """
+
+    def regrouped(self) -> None:
+        """Do what :meth:`rejoined` does, where replicas were lost and none has joined."""
+        self.rejoined()
+
+    def is_pending(self) -> bool:
+        """Return whether this replica holds something that the others get by :meth:`sync` only."""
+        return False
+
+    def remember(self) -> Callable[[], None]:
+        """Return what puts the state back, should the step that begins now turn out to be void.
+
+        Called on all replicas at every step boundary of a job whose replicas come and go. By
+        default :meth:`save` writes into memory, if that is little; a state that knows a cheaper
+        way, or whether it changes at all, may do better.
+
+        Returns:
+            A function. It raises a CheckpointError where it cannot: the job then goes on from its
+            checkpoint.
+        """
+        copy = io.BytesIO()
+        if not self._is_large:
+            self.save(copy)
+            self._is_large = copy.getbuffer().nbytes > REMEMBERED_BYTES
+        return self._refuse_to_return if self._is_large else lambda: self._return(copy)
+
+    def _return(self, copy: io.BytesIO) -> None:
+        copy.seek(0)
+        self.load(copy)
+
+    def _refuse_to_return(self) -> None:
+        raise CheckpointError(
+            f"the state {self.name} is too large to be copied at every step, and the step that is "
+            "void may have changed it"
+        )
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
         """Copy the state as it is now, for a thread to write while training goes on.

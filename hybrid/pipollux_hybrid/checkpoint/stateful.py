@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.job.context import context, current
 
 from .manager import load_state
+from .remembering import REMEMBERED_BYTES, copied, size_of, unchanged
 from .state import State, check_loadable
 
 __all__ = ["Stateful", "register_for_checkpointing"]
@@ -39,6 +45,9 @@ class ObjectState(State):
         super().__init__(f"{name}.pt")
         self._object = obj
         self._checked = False
+        self._tensors = [*obj.parameters(), *obj.buffers()] if isinstance(obj, nn.Module) else []
+        if isinstance(obj, AveragedModel) and context().control.losses.expected:
+            obj.__dict__["update_parameters"] = partial(_update_unless_void, obj)
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the object's state with ``torch.save``."""
@@ -59,6 +68,32 @@ class ObjectState(State):
     def adopt(self, content: Any) -> None:
         """Hand the object what :meth:`content` gave."""
         self._object.load_state_dict(content)
+
+    def remember(self) -> Callable[[], None]:
+        """Copy a small state; of a module it is enough to know whether it changes.
+
+        An average of the parameters is not updated in a void step, nor is a GradScaler.
+        """
+        if isinstance(self._object, torch.amp.GradScaler):
+            return lambda: None
+        if self._tensors:
+            return unchanged(self.name, self._tensors)
+        content = self._object.state_dict() if not self._is_large else {}
+        self._is_large = self._is_large or size_of(content) > REMEMBERED_BYTES
+        if self._is_large:
+            return self._refuse_to_return
+        copy = copied(content)
+        return lambda: self._put_back(copy)
+
+    def _put_back(self, content: dict[str, Any]) -> None:
+        self._object.load_state_dict(content)
+
+
+def _update_unless_void(average: AveragedModel, model: nn.Module) -> None:
+    """Leave out of an average what a step would have made of the parameters."""
+    ctx = current()
+    if ctx is None or not ctx.control.losses.void:
+        type(average).update_parameters(average, model)
 
 
 def register_for_checkpointing(name: str, obj: S) -> S:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -37,6 +37,8 @@ class AccumulatorState(State):
         ctx: The job's context.
         values: What it begins with.
     """
+
+    takes_over = False
 
     def __init__(self, ctx: JobContext, values: Summables) -> None:
         super().__init__(numbered_name(ctx, "accumulator", "pt"))
@@ -71,6 +73,25 @@ class AccumulatorState(State):
             for phase, count in changes.items():
                 most = max(self._changes_to_save.get(phase, 0), count)
                 self._changes_to_save[phase] = most
+
+    def is_pending(self) -> bool:
+        """Return whether this replica has added something that the others do not know."""
+        return bool(self.pending)
+
+    def remember(self) -> Callable[[], None]:
+        """Copy what is not changed in place, the tables; amounts are replaced, not changed."""
+        totals, pending = dict(self.totals), dict(self.pending)
+        changes, before = dict(self.changes), dict(self.changes_before)
+        read = {phase: list(found) for phase, found in self.read.items()}
+
+        def put_back() -> None:
+            self.totals, self.pending = totals, pending
+            self.changes, self.changes_before, self.read = changes, before, read
+
+        return put_back
+
+    def regrouped(self) -> None:
+        """Do nothing: nobody has joined."""
 
     def rejoined(self) -> None:
         """Forget what a replica added before it joined: the others have added it."""

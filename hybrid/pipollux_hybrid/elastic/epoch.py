@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state, save_last_states
@@ -29,6 +29,8 @@ STATE_NAME = "epoch.json"
 class EpochState(State):
     """Where in the training loop a job is."""
 
+    takes_over = False
+
     def __init__(self) -> None:
         super().__init__(STATE_NAME)
         self.epoch = 0
@@ -43,6 +45,13 @@ class EpochState(State):
         """Whether the script is in a loop over epochs just now."""
         self.began = False
         """Whether it ever was, in this run."""
+
+    def remember(self) -> Callable[[], None]:
+        """Do nothing: no step changes it."""
+        return lambda: None
+
+    def regrouped(self) -> None:
+        """Do nothing: nobody has joined."""
 
     @property
     def phase(self) -> str:
@@ -141,9 +150,8 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
             state.entered = False
             state.advance()
     if trained:
-        metrics = ctx.component(Metrics)
-        metrics.flush()
-        metrics.finish_progress()
+        boundary.end_epochs()
+        ctx.component(Metrics).finish_progress()
         save_last_states()
 
 

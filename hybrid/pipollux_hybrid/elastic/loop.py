@@ -9,7 +9,7 @@ with one batch shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from pipollux_hybrid.checkpoint.manager import load_state
@@ -25,7 +25,7 @@ from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, poss
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .epoch import epoch_state
-from .step_boundary import StepBoundary
+from .step_boundary import Ended, StepBoundary
 
 __all__ = ["ElasticLoop", "LoopState", "forget_finished_epochs"]
 
@@ -40,6 +40,8 @@ class LoopState(State):
         ctx: The job's context.
         identity: What the position refers to: a loop over other data cannot go on from it.
     """
+
+    takes_over = False
 
     def __init__(self, ctx: JobContext, identity: dict[str, Any]) -> None:
         super().__init__(numbered_name(ctx, KIND, "json"))
@@ -70,6 +72,10 @@ class LoopState(State):
                 "or start with an empty PIPOLLUX_CHECKPOINT_DIR"
             )
         self.index, self.details = index, content["details"]
+
+    def remember(self) -> Callable[[], None]:
+        """Do nothing: a position is that of the last step that counts."""
+        return _nothing
 
     def rejoined(self) -> None:
         """Choose the batch shape anew."""
@@ -182,6 +188,8 @@ class ElasticLoop(Generic[T]):
         finally:
             # Also where the script left its loop with `break`: to it, the loop is done.
             batch.micro_step = batch.loop = None
+            if self._live is not None:
+                self._live.recovery.forget()
             self._state.rewind()
             self._epochs.loops_done += 1
             self._metrics.interrupt_steps()
@@ -190,10 +198,11 @@ class ElasticLoop(Generic[T]):
         self._boundary.settle()
 
     def _iterations(self) -> Iterator[T]:
-        current, metrics = self._context.batch, self._metrics
+        current, metrics, losses = self._context.batch, self._metrics, self._context.control.losses
         self._begin()
         while True:
             self._choose_configuration()
+            self._remember()
             metrics.begin_segment(self._epoch_size, self._sample_length)
             is_first = True
             for part, batch in self._segment():
@@ -203,16 +212,28 @@ class ElasticLoop(Generic[T]):
                 current.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
                 metrics.start_step(self._shape(), part)
                 yield batch
-                metrics.commit_step(part, self._epochs.epoch, self._epochs.num_epochs)
+                if not losses.void:
+                    metrics.commit_step(part, self._epochs.epoch, self._epochs.num_epochs)
                 current.micro_step = None
                 if part.is_optimizer_step:
-                    self._state.index = part.next_index
-                    self._iteration_done(part)
-                    if part.is_last:
-                        return
-                    agreed = self._boundary.settle()
+                    ended = self._boundary.end_iteration()
+                    if ended is not Ended.VOID:
+                        self._state.index = part.next_index
+                        self._iteration_done(part)
+                        if part.is_last:
+                            return
+                        agreed = self._boundary.settle()
+                    if ended is not Ended.DONE:
+                        self._begin()
+                        break
                     if self._change_replicas(agreed) or self._adopt(agreed):
                         break
+                    self._remember()
+
+    def _remember(self) -> None:
+        """Note how everything is, in case that a replica is lost in the iteration to come."""
+        if self._live is not None:
+            self._live.recovery.remember()
 
     def _job_place(self) -> JobPlace:
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
@@ -252,22 +273,30 @@ class ElasticLoop(Generic[T]):
     def _begin(self) -> None:
         """Check that all replicas loop over the same; a run's first loop chooses its shape."""
         ctx, epochs = self._context, self._epochs
-        chooses = self._limits is not None and not self._metrics.shape_chosen
-        # What the goodput model knows, else the initial batch size.
-        best = (self._metrics.best_shape() if chooses and ctx.env.rank == 0 else None) or (0, 0, 0)
-        atomic_bsz, accum_steps, num_microbatches = best
         agreed = self._boundary.begin_loop(
             f"the beginning of loop {epochs.loops_done} in epoch {epochs.epoch}, over "
             f"{self._description()}",
-            ControlMessage(
-                atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
-            ),
+            self._first_choice,
         )
-        if chooses:
+        self._random.agree_root()
+        if self._chooses():
             self._metrics.shape_chosen = True
             self._state.atomic_bsz = agreed.atomic_bsz
             self._state.accum_steps = agreed.accum_steps
             ctx.batch.proposed_microbatches = agreed.num_microbatches
+
+    def _chooses(self) -> bool:
+        return self._limits is not None and not self._metrics.shape_chosen
+
+    def _first_choice(self) -> ControlMessage:
+        """Return what the goodput model knows to be best, else no change of the initial shape."""
+        chooses = self._chooses() and self._context.env.rank == 0
+        atomic_bsz, accum_steps, num_microbatches = (
+            self._metrics.best_shape() if chooses else None
+        ) or (0, 0, 0)
+        return ControlMessage(
+            atomic_bsz=atomic_bsz, accum_steps=accum_steps, num_microbatches=num_microbatches
+        )
 
     def _description(self) -> str:
         """Return what all replicas must loop over alike."""
@@ -313,6 +342,10 @@ class ElasticLoop(Generic[T]):
         if atomic_bsz == 0:
             return self._limits.initial_shape(num_replicas)
         return BatchShape(num_replicas * atomic_bsz * (accum_steps + 1), num_replicas, accum_steps)
+
+
+def _nothing() -> None:
+    pass
 
 
 def refuse_inside_loop(ctx: JobContext, what: str) -> None:

@@ -7,14 +7,16 @@ happen on every replica at the same boundary, and the exchange is part of the it
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, save_all_states, write_stop_marker
-from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
@@ -23,7 +25,15 @@ from pipollux_hybrid.job.stop_notice import tell_stop
 from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
-__all__ = ["StepBoundary", "acknowledge"]
+__all__ = ["Ended", "StepBoundary", "acknowledge"]
+
+
+class Ended(enum.Enum):
+    """How an iteration has ended."""
+
+    DONE = "all replicas have done it"
+    REGROUPED = "it is done, and some replicas were lost"
+    VOID = "some replicas were lost, and it is to be done again"
 
 
 class StepBoundary:
@@ -37,6 +47,7 @@ class StepBoundary:
         self._context = ctx
         self._metrics = ctx.component(Metrics)
         self._live = live_membership(ctx)
+        self._agreed: ControlMessage | None = None
 
     def announce(self, place: str, *, adapts: bool) -> None:
         """Announce the beginning of an iteration.
@@ -51,8 +62,34 @@ class StepBoundary:
             message = self._live.announce(message)
         self._context.control.launch(message, place)
 
+    def end_iteration(self) -> Ended:
+        """Read what all have announced; if replicas were lost, go on with those that are left.
+
+        Raises:
+            SynchronizationError: A replica is elsewhere in its training loop, or is gone and those
+                that are left cannot go on.
+        """
+        losses = self._context.control.losses
+        if not losses.void:
+            try:
+                self._agreed = self._context.control.collect()
+            except PeerLostError as error:
+                if not losses.note(error, voids=True):
+                    raise
+        if losses.error is None:
+            return Ended.DONE
+        assert self._live is not None  # noqa: S101  # else it was not noted
+        void = losses.void
+        recovered = self._live.recovery.recover()
+        if void and not recovered.behind:
+            return Ended.VOID
+        agreed = recovered.last if void else self._agreed
+        if agreed is not None:  # all else was agreed on by others
+            self._agreed = ControlMessage(stop=agreed.stop)
+        return Ended.REGROUPED
+
     def settle(self) -> ControlMessage | None:
-        """End an iteration: stop or save if that was agreed on.
+        """Stop or save at the end of an iteration if that was agreed on.
 
         Returns:
             What was agreed on; None right after a `break`.
@@ -61,16 +98,17 @@ class StepBoundary:
             SystemExit: A stop was agreed on, and everything is saved.
             SynchronizationError: A replica is gone, or elsewhere in its training loop.
         """
-        agreed = self._context.control.collect()
+        agreed, self._agreed = self._agreed, None
+        agreed = self._collect() if agreed is None else agreed
         self._follow(agreed)
         return agreed
 
-    def begin_loop(self, place: str, message: ControlMessage) -> ControlMessage:
+    def begin_loop(self, place: str, message: Callable[[], ControlMessage]) -> ControlMessage:
         """Begin a loop over data: check that all replicas begin the same one.
 
         Args:
             place: Which loop, over what; the same on all replicas.
-            message: What this replica contributes.
+            message: Returns what this replica contributes.
 
         Returns:
             What the replicas agreed on.
@@ -81,7 +119,7 @@ class StepBoundary:
         """
         if self._context.control.under_way:
             self.settle()  # after a `break`
-        return self._context.control.exchange(message, place)
+        return self._exchange(message, place, repeats=True)
 
     def begin_epochs(self) -> None:
         """Begin or resume a loop over epochs: stop now if a stop was requested meanwhile.
@@ -91,10 +129,9 @@ class StepBoundary:
         Raises:
             SystemExit: Some replica was asked to stop.
         """
-        ctx = self._context
-        self._metrics.record_agreed(ctx.control.collect())  # after a `break`
-        message = ControlMessage(stop=signals.stop_requested())
-        if ctx.control.exchange(message, "the beginning of a loop over epochs").stop:
+        self._metrics.record_agreed(self._collect())  # after a `break`
+        place = "the beginning of a loop over epochs"
+        if self._exchange(lambda: ControlMessage(stop=signals.stop_requested()), place).stop:
             self._leave(None)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -110,7 +147,48 @@ class StepBoundary:
         if control.under_way:
             self.settle()  # after a `break`
         place = f"the beginning of epoch {epoch}"
-        self._follow(control.exchange(self._message(adapts=False), place))
+        message = self._message(adapts=False)
+        self._follow(self._exchange(lambda: message, place))
+
+    def end_epochs(self) -> None:
+        """Bring in what is under way at the end of a loop over epochs."""
+        losses, behind = self._context.control.losses, False
+        while not behind:
+            try:
+                self._metrics.flush()
+                break
+            except PeerLostError as error:
+                if self._live is None or not losses.note(error, voids=False):
+                    raise
+            behind = self._live.recovery.recover().behind
+
+    def _collect(self) -> ControlMessage | None:
+        """Return what was agreed on in an iteration that was left by `break`."""
+        losses = self._context.control.losses
+        if losses.void and losses.error is not None:
+            raise losses.error  # the loop cannot be entered again
+        return self._context.control.collect()
+
+    def _exchange(
+        self, message: Callable[[], ControlMessage], place: str, *, repeats: bool = False
+    ) -> ControlMessage:
+        """Exchange a message between two iterations; if replicas were lost, with those left.
+
+        Args:
+            message: Returns what this replica contributes.
+            place: Where it is.
+            repeats: Whether those do it again, too, to whom the message had come.
+        """
+        control = self._context.control
+        while True:
+            try:
+                return control.exchange(message(), place)
+            except PeerLostError as error:
+                if self._live is None or not control.losses.note(error, voids=False):
+                    raise
+            recovered = self._live.recovery.recover()
+            if recovered.behind and recovered.last is not None and not repeats:
+                return recovered.last
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._metrics
@@ -160,7 +238,8 @@ class StepBoundary:
     def _save_periodically(self) -> None:
         self._metrics.interrupt_steps()
         try:
-            save_all_states(background=self._context.env.checkpoint_background)
+            with self._context.control.losses.noting():
+                save_all_states(background=self._context.env.checkpoint_background)
         except CheckpointError as error:
             # Training goes on; the next one is tried after the same interval.
             print(f"pipollux: {error}", file=sys.stderr)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pipollux_hybrid.errors import SynchronizationError
 
 from .groups import ReplicaGroup
+from .peer_loss import PeerLoss
 from .peers import lost_peers
 
 __all__ = ["ControlMessage", "ControlPlane"]
@@ -63,6 +64,12 @@ class ControlMessage:
     """Its square: all replicas mean the same one where R·Σx² = (Σx)²."""
     proposed: int = 0
     """Number of the newest membership that rank 0 has heard of."""
+    pending: int = 0
+    """Accumulators that hold amounts which this replica alone knows."""
+    generators: tuple[int, ...] = (0, 0, 0)
+    """Checksums of the random generators, where it matters whether they are the same on all."""
+    generators_sqr: tuple[int, ...] = (0, 0, 0)
+    """Their squares."""
 
     def numbers(self) -> list[float]:
         """Return the message as numbers, which may be summed over replicas."""
@@ -77,22 +84,25 @@ class ControlMessage:
             float(self.formed),
             float(self.formed_sqr),
             float(self.proposed),
+            float(self.pending),
+            *map(float, self.generators),
+            *map(float, self.generators_sqr),
         ]
 
     def vector(self) -> torch.Tensor:
-        """Return the same as float64, shape [10]."""
+        """Return the same as float64, shape [17]."""
         return torch.tensor(self.numbers(), dtype=torch.float64)
 
     @classmethod
     def read(cls, vector: torch.Tensor) -> ControlMessage:
-        """Return the message that a (summed) vector of shape [10] stands for."""
+        """Return the message that a (summed) vector of shape [17] stands for."""
         return cls.of(vector.tolist())
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> ControlMessage:
         """Return the message that (summed) numbers stand for."""
         stop, save, atomic_bsz, accum_steps, microbatches, loss_sum, loss_samples = numbers[:7]
-        formed, formed_sqr, proposed = numbers[7:]
+        formed, formed_sqr, proposed, pending = numbers[7:11]
         return cls(
             stop=stop > 0,
             save=save > 0,
@@ -104,6 +114,9 @@ class ControlMessage:
             formed=round(formed),
             formed_sqr=round(formed_sqr),
             proposed=round(proposed),
+            pending=round(pending),
+            generators=tuple(map(round, numbers[11:14])),
+            generators_sqr=tuple(map(round, numbers[14:])),
         )
 
 
@@ -126,6 +139,13 @@ class ControlPlane:
         if num_replicas > 1:
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._group = ReplicaGroup(made, num_replicas)
+        self.losses = PeerLoss()
+        """What becomes of a step in which a replica is lost."""
+        self.exchanges = 0
+        """Exchanges that have come about in this membership; at one boundary replicas differ by one
+        at most, where some have it from an all-reduce and others have not."""
+        self.last: ControlMessage | None = None
+        """What the last of them gave."""
         self.settings: list[str] = []
         """Digests of what :func:`~pipollux_hybrid.job.agreement.agree` has compared, in order."""
         self._message: ControlMessage | None = None
@@ -154,6 +174,12 @@ class ControlPlane:
         """
         self._group, self._riding = group, 0
         self._num_replicas = 1 if group is None else group.size
+        self.exchanges, self.last = 0, None
+
+    def abandon(self) -> None:
+        """Give up the exchange under way and the group, in which a replica was lost."""
+        self._message = self._agreed = self._group = None
+        self._place = ""
 
     def close(self) -> None:
         """Release the group, so that it ends with the process group and not with the interpreter.
@@ -207,6 +233,7 @@ class ControlPlane:
             self._add_up(vector)
             self._agreed, _ = self._read(vector)
         agreed, self._message, self._agreed, self._place = self._agreed, None, None, ""
+        self.exchanges, self.last = self.exchanges + 1, agreed
         return agreed
 
     def exchange(self, message: ControlMessage, place: str = "") -> ControlMessage:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.errors import PeerLostError
 
 from .env import JobEnvironment
 
@@ -65,11 +65,14 @@ class PeerWatch:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         after = _sockets()
         opened = [after[name] for name in after.keys() - before.keys()]
-        everyone: list[tuple[str, list[Address]]] = [("", [])] * env.num_replicas
-        here = (socket.gethostname(), [_address(x.getsockname()) for x in opened])
-        dist.all_gather_object(everyone, here, group=group)
-        self._hosts = [name for name, _ in everyone]
-        ranks = {address: rank for rank, (_, ends) in enumerate(everyone) for address in ends}
+        everyone: list[tuple[str, list[Address], list[Address]]] = [("", [], [])] * env.num_replicas
+        ends, others = ([_address(x.getsockname()) for x in y] for y in (opened, before.values()))
+        dist.all_gather_object(everyone, (socket.gethostname(), ends, others), group=group)
+        self._hosts = [name for name, _, _ in everyone]
+        ranks = {address: rank for rank, (_, ends, _) in enumerate(everyone) for address in ends}
+        theirs = {address for _, _, others in everyone for address in others}
+        self._shared = {n for n, x in before.items() if _address(x.getpeername()) in theirs}
+        """Names of the connections with replicas that collectives have."""
         peers = {ranks.get(_address(x.getpeername())): x for x in opened}
         self._connections = {rank: x for rank, x in peers.items() if rank is not None}
         self._addresses = {_address(x.getpeername())[0] for x in self._connections.values()}
@@ -103,6 +106,20 @@ class PeerWatch:
         self._ended_here.close()
         for connection in self._connections.values():
             connection.close()
+
+    def gone(self) -> set[int]:
+        """Return the ranks of the replicas that have ended, or whose hosts are lost."""
+        return {*self._ended, *self._lost}
+
+    def hang_up(self) -> None:
+        """End the connections that collectives have, so that whoever waits for this replica knows.
+
+        A replica that has ended is known at once to those alone who talk with it in a ring.
+        """
+        for name, connection in _sockets().items():
+            with connection, suppress(OSError):  # it was closed meanwhile
+                if name in self._shared:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def explain(self) -> str:
         """Return what is known of the replicas that somebody waits for in vain."""
@@ -180,26 +197,30 @@ class PeerWatch:
 
     def _shut_down(self) -> None:
         """End this process's connections with other replicas, whatever waits for them."""
+        watched = {os.fstat(x.fileno()).st_ino for x in self._connections.values()}
         for connection in _sockets().values():
             with connection, suppress(OSError):  # it was closed meanwhile
+                if os.fstat(connection.fileno()).st_ino in watched:
+                    continue  # nobody waits for these, and their end means the process's
                 if _address(connection.getpeername())[0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
         if (world := dist.group.WORLD) is not None and dist.get_backend() == "nccl":
             world._get_backend(torch.device("cuda")).abort()  # its kernels wait on the device
 
 
-def lost_peers(when: str, error: BaseException) -> SynchronizationError:
+def lost_peers(when: str, error: BaseException) -> PeerLostError:
     """Return the error of a replica that waited in vain for others.
 
     Args:
         when: at what, as in "while averaging gradients".
         error: what the library says that carries messages.
     """
-    here = f"replica {dist.get_rank()} of {dist.get_world_size()}"
+    known = dist.is_initialized()
+    here = f"replica {dist.get_rank()} of {dist.get_world_size()}" if known else "this replica"
     why = "another replica has ended or hangs; its log says why"
     if _watch is not None:
         why = _watch.explain()
-    return SynchronizationError(f"{here} lost its peers {when}: {why}. ({error})")
+    return PeerLostError(f"{here} lost its peers {when}: {why}. ({error})")
 
 
 def _sockets() -> dict[str, socket.socket]:

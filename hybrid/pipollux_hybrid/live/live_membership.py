@@ -38,6 +38,7 @@ from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
+from .recovery import Recovery
 from .switch import go_on, say, switch
 from .transfer import RefusedError, Route, Sent, pack, send
 from .watch import INTERVAL, MembershipWatch
@@ -63,6 +64,8 @@ class LiveMembership:
         self._watch = watch
         self._announced: Forming | None = None
         self._joining = Joining(ctx, watch)
+        self.recovery = Recovery(ctx, watch)
+        """Goes on with those that are left when others have died."""
         self._store: object = None  # of the membership: it lives as long as its host holds it
 
     def arrive(self, place: JobPlace, description: str) -> bool:
@@ -84,7 +87,8 @@ class LiveMembership:
         return True
 
     def announce(self, message: ControlMessage) -> ControlMessage:
-        """Add to a control message what this replica has formed."""
+        """Add to a control message what this replica has formed, and would leave behind."""
+        message = replace(message, **self.recovery.told())
         forming = self._watch.forming
         self._announced = forming if forming is not None and forming.formed else None
         if self._context.env.rank == 0:

@@ -6,6 +6,7 @@
     leave-ID             a wish that a replica leaves
     proposal.json        the membership that is to be formed
     store-N.json         where the replicas of membership N find each other
+    lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
 
 Every file has one writer, and is written aside and renamed. Clocks of hosts differ, so a file is
 alive if it changes (a counter in it grows), and not by its time.
@@ -27,12 +28,15 @@ from typing import Any
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 
+from .arbiter import Arbiter, FolderArbiter
+
 __all__ = ["SILENCE", "MeetingFolder"]
 
 SILENCE = 10.0
 """Seconds without a change after which the writer of a file is taken for dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"
 _NEWCOMER, _LEAVE, _CLAIM = "newcomer-", "leave-", "claim-"
+_OF_LOSSES = ("lost-*", "follows-*", "outcome-*")
 
 
 @dataclass
@@ -72,6 +76,7 @@ class MeetingFolder:
                 f"PIPOLLUX_RENDEZVOUS={str(folder)!r}: a folder is needed that every host of the "
                 f"job can write to ({error})"
             ) from error
+        self.arbiter: Arbiter | None = FolderArbiter(folder)
 
     def claim(self, silent_run: str | None) -> bool:
         """Begin a run of a job in this folder.
@@ -90,7 +95,8 @@ class MeetingFolder:
         except FileExistsError:
             return False
         before = () if silent_run is None else (silent_run,)
-        for pattern in (*before, _JOB, _PROPOSAL, f"{_NEWCOMER}*", f"{_LEAVE}*", "store-*.json"):
+        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", "store-*.json", *_OF_LOSSES)
+        for pattern in (*before, _JOB, _PROPOSAL, *found):
             for stale in self.folder.glob(pattern):
                 stale.unlink(missing_ok=True)
         return True
@@ -111,7 +117,8 @@ class MeetingFolder:
     def retract(self) -> None:
         """Say that the job has ended: the next run need not wait to find out."""
         claim = self.last_claim()
-        for name in (_JOB, claim):
+        losses = [path.name for pattern in _OF_LOSSES for path in self.folder.glob(pattern)]
+        for name in (_JOB, claim, *losses):
             if name is not None:
                 with suppress(OSError):
                     (self.folder / name).unlink(missing_ok=True)

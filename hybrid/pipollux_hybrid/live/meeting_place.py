@@ -6,6 +6,8 @@ from typing import Protocol
 
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
 
+from .arbiter import Arbiter
+
 __all__ = ["MeetingPlace"]
 
 
@@ -19,6 +21,10 @@ class MeetingPlace(Protocol):
     @property
     def self_governed(self) -> bool:
         """Whether replica 0 proposes memberships; else somebody else does."""
+
+    @property
+    def arbiter(self) -> Arbiter | None:
+        """Where those that are left find out who goes on when replicas were lost; None: nobody."""
 
     def post(self, bulletin: Bulletin) -> None:
         """Tell newcomers where the job is; replica 0 does so all the time.

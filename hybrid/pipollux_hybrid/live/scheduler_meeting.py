@@ -31,6 +31,7 @@ class SchedulerMeeting:
     """
 
     self_governed = False
+    arbiter = None
 
     def __init__(self, env: JobEnvironment) -> None:
         self._env = env

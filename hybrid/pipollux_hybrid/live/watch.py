@@ -62,6 +62,8 @@ class MembershipWatch:
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
+        self._looking = threading.Lock()
+        self._suspended = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipollux-live", daemon=True)
         self._thread.start()
@@ -94,6 +96,20 @@ class MembershipWatch:
         """The highest number of a membership that this replica has heard of."""
         return self._highest
 
+    def suspend(self) -> None:
+        """Propose and form nothing: replicas were lost."""
+        with self._looking:
+            self._suspended = True
+            forming, self.forming = self.forming, None
+        if forming is not None:
+            forming.drop()
+
+    def resume(self, forming: Forming) -> None:
+        """Go on with those that are left, in a membership that has come about."""
+        self._highest = max(self._highest, forming.membership.number)
+        self.enter(forming)
+        self._suspended = False
+
     def _forget(self, forming: Forming) -> None:
         if self.forming is forming:  # else the thread knows of another already
             self.forming = None
@@ -101,7 +117,9 @@ class MembershipWatch:
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
             try:
-                self._look()
+                with self._looking:
+                    if not self._suspended:
+                        self._look()
             except OSError as error:  # of the folder; the next time it may be there
                 _LOG.debug("%s", error)
             except Exception:  # the next look may go better

@@ -168,7 +168,7 @@ class AdaptiveOptimizer:
     def rejoin(self) -> None:
         """Weigh squares as after a restart, as replicas that have joined do."""
         self._preconditioners.clear()
-        self._steps_used = 0
+        self._steps_used, self._may_zero = 0, True
 
     def skip_step(self) -> None:
         """End the iteration without a step, as its gradients were not finite."""
@@ -220,10 +220,15 @@ class AdaptiveOptimizer:
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
-    def keep_gradients(self) -> None:
-        """Keep gradients until the next step: ``zero_grad`` does nothing."""
+    def keep_gradients(self, *, watched: bool = True) -> None:
+        """Keep gradients until the next step: ``zero_grad`` does nothing.
+
+        Args:
+            watched: Whether the script is warned where it changes them.
+        """
         self._may_zero = False
-        self._kept.note()
+        if watched:
+            self._kept.note()
 
     def leave_kept_gradients(self) -> None:
         """Skip a GradScaler's step on an accumulation step."""

@@ -34,6 +34,7 @@ __all__ = [
     "commit_statistics",
     "defer_statistics",
     "deferred_layers",
+    "drop_statistics",
     "uncounted",
 ]
 
@@ -170,6 +171,12 @@ def commit_statistics(
     all_reduce_sum(sums)
     for layer, total in zip(layers, sums, strict=True):
         layer.commit(total)
+
+
+def drop_statistics(layers: Sequence[_Deferred]) -> None:
+    """Forget the forwards since the last commit: their iteration does not count."""
+    for layer in layers:
+        layer._sums = None
 
 
 @contextmanager

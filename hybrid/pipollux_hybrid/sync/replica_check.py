@@ -67,7 +67,8 @@ class ReplicaCheck:
         """
         self._steps += 1
         if self._interval and self._steps % self._interval == 0:
-            self.compare(step)
+            with self._control.losses.noting():
+                self.compare(step)
 
     def compare(self, step: int) -> None:
         """Compare the replicas now; see :meth:`stepped`."""

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.errors import PeerLostError, SynchronizationError
+from pipollux_hybrid.job.control_plane import ControlPlane
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 from .backward_plan import BackwardPlan
@@ -65,7 +66,7 @@ class GradientSynchronizer:
     Args:
         stages: Named parameters of each stage.
         num_replicas: Number R of replicas; with one nothing travels.
-        add_up: Adds counts and flags up over the replicas, exactly.
+        control: Adds counts and flags up over the replicas, exactly, and knows of lost replicas.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
@@ -80,10 +81,10 @@ class GradientSynchronizer:
         stages: Sequence[Sequence[tuple[str, nn.Parameter]]],
         *,
         num_replicas: int,
+        control: ControlPlane,
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
-        add_up: Callable[[Sequence[float]], list[float]],
         buffers: BufferSynchronizer | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -91,7 +92,7 @@ class GradientSynchronizer:
         check_wire(reduce_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
-        self._add_up = add_up
+        self._control, self._losses = control, control.losses
         self._preconditioner = preconditioner
         self._on_gradient = on_gradient
         self._on_finished = on_finished
@@ -143,6 +144,9 @@ class GradientSynchronizer:
         self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
         if self._buffers is not None:
             self._buffers.rejoin(num_replicas)
+        if self._losses.void:
+            self._reset_gradients(zeros=False)
+        self._task, self._plans = None, []
         self._fresh, self._averaged, self._part = True, False, None
         self._reference = self._batch_over_part = 1.0
 
@@ -167,7 +171,7 @@ class GradientSynchronizer:
             )
         Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
         self._task, self._plans = task, [plan]
-        self._synchronizes = plan.synchronize
+        self._synchronizes = plan.synchronize and not self._losses.void
         # One gradient for all samples of an iteration: no separate estimates.
         single = self._fresh and plan.synchronize and plan.passes == self._num_replicas == 1
         if self._fresh:
@@ -230,7 +234,7 @@ class GradientSynchronizer:
     def _join(self, plan: BackwardPlan) -> None:
         self._plans.append(plan)
         self._measurable = False
-        self._synchronizes = self._synchronizes or plan.synchronize
+        self._synchronizes |= plan.synchronize and not self._losses.void
         if self._watched is None:
             self._reducer.join(plan, self._weight())
 
@@ -288,10 +292,24 @@ class GradientSynchronizer:
             self._task = None
             self._on_finished(None)
             return
-        result = self._finish_alone() if self._num_replicas == 1 else self._finish_together()
-        self._fresh = self._averaged = True
-        self._task, self._plans = None, []
-        self._on_finished(result)
+        try:
+            result = self._finish_alone() if self._num_replicas == 1 else self._finish_together()
+            self._fresh = self._averaged = True
+            self._task, self._plans = None, []
+            self._on_finished(result)
+        except PeerLostError as error:
+            if not self._losses.note(error, voids=True):
+                raise
+            # As on an accumulation step nothing steps; zeros, as the script may look at them.
+            self._reset_gradients(zeros=True)
+            self._task, self._plans = None, []
+            self._on_finished(None)
+
+    def _reset_gradients(self, *, zeros: bool) -> None:
+        for named in self._stages:
+            for _, parameter in named:
+                kept = zeros and parameter.grad is not None
+                parameter.grad = torch.zeros_like(parameter) if kept else None
 
     def _any_arrived(self) -> bool:
         """Return whether any parameter received a gradient."""
@@ -310,7 +328,7 @@ class GradientSynchronizer:
         self._comm_timer.start()
         with self._lock:
             reducer.flush()
-        total = self._summary().sum_over_replicas(self._add_up)
+        total = self._summary().sum_over_replicas(self._control.ride)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -67,6 +68,10 @@ class MetricsState(State):
             "overlap": m.overlap,
         }
         fileobj.write(json.dumps(content).encode())
+
+    def remember(self) -> Callable[[], None]:
+        """Do nothing: a void step is not counted."""
+        return lambda: None
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote."""
@@ -291,6 +296,10 @@ class Metrics(Autotuner):
         reporter = self.reporter
         reporter.note_loss(done.step, loss)
         reporter.add_point(done.time, partial(self._make_point, done, loss))
+
+    def drop_losses(self) -> None:
+        """Forget the losses of a void iteration."""
+        self._losses, self._launched, self._step_time = [], None, 0.0
 
     def flush(self) -> None:
         """Bring in what is under way; every replica calls it at the same boundary."""

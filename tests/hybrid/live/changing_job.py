@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ class ChangingJob:
         settings: variables of all replicas, such as DATA and CHANGES.
     """
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, repository: Path, **settings: str) -> None:
         self.results = folder / "results"
         self.results.mkdir(parents=True)
@@ -44,12 +47,12 @@ class ChangingJob:
 
     def begin(self, num_replicas: int) -> None:
         """Start the replicas that begin."""
-        replicas = Replicas(SCRIPT, num_replicas, environment=self.environment)
+        replicas = Replicas(self.script, num_replicas, environment=self.environment)
         self.programs += self._started.enter_context(replicas).programs
 
     def add(self, **settings: str) -> Forked:
         """Start a replica that joins."""
-        program = Forked(SCRIPT, environment={**self.environment, **settings})
+        program = Forked(self.script, environment={**self.environment, **settings})
         self.programs.append(self._started.enter_context(program))
         return program
 
@@ -77,6 +80,20 @@ class ChangingJob:
             lambda: all(program.poll() is not None for program in self.programs), "the end"
         )
 
+    def stop_at(self, step: int, num_replicas: int) -> None:
+        """Begin, and stop two steps later than a step."""
+        gate = self.results / f"hold-{step}"
+        gate.touch()
+        self.begin(num_replicas)
+        for what in ("reached", "asked"):
+            files = [self.results / f"{what}-{step}-{rank}" for rank in range(num_replicas)]
+            self.wait_for(lambda files=files: all(path.exists() for path in files), what)
+            for program in self.programs if what == "reached" else ():
+                program.send_signal(signal.SIGTERM)
+        gate.unlink()
+        assert [program.wait() for program in self.programs] == [143] * num_replicas
+        self.programs.clear()
+
     def ask_to_leave(self, rank: int, num_replicas: int) -> None:
         """Have a replica leave, as soon as the job tells that there are so many."""
 
@@ -87,6 +104,10 @@ class ChangingJob:
 
         self.wait_for(told, f"{num_replicas} replicas")
         self.rendezvous.ask_to_leave(told()[rank])
+
+    def errors(self) -> list[str]:
+        """Return what each replica wrote to its standard error."""
+        return [program.errors for program in self.programs]
 
     def lines(self) -> list[dict[str, Any]]:
         """Return what all replicas wrote of their steps."""

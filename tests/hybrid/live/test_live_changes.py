@@ -73,17 +73,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
-    (restarted.results / "hold-5").touch()
-    restarted.begin(before)
-    reached = [restarted.results / f"reached-5-{rank}" for rank in range(before)]
-    restarted.wait_for(lambda: all(path.exists() for path in reached), "step 5")
-    for program in restarted.programs:
-        program.send_signal(signal.SIGTERM)
-    asked = [restarted.results / f"asked-5-{rank}" for rank in range(before)]
-    restarted.wait_for(lambda: all(path.exists() for path in asked), "the signal")
-    (restarted.results / "hold-5").unlink()
-    assert [program.wait() for program in restarted.programs] == [143] * before
-    restarted.programs.clear()
+    restarted.stop_at(5, before)
     restarted.begin(after)
     restarted.wait()
     assert restarted.check() == [(1, before), (8, after)]

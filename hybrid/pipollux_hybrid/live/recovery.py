@@ -1,0 +1,334 @@
+"""Going on with those that are left when replicas have died.
+
+1. A collective fails. The iteration under way is void on those whose gradients have not come
+   through; each goes on to its next step boundary.
+2. There it says so at the place where replicas meet, and the first of those that are left decides
+   on the membership that follows, as soon as each replica has either said so or ended.
+3. They form its groups. Should another one die meanwhile they try again without it.
+4. They compare how far they are. Where an all-reduce has come through to some and not to others,
+   those that are ahead win: the others take their states over. Else all put back what the script
+   has changed in the void iteration.
+5. Where something cannot be had again, all end as if nobody could go on, and say why.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from pipollux_hybrid.checkpoint.rng_state import random_state
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.membership import Membership
+from pipollux_hybrid.telemetry.metrics import Metrics
+
+from .arbiter import Arbiter
+from .forming import Forming
+from .switch import say, switch
+from .transfer import RefusedError, Route, pack, send, take
+from .undo import Undo
+from .watch import MembershipWatch
+
+__all__ = ["Recovery"]
+
+ATTEMPTS = 4
+"""Memberships that are tried one after the other, as more replicas may die."""
+PATIENCE = 10.0
+"""Seconds to wait where nothing says that anybody is still at work."""
+GRACE = 0.05
+"""Seconds for others to say that they live, where it looks as if they had ended."""
+POLL_INTERVAL = 0.01
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How those that are left go on."""
+
+    behind: bool
+    """Whether others were ahead of this replica: what it was about to do is done."""
+    last: ControlMessage | None
+    """What the last exchange gave to those that are ahead."""
+
+
+class Recovery:
+    """What a replica does when others were lost.
+
+    Args:
+        ctx: The job's context.
+        watch: What this replica knows of who takes part.
+    """
+
+    def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
+        self._context = ctx
+        self._watch = watch
+        self._losses = ctx.control.losses
+        self._undo: Undo | None = None
+        self._replicas_watched = 0
+        self._losses.expected = watch.rendezvous.arbiter is not None
+        self._losses.recoverable = self._can_go_on
+        self._losses.hang_up = self._hang_up
+        self.store: object = None
+        """Where the replicas of the membership met; it lives as long as its host holds it."""
+
+    def remember(self) -> None:
+        """Note what every state is at a step boundary, in case that the iteration is void."""
+        if not self._can_go_on(False):
+            return
+        if self._undo is None:
+            self._undo = Undo(self._context)
+        self._undo.remember()
+
+    def forget(self) -> None:
+        """Note the end of a loop."""
+        if self._undo is not None:
+            self._undo.forget()
+
+    def told(self) -> dict[str, Any]:
+        """Return what all must know of this replica in case that it dies, for a control message."""
+        if self._undo is None or not self._undo.ready:
+            return {}
+        marks = self._undo.marks()
+        return {
+            "pending": self._num_pending(),
+            "generators": marks,
+            "generators_sqr": tuple(mark * mark for mark in marks),
+        }
+
+    def recover(self) -> Recovered:
+        """Go on with those that are left; they all call it, each at its next step boundary.
+
+        Raises:
+            PeerLostError: They cannot; it says why.
+        """
+        ctx, lost, step = self._context, self._watch.membership, self._context.step
+        assert lost is not None  # noqa: S101  # who takes part has one
+        self._watch.suspend()
+        me = self._about_me()
+        ctx.control.abandon()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        forming, everyone = self._form(lost, me)
+        reason = next((x["reason"] for x in everyone if x["reason"]), "")
+        furthest = max(x["exchanges"] for x in everyone)
+        behind = [rank for rank, x in enumerate(everyone) if x["exchanges"] < furthest]
+        if not reason and any(everyone[rank]["holds"] for rank in behind):
+            reason = PENDING
+        if not reason and behind:
+            reason = self._bound()
+        if reason:
+            self._give_up(reason)
+        ahead = next(x for x in everyone if x["exchanges"] == furthest)
+        switch(ctx, self._watch, forming)
+        self.store = forming.store
+        self._take_over([x for x in range(len(everyone)) if x not in behind], behind)
+        self._go_on(ahead["equal"])
+        seconds = time.monotonic() - self._losses.noted_at
+        self._watch.resume(forming)
+        self._losses.clear()
+        self._tell(lost, forming.membership, step, seconds)
+        last = None if ahead["last"] is None else ControlMessage.of(ahead["last"])
+        return Recovered(behind=ctx.env.rank in behind, last=last)
+
+    # --- before ------------------------------------------------------------------------------
+
+    def _can_go_on(self, voids: bool) -> bool:
+        ctx = self._context
+        here = self._watch.rendezvous.arbiter is not None and ctx.watch is not None
+        ready = self._undo is not None and self._undo.ready
+        return here and ctx.env.num_replicas > 1 and (ready or not voids)
+
+    def _hang_up(self) -> None:
+        if self._context.watch is not None:
+            self._context.watch.hang_up()
+
+    def _num_pending(self) -> int:
+        return sum(state.is_pending() for state in self._context.component(States).values())
+
+    def _about_me(self) -> dict[str, Any]:
+        """Return what the others have to know; a void iteration is taken back."""
+        control, last = self._context.control, self._context.control.last
+        holds = self._num_pending() > 0
+        reason = ""
+        if self._losses.void:
+            assert self._undo is not None  # noqa: S101  # else it was not noted
+            reason = self._undo.put_back()
+            self._context.component(Metrics).drop_losses()
+        if not reason and (self._num_pending() or (last is not None and last.pending)):
+            reason = PENDING
+        return {
+            "exchanges": control.exchanges,
+            "holds": holds,
+            "reason": reason,
+            "equal": _are_equal(last, self._context.env.num_replicas),
+            "last": None if last is None else last.numbers(),
+        }
+
+    def _give_up(self, reason: str) -> None:
+        error = self._losses.error
+        raise PeerLostError(
+            f"{error} The replicas that are left cannot go on without a restart: {reason}"
+        ) from error
+
+    # --- who goes on -------------------------------------------------------------------------
+
+    def _form(self, lost: Membership, me: dict[str, Any]) -> tuple[Forming, list[dict[str, Any]]]:
+        """Form the groups of those that are left; return what each says of itself."""
+        arbiter = self._watch.rendezvous.arbiter
+        assert arbiter is not None  # noqa: S101  # else the loss was not noted
+        newest = self._watch.newest
+        for attempt in range(ATTEMPTS):
+            successor = self._decided(arbiter, lost, attempt, newest)
+            newest = max(newest, successor.number)
+            if successor.rank(self._watch.replica) is None:
+                self._give_up("the others have gone on without this one, which they took for lost")
+            rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
+            forming = Forming(successor, self._watch.replica, rendezvous, timeout)
+            everyone = self._meet(forming, me, lost)
+            if arbiter.conclude(successor, enters=everyone is not None):
+                if everyone is None:
+                    self._give_up("the others have gone on without this one, which was too slow")
+                else:
+                    return forming, everyone
+            forming.drop()
+        self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
+        raise AssertionError
+
+    def _decided(self, arbiter: Arbiter, lost: Membership, attempt: int, newest: int) -> Membership:
+        """Say that this replica lives; return who goes on."""
+        me, began_at = self._watch.replica, time.monotonic()
+        arbiter.report(lost, attempt, me, newest)
+        while (decision := arbiter.decision(lost, attempt)) is None:
+            waited = time.monotonic() - began_at
+            gone = self._gone(lost)
+            patience = self._watch.timeout if gone else PATIENCE
+            reports = arbiter.reports(lost, attempt)
+            alive = [replica for replica in lost.replicas if replica in reports]
+            complete = waited > GRACE and not set(lost.replicas) - gone - set(alive)
+            if arbiter.survivors_decide and alive[:1] == [me] and (complete or waited > patience):
+                successor = Membership(self._next_number(reports), tuple(alive))
+                arbiter.decide(lost, attempt, successor)
+            bulletin = self._watch.rendezvous.bulletin()
+            newer = bulletin is not None and bulletin.membership.number > lost.number
+            if newer and bulletin is not None and bulletin.membership.rank(me) is None:
+                return bulletin.membership
+            if waited > patience + PATIENCE:
+                self._give_up("the others were not heard of")
+            time.sleep(POLL_INTERVAL)
+        return decision
+
+    def _next_number(self, reports: Mapping[str, int]) -> int:
+        proposal = self._watch.rendezvous.proposal()
+        return 1 + max(0 if proposal is None else proposal.number, *reports.values())
+
+    def _gone(self, lost: Membership) -> set[str]:
+        watch = self._context.watch
+        return {lost.replicas[rank] for rank in watch.gone()} if watch is not None else set()
+
+    def _meet(
+        self, forming: Forming, me: dict[str, Any], lost: Membership
+    ) -> list[dict[str, Any]] | None:
+        """Return what each replica of a membership says of itself; None: not all have met."""
+        members = set(forming.membership.replicas)
+        reason = me["reason"] or self._refusal(len(forming.membership.replicas))
+        me = {**me, "reason": reason}
+        while not forming.formed:
+            if forming.failed or members & self._gone(lost):
+                return None
+            time.sleep(POLL_INTERVAL)
+        if forming.control is None:
+            return [me]
+        try:
+            found = forming.control.all_gather_bytes(json.dumps(me).encode(), PATIENCE)
+        except RuntimeError:
+            return None
+        return [json.loads(content) for content in found]
+
+    def _refusal(self, num_replicas: int) -> str:
+        limits = self._context.batch.limits
+        try:
+            if limits is not None:
+                limits.check(num_replicas)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    # --- after -------------------------------------------------------------------------------
+
+    def _take_over(self, ahead: list[int], behind: list[int]) -> None:
+        """Bring those that are behind to where the others are."""
+        if not behind:
+            return
+        ctx = self._context
+        rank, group = ctx.env.rank, ctx.control.group
+        assert group is not None  # noqa: S101  # one is behind another
+        states = {n: x for n, x in ctx.component(States).items() if x.takes_over}
+        try:
+            if rank in behind:
+                take(group, rank, states, ahead[0]).adopt(states)
+            else:
+                sent = pack(states, leads=rank == ahead[0])
+                send(group, rank, sent, Route(tuple(ahead), tuple(behind)))
+        except (RefusedError, CheckpointError) as refusal:
+            self._give_up(str(refusal))
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            self._give_up(f"another one was lost before all were at one step ({error})")
+
+    def _bound(self) -> str:
+        """Return which state replicas that are behind cannot take over; empty: none."""
+        for name, state in self._context.component(States).items():
+            if state.takes_over and not state.live:
+                return f"the state {name} cannot be taken over from another replica"
+        return ""
+
+    def _go_on(self, equal: list[bool]) -> None:
+        """Bring what no state holds to where a restart would bring it."""
+        ctx = self._context
+        ctx.component(Metrics).rejoin()
+        ctx.batch.proposed_microbatches = 0
+        for state in ctx.component(States).values():
+            state.regrouped()
+        random_state(ctx).regroup(equal)
+        for call in (*ctx.rejoined, *ctx.joined):
+            call()
+        ctx.component(Metrics).interrupt_steps()
+
+    def _tell(self, lost: Membership, now: Membership, step: int | None, seconds: float) -> None:
+        ctx, place = self._context, self._watch.rendezvous
+        place.entered(now, ctx.step or 0, seconds)
+        if ctx.env.rank != 0:
+            return
+        dead = [replica for replica in lost.replicas if now.rank(replica) is None]
+        for replica in dead:
+            place.withdraw(replica)
+        if place.arbiter is not None:
+            place.arbiter.clear(now)
+        names = "replica " + dead[0] if len(dead) == 1 else "replicas " + " and ".join(dead)
+        count = len(now.replicas)
+        say(
+            f"{names} {'was' if len(dead) == 1 else 'were'} lost at step {step or 0}; "
+            f"{count} replica{'s go' if count > 1 else ' goes'} on from step {ctx.step or 0}, "
+            f"after {seconds:.1f} s"
+        )
+
+
+PENDING = (
+    "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
+    "be had again (call synchronized() in every step, or report_loss() instead)"
+)
+
+
+def _are_equal(last: ControlMessage | None, num_replicas: int) -> list[bool]:
+    """Return which generators were the same on all replicas at the last boundary."""
+    if last is None:
+        return [True] * 3
+    pairs = zip(last.generators, last.generators_sqr, strict=True)
+    return [num_replicas * square == mark * mark for mark, square in pairs]

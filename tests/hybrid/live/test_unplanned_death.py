@@ -1,0 +1,191 @@
+"""Replicas that are killed while the others train."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extent import first
+from tests.hybrid.live.changing_job import ChangingJob
+from tests.hybrid.live.changing_training import EPOCHS, SIZE
+
+SCRIPT = Path(__file__).with_name("dying_training.py")
+LOST = re.compile(
+    r"pipollux: (replicas? .*) (was|were) lost at step (\d+); (\d+) replicas? goe?s? ?on from step "
+    r"(\d+), after"
+)
+MakeJob = Callable[..., "DyingJob"]
+
+
+class DyingJob(ChangingJob):
+    """Replicas of a script in which some die."""
+
+    script = SCRIPT
+
+    def finish(self) -> None:
+        """Return when all replicas have ended, each well or killed."""
+        self.wait_for(lambda: all(x.poll() is not None for x in self.programs), "the end")
+
+    def done(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what replicas had after each step that came about, in the order of ranks."""
+        found = defaultdict(list)
+        for line in self.lines():
+            if line.get("ends") and line["step"] == line["begins"] + 1:
+                found[line["step"]].append(line)
+        return {step: sorted(found[step], key=lambda x: x["rank"]) for step in sorted(found)}
+
+    def check_done(self) -> list[tuple[int, int]]:
+        """Check that every sample was taken once, and that replicas were equal after each step.
+
+        Returns:
+            The first steps with another number of replicas, and that number.
+        """
+        changes: list[tuple[int, int]] = []
+        replicas: dict[int, int] = {}
+        for step, lines in self.done().items():
+            (replicas[step],) = {line["replicas"] for line in lines}
+            for what in ("parameters", "average", "rate", "count"):
+                assert len({line[what] for line in lines}) == 1, (step, what)
+            if not changes or changes[-1][1] != replicas[step]:
+                changes.append((step, replicas[step]))
+        for epoch in range(EPOCHS):
+            taken = Counter(
+                number
+                for x in self.lines()
+                if "takes" in x and x["epoch"] == epoch
+                if replicas.get(x["begins"] + 1) == x["replicas"]
+                for number in x["takes"]
+            )
+            assert taken == Counter(range(SIZE))
+        assert len(list(self.results.glob("ended-*"))) == changes[-1][1]
+        return changes
+
+    def said(self) -> list[tuple[str, int, int, int]]:
+        """Return what the replicas said of those that were lost."""
+        found = [LOST.findall(program.errors) for program in self.programs]
+        return [(x[0], int(x[2]), int(x[3]), int(x[4])) for each in found for x in each]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
+    made: list[DyingJob] = []
+
+    def make(**settings: str) -> DyingJob:
+        made.append(DyingJob(tmp_path / f"job-{len(made)}", repository, **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        with job:
+            pass
+
+
+@pytest.mark.parametrize("point", first(1, ["backward", "forward", "between", "step", "after"]))
+@pytest.mark.parametrize("who", first(2, ["1 of 2", "0 of 3", "0 of 2", "2 of 3"]))
+def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, point: str) -> None:
+    rank, before = map(int, who.split(" of "))
+    job = make_job(DIES=f"{rank}:7:{point}")
+    job.begin(before)
+    job.finish()
+    codes = [program.poll() for program in job.programs]
+    assert codes == [-signal.SIGKILL if r == rank else 0 for r in range(before)], job.errors()
+    changes = job.check_done()
+    assert changes[0] == (1, before)
+    assert [replicas for _, replicas in changes] == [before, before - 1]
+    assert changes[1][0] in (8, 9)
+    ((_, _, left, step),) = job.said()
+    assert left == before - 1
+    assert step + 1 == changes[1][0]
+
+
+@pytest.mark.parametrize("dies", first(1, ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"]))
+def test_two_of_three_die(make_job: MakeJob, dies: str) -> None:
+    job = make_job(DIES=dies)
+    job.begin(3)
+    job.finish()
+    assert job.check_done()[-1][1] == 1
+    assert sorted(program.poll() or 0 for program in job.programs) == [-9, -9, 0]
+
+
+@pytest.mark.exhaustive
+def test_those_who_wait_for_others_in_the_ring_learn_of_it(make_job: MakeJob) -> None:
+    job = make_job(DIES="0:7:backward")
+    job.begin(5)
+    job.finish()
+    assert job.check_done() == [(1, 5), (8, 4)]
+
+
+@pytest.mark.parametrize("stages", first(1, ["2", "1"]))
+@pytest.mark.parametrize("kind", first(1, ["indices", "accumulation", "text", "stream", "workers"]))
+@pytest.mark.parametrize("who", first(1, ["0 of 3", "1 of 2", "2 of 3"]))
+def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
+    make_job: MakeJob, tmp_path: Path, kind: str, stages: str, who: str
+) -> None:
+    rank, before = map(int, who.split(" of "))
+    live = make_job(DATA=kind, STAGES=stages, DIES=f"{rank}:7:forward")
+    live.begin(before)
+    live.finish()
+    assert live.check_done() == [(1, before), (8, before - 1)], live.errors()
+
+    checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
+    restarted.stop_at(5, before)
+    restarted.begin(before - 1)
+    restarted.finish()
+    assert restarted.check_done() == [(1, before), (8, before - 1)]
+    ours, theirs = live.done(), restarted.done()
+    assert ours.keys() == theirs.keys()
+    for step, lines in ours.items():  # one after the other: a failure names the first
+        for line, other in zip(lines, theirs[step], strict=True):
+            assert line == other, step
+
+
+@pytest.mark.parametrize("kind", first(1, ["indices", "accumulation", "text", "stream", "workers"]))
+def test_those_to_whom_a_step_came_through_win(make_job: MakeJob, kind: str) -> None:
+    """The sums of step 8 come through to one of two that are left, and it is not done again."""
+    job = make_job(DATA=kind, DIES="0:7:between", OPTIONS="behind-1")
+    job.begin(3)
+    job.finish()
+    assert job.check_done() == [(1, 3), (9, 2)], job.errors()
+
+
+@pytest.mark.parametrize("point", first(1, ["evaluation", "outside"]))
+def test_one_dies_outside_of_training(make_job: MakeJob, point: str) -> None:
+    job = make_job(DIES=f"1:18:{point}")
+    job.begin(3)
+    job.finish()
+    assert job.check_done() == [(1, 3), (19, 2)], job.errors()
+
+
+def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> None:
+    job = make_job(DIES="0:7:backward,1:0:forming")
+    job.begin(3)
+    job.finish()
+    changes = job.check_done()
+    assert changes[0] == (1, 3)
+    assert changes[-1][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("accumulates", "an Accumulator holds amounts that were not synchronized"),
+        ("clamps", "the script has changed parameters in the step that is void"),
+    ],
+)
+def test_what_cannot_be_had_again_ends_the_job_and_says_why(
+    make_job: MakeJob, option: str, why: str
+) -> None:
+    job = make_job(DIES="1:7:forward", OPTIONS=option)
+    job.begin(3)
+    codes = [program.wait() for program in job.programs]
+    assert codes == [1, -signal.SIGKILL, 1]
+    for program in job.programs[::2]:
+        assert f"cannot go on without a restart: {why}" in program.errors
+    job.programs.clear()
