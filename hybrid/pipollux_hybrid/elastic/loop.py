@@ -25,7 +25,7 @@ from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, poss
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .epoch import epoch_state
-from .step_boundary import Outcome, StepBoundary
+from .step_boundary import IterationEnd, StepBoundary
 
 __all__ = ["ElasticLoop", "LoopState", "forget_finished_epochs"]
 
@@ -217,13 +217,13 @@ class ElasticLoop(Generic[T]):
                 current.micro_step = None
                 if part.is_optimizer_step:
                     ended = self._boundary.end_iteration()
-                    if ended is not Outcome.VOID:
+                    if ended is not IterationEnd.VOID:
                         self._state.index = part.next_index
                         self._iteration_done(part)
                         if part.is_last:
                             return
                         agreed = self._boundary.settle()
-                    if ended is not Outcome.DONE:
+                    if ended is not IterationEnd.DONE:
                         self._begin()
                         break
                     if self._change_replicas(agreed) or self._adopt(agreed):

@@ -25,10 +25,10 @@ from pipollux_hybrid.job.stop_notice import tell_stop
 from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
-__all__ = ["Outcome", "StepBoundary", "acknowledge"]
+__all__ = ["IterationEnd", "StepBoundary", "acknowledge"]
 
 
-class Outcome(enum.Enum):
+class IterationEnd(enum.Enum):
     """How an iteration has ended."""
 
     DONE = "all replicas have done it"
@@ -62,7 +62,7 @@ class StepBoundary:
             message = self._live.announce(message)
         self._context.control.launch(message, place)
 
-    def end_iteration(self) -> Outcome:
+    def end_iteration(self) -> IterationEnd:
         """Read what all have announced; if replicas were lost, go on with those that are left.
 
         Raises:
@@ -77,16 +77,16 @@ class StepBoundary:
                 if not losses.note(error, voids=True):
                     raise
         if losses.error is None:
-            return Outcome.DONE
+            return IterationEnd.DONE
         assert self._live is not None  # noqa: S101  # else it was not noted
         void = losses.void
         recovered = self._live.recovery.recover()
         if void and not recovered.behind:
-            return Outcome.VOID
+            return IterationEnd.VOID
         agreed = recovered.last if void else self._agreed
         if agreed is not None:  # all else was agreed on by others
             self._agreed = ControlMessage(stop=agreed.stop)
-        return Outcome.REGROUPED
+        return IterationEnd.REGROUPED
 
     def settle(self) -> ControlMessage | None:
         """Stop or save at the end of an iteration if that was agreed on.
