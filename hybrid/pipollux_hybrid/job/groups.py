@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["ReplicaGroup", "become_default", "form_group"]
+__all__ = ["ReplicaGroup", "become_default", "form_group", "held_groups"]
 
 BACKEND = "pipollux"
 """Name by which torch knows the groups that are formed here."""
@@ -130,6 +130,16 @@ def form_group(
     set_timeout = getattr(group, "set_timeout", None) or group._set_default_timeout
     set_timeout(timedelta(seconds=timeout))
     return ReplicaGroup(group, size)
+
+
+def held_groups() -> list[Any]:
+    """Return torch's groups that :func:`become_default` is about to let go of.
+
+    Closing a group's connections takes some hundredths of a second: whoever holds them may do it
+    when nobody waits.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return [*_made, *getattr(world, "pg_map", ())]
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:

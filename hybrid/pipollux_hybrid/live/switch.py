@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
-from pipollux_hybrid.job.groups import become_default
+from pipollux_hybrid.job.groups import become_default, held_groups
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
@@ -21,6 +21,7 @@ def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
     """Go over to the groups of another membership; all of its replicas call it."""
     rank, size = forming.rank, len(forming.membership.replicas)
     assert rank is not None and forming.store is not None  # noqa: S101, PT018  # it has formed
+    watch.retire([*held_groups(), ctx.control.group])
     become_default(forming.gradients, forming.store, forming.name, rank)
     ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
     hosts = ctx.control.gather_bytes(socket.gethostname().encode())

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from typing import Any
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
@@ -64,6 +65,7 @@ class MembershipWatch:
         self._not_before = 0.0
         self._looking = threading.Lock()
         self._suspended = False
+        self._retired: list[Any] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipollux-live", daemon=True)
         self._thread.start()
@@ -72,6 +74,7 @@ class MembershipWatch:
         """End the thread, and take back what this replica has asked for."""
         self._ending.set()
         self._thread.join()
+        self._retired.clear()
         self.rendezvous.withdraw(self.replica)
         if self.membership is not None and self.membership.rank(self.replica) == 0:
             self.rendezvous.retract()
@@ -90,6 +93,10 @@ class MembershipWatch:
         self._forget(forming)
         self.parked, self.membership = False, forming.membership
         self.rendezvous.withdraw(self.replica)
+
+    def retire(self, groups: list[Any]) -> None:
+        """Let go of groups that are not used any more, a little later and in another thread."""
+        self._retired += groups
 
     @property
     def newest(self) -> int:
@@ -115,7 +122,11 @@ class MembershipWatch:
             self.forming = None
 
     def _run(self) -> None:
+        # A state needs it at the first change, when others wait, and it takes a while to import.
+        from pipollux_perfmodel import perf_params_to_json  # noqa: F401
+
         while not self._ending.wait(INTERVAL):
+            self._retired.clear()
             try:
                 with self._looking:
                     if not self._suspended:

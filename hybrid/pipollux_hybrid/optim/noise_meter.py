@@ -104,9 +104,13 @@ class NoiseMeter:
 
     def _is_due(self, step: int) -> bool:
         noise = self._noise.scale
-        if step < MEASURED_AT_FIRST and (noise is None or noise.num_samples < MEASURED_AT_FIRST):
+        if noise is None:
+            return step < MEASURED_AT_FIRST
+        if step == 0:
+            return False  # what follows a restart or a change of replicas is waited for by all
+        if step <= MEASURED_AT_FIRST and noise.num_samples < MEASURED_AT_FIRST:
             return True
-        return step % MEASURED_EVERY == 0
+        return (step - 1) % MEASURED_EVERY == 0
 
     def _differences(self) -> bool:
         """Return whether successive steps may serve as estimates: no step had several yet."""

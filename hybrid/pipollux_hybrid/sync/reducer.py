@@ -73,6 +73,11 @@ class Reducer:
         """Return the number of gradients that the parameter has received."""
         return self._counts.get(parameter, 0)
 
+    def begin_again(self) -> None:
+        """Forget what was learnt of backwards, and keep the buckets, whose memory is there."""
+        self._counts = {}
+        self._unused, self._surprising, self._hold = set(), set(), 0
+
     def prepare_for_backward(
         self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
     ) -> None:

@@ -141,7 +141,10 @@ class GradientSynchronizer:
         reduce_dtype, bucket_bytes = self._wire
         check_wire(reduce_dtype, bucket_bytes, num_replicas)
         self._num_replicas = num_replicas
-        self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
+        if num_replicas > 1 and self._reducer.buckets:
+            self._reducer.begin_again()
+        else:
+            self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
         if self._buffers is not None:
             self._buffers.rejoin(num_replicas)
         if self._losses.void:
