@@ -34,12 +34,13 @@ from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
+from .log import say
 from .meeting import Meeting, compare, position
 from .meeting_folder import MeetingFolder
 from .meeting_place import MeetingPlace
 from .newcomer import MEETING_PATIENCE, Joining
 from .recovery import Recovery
-from .switch import go_on, say, switch
+from .switch import go_on, switch
 from .transfer import RefusedError, Route, Sent, pack, send
 from .watch import INTERVAL, MembershipWatch
 

@@ -16,9 +16,11 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
 
+from .eligibility import why_not_live
 from .forming import Forming
+from .log import say
 from .meeting import Meeting, compare, position
-from .switch import go_on, say, switch
+from .switch import go_on, switch
 from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
 
@@ -55,8 +57,11 @@ class Joining:
 
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
-            ConfigurationError: It runs another script than the job.
+            ConfigurationError: It runs another script than the job, or nobody can join.
         """
+        why_not = why_not_live(self._context)
+        if why_not is not None:
+            raise ConfigurationError(f"this replica cannot join the job: {why_not}")
         watch = self._watch
         watch.place, watch.parked = place, True
         here = position(self._context, place, description)

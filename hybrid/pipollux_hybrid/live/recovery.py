@@ -30,8 +30,10 @@ from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .arbiter import Arbiter
+from .eligibility import why_not_live
 from .forming import Forming
-from .switch import say, switch
+from .log import say
+from .switch import switch
 from .transfer import RefusedError, Route, pack, send, take
 from .undo import Undo
 from .watch import MembershipWatch
@@ -162,6 +164,7 @@ class Recovery:
             self._context.component(Metrics).drop_losses()
         if not reason and (self._num_pending() or (last is not None and last.pending)):
             reason = PENDING
+        reason = reason or why_not_live(self._context, joins=False) or ""
         return {
             "exchanges": control.exchanges,
             "holds": holds,

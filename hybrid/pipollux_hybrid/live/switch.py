@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from dataclasses import replace
 
 from pipollux_hybrid.checkpoint.state import States
@@ -14,7 +13,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 from .forming import Forming
 from .watch import MembershipWatch
 
-__all__ = ["go_on", "say", "switch"]
+__all__ = ["go_on", "switch"]
 
 
 def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
@@ -44,8 +43,3 @@ def go_on(ctx: JobContext, *, joined: bool) -> None:
         state.rejoined()
     for call in (*ctx.rejoined, *(ctx.joined if joined else ())):
         call()
-
-
-def say(sentence: str) -> None:
-    """Print for whoever reads the log."""
-    print(f"pipollux: {sentence}", file=sys.stderr, flush=True)

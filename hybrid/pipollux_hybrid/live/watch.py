@@ -17,7 +17,9 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 from pipollux_hybrid.telemetry.metrics import Metrics
 
+from .eligibility import why_not_live
 from .forming import Forming
+from .log import say
 from .meeting_place import MeetingPlace
 
 __all__ = ["INTERVAL", "MembershipWatch"]
@@ -66,6 +68,7 @@ class MembershipWatch:
         self._looking = threading.Lock()
         self._suspended = False
         self._retired: list[Any] = []
+        self._said: set[str] = set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipollux-live", daemon=True)
         self._thread.start()
@@ -159,8 +162,9 @@ class MembershipWatch:
             return
         else:
             refusal = self._refusal(len(proposal.replicas))
-        if refusal:
-            self.rendezvous.refuse(proposal.number, refusal, for_good=False)
+        never = None if current is None else self._never(current, proposal.replicas)
+        if refusal or never:
+            self.rendezvous.refuse(proposal.number, never or refusal, for_good=never is not None)
         else:
             self.forming = Forming(proposal, self.replica, self.rendezvous, self.timeout)
 
@@ -173,7 +177,11 @@ class MembershipWatch:
             return
         joining = time.monotonic() >= self._not_before
         wanted = self.rendezvous.wanted(current, joining=joining)
-        if self._refusal(len(wanted)):
+        never = self._never(current, wanted)
+        if never is not None and never not in self._said:
+            self._said.add(never)
+            say(never)
+        if never is not None or self._refusal(len(wanted)):
             wanted = current.replicas
         forming = self.forming
         proposed = current.replicas if forming is None else forming.membership.replicas
@@ -182,6 +190,12 @@ class MembershipWatch:
             return  # this replica has not yet looked at what it proposed last
         if wanted != proposed or (forming is not None and forming.failed):
             self.rendezvous.propose(Membership(self._highest + 1, wanted))
+
+    def _never(self, current: Membership, wanted: tuple[str, ...]) -> str | None:
+        """Return why these replicas can only take part after a restart; None: they can now."""
+        if set(wanted) == set(current.replicas):
+            return None
+        return why_not_live(self._context, joins=not set(wanted) <= set(current.replicas))
 
     def _refusal(self, num_replicas: int) -> str:
         """Return why batches cannot be cut for so many, or so few; empty: they can."""

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
     """A loader of batches whose last element are numbers below SIZE."""
     numbers = TensorDataset(torch.arange(SIZE))
     match kind:
-        case "indices" | "other-script":
+        case "indices" | "other-script" | "bound" | "shrinking":
             return pipollux.AdaptiveDataLoader(numbers, 7, shuffle=True)
         case "workers":
             return pipollux.AdaptiveDataLoader(numbers, 7, shuffle=True, num_workers=2)
@@ -79,6 +80,24 @@ def digest(tensors: list[Tensor]) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+class Bound(pipollux.State):
+    """A state that cannot be taken over while others train."""
+
+    live = False
+
+    def save(self, fileobj: BinaryIO) -> None:
+        fileobj.write(b"bound")
+
+    def load(self, fileobj: BinaryIO) -> None:
+        fileobj.read()
+
+
+class Shrinking(Bound):
+    """One whose replicas can leave."""
+
+    shrinks = True
+
+
 def main() -> None:
     pipollux.init_process_group("gloo", timeout=60.0)
     kind = os.environ.get("DATA", "indices")
@@ -99,6 +118,8 @@ def main() -> None:
     accum = pipollux.Accumulator()
     if "DIES" in os.environ:
         threading.Thread(target=die_when_formed, daemon=True).start()
+    if kind in ("bound", "shrinking"):
+        {"bound": Bound, "shrinking": Shrinking}[kind]("table.bin")
     if kind == "other-script":
         pipollux.Accumulator()
     metrics = context().component(Metrics)

@@ -141,6 +141,29 @@ def test_nobody_joins_where_batches_cannot_be_cut_for_so_many(make_job: MakeJob)
     assert "the job that this replica was to join has ended" in newcomer.errors
 
 
+@pytest.mark.parametrize("kind", first(1, ["bound", "shrinking"]))
+def test_a_state_that_cannot_be_taken_over_keeps_newcomers_out(
+    make_job: MakeJob, kind: str
+) -> None:
+    changes = "4" if kind == "shrinking" else ""
+    job = make_job(DATA=kind, CHANGES=changes)
+    (job.results / "hold-4").touch()
+    job.begin(2)
+    job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")
+    newcomer = job.add()
+    assert newcomer.wait() == 1
+    said = "replicas cannot join while others train, as"
+    assert f"{said} {kind.title()} says so of the state table.bin" in newcomer.errors
+    job.programs.remove(newcomer)
+    job.ask_to_leave(1, 2)
+    leaves = "replicas cannot leave while others train, as Bound"
+    if kind == "bound":
+        job.wait_for(lambda: leaves in job.programs[0].errors, "it is said")
+    (job.results / "hold-4").unlink()
+    job.wait()
+    assert job.check() == [(1, 2)] + [(7, 1)] * (kind == "shrinking")
+
+
 @pytest.mark.parametrize(
     ("variables", "backend", "said"),
     [

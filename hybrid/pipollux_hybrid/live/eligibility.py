@@ -1,0 +1,30 @@
+"""Whether a job can change who takes part while it trains."""
+
+from __future__ import annotations
+
+from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.job.context import JobContext
+
+__all__ = ["why_not_live"]
+
+
+def why_not_live(ctx: JobContext, *, joins: bool = True) -> str | None:
+    """Return why replicas cannot join, or leave, without a restart.
+
+    Args:
+        ctx: The job's context.
+        joins: Whether some are to join; else some only leave.
+
+    Returns:
+        A sentence that names the state; None: they can.
+    """
+    for name, state in ctx.component(States).items():
+        if not state.live and (joins or not state.shrinks):
+            what = "join" if joins else "leave"
+            allowed = "; replicas may leave" if state.shrinks else ""
+            return (
+                f"replicas cannot {what} while others train, as {type(state).__name__} says so of "
+                f"the state {name} (live = False{allowed}): stop the job, and start it again with "
+                "another number of replicas"
+            )
+    return None
