@@ -14,6 +14,7 @@ from pipollux_sched.backend.base import Launch, Signal
 from pipollux_sched.backend.generation import RunningGeneration
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError
+from tests.sched.backends import first_membership, seats
 from tests.waiting import until
 
 from .case import NODES, SLOTS, EngineCase, Scheduler
@@ -171,9 +172,10 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again = scheduler.again()
     again.holds(done, lambda state: state.ended, "has ended")
     assert set(again.listing().replicas) == {kept, left, done}
-    assert "died before it had started" in str(again.generations.adopt("never", 1, ""))
-    assert again.generations.adopt("kept", 1, "") is None
-    assert again.generations.adopt("done", 1, "") is None
+    one = first_membership(1)
+    assert "died before it had started" in str(again.generations.adopt("never", 1, "", one))
+    assert again.generations.adopt("kept", 1, "", one) is None
+    assert again.generations.adopt("done", 1, "", one) is None
     found = again.generations.recover(60.0)
     assert found
     assert all("left" in line for line in found)
@@ -210,8 +212,8 @@ def test_all_of_a_generation_run_or_none(case: EngineCase, scheduler: Scheduler)
         launch = Launch(
             job="toy",
             generation=1,
-            nodes=NODES,
-            slots=((0,), (0,)),
+            seats=seats(NODES),
+            num_first=len(NODES),
             supervisor_url=program.supervisor_url,
             checkpoints=scheduler.engine.checkpoints(program),
         )

@@ -14,6 +14,7 @@ from pipollux_sched.backend.base import ClusterUnavailableError, Ended, ReplicaS
 from pipollux_sched.backend.kubernetes.engine import KubernetesEngine
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.store import StateDir
+from tests.sched.backends import seats
 
 from .cluster import IMAGE, Cluster, until
 
@@ -100,8 +101,8 @@ class Rig:
         launch = Launch(
             job=job,
             generation=generation,
-            nodes=tuple(nodes),
-            slots=(tuple(range(num_stages)),) * len(nodes),
+            seats=seats(nodes, num_stages),
+            num_first=len(nodes),
             supervisor_url="http://127.0.0.1:1",
             checkpoints=self.engine.checkpoints(program),
         )

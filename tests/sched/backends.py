@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipollux_sched.backend import Generations, ReplicaProgram, Report
+from pipollux_sched.backend.base import Seat
 from pipollux_sched.backend.local.engine import LocalEngine
+from pipollux_sched.lifecycle import LiveState
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 
@@ -19,6 +21,17 @@ def cpu_nodes(**slots: int) -> list[NodeSpec]:
         NodeSpec(name=name.replace("_", "-"), slots=number, kind="cpu")
         for name, number in slots.items()
     ]
+
+
+def seats(nodes: Sequence[str], num_stages: int = 1) -> dict[int, Seat]:
+    """The first slots of a node of its own for each replica."""
+    slots = tuple(range(num_stages))
+    return {replica: Seat(node, slots) for replica, node in enumerate(nodes)}
+
+
+def first_membership(num_replicas: int) -> LiveState:
+    """Who takes part in a generation that begins with so many replicas."""
+    return LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1)
 
 
 class LaunchFiles:

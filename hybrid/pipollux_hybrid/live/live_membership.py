@@ -152,10 +152,9 @@ class LiveMembership:
         seconds = time.perf_counter() - began_at
         self._watch.rendezvous.entered(forming.membership, ctx.step or 0, seconds)
         if ctx.env.rank == 0:
-            say(
-                f"{ctx.env.num_replicas} replicas train from step {ctx.step} on, after a pause of "
-                f"{seconds:.2f} s"
-            )
+            now = f"{ctx.env.num_replicas} replicas train"
+            now = "1 replica trains" if ctx.env.num_replicas == 1 else now
+            say(f"{now} from step {ctx.step} on, after a pause of {seconds:.2f} s")
         return True
 
     def _newcomers(self, forming: Forming) -> range:

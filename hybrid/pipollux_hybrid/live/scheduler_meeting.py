@@ -93,7 +93,7 @@ class SchedulerMeeting:
     def post(self, bulletin: Bulletin) -> None:
         """Tell where the job is."""
         epoch, loop = bulletin.place
-        self._say(leads=True, epoch=epoch, loop=loop, balance=list(bulletin.balance))
+        self._say(epoch=epoch, loop=loop, balance=list(bulletin.balance))
 
     def retract(self) -> None:
         """Do nothing: the last heartbeat says that the script has ended."""

@@ -78,6 +78,8 @@ def job_info(
     created: float = 0.0,
     num_restarts: int = 0,
     restart_seconds: float = DEFAULT_RESTART_SECONDS,
+    rescale_seconds: float | None = None,
+    num_rescales: int = 0,
     attained_service: float = 0.0,
     num_stages: int | None = None,
 ) -> JobInfo:
@@ -91,6 +93,8 @@ def job_info(
         created: time of submission, in seconds since any fixed origin.
         num_restarts: number of changes of its allocation so far.
         restart_seconds: what one restart costs it.
+        rescale_seconds: what one live change costs it; None: it cannot be changed live.
+        num_rescales: number of live changes so far.
         attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
     """
@@ -108,6 +112,8 @@ def job_info(
         age=age,
         num_restarts=num_restarts,
         restart_seconds=restart_seconds,
+        rescale_seconds=rescale_seconds,
+        num_rescales=num_rescales,
         gpu_type=spec.gpu_type,
         shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
         attained_service=attained_service,

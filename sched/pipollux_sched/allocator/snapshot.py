@@ -16,7 +16,7 @@ from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.lifecycle import JobState, Phase
-from pipollux_sched.policy import DEFAULT_RESTART_SECONDS, NodeInfo
+from pipollux_sched.policy import DEFAULT_RESCALE_SECONDS, DEFAULT_RESTART_SECONDS, NodeInfo
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 
@@ -87,6 +87,7 @@ class SnapshotReader:
         store = self._store
         hints, generations = store.hints(live=True), store.num_generations(live=True)
         service, costs = store.attained_service(live=True), store.restart_costs()
+        pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
         candidates = [
             self._candidate(
@@ -95,6 +96,8 @@ class SnapshotReader:
                 generations=generations.get(job.name, 0),
                 service=service.get(job.name, 0.0),
                 restart=costs.get(job.name, self._restart_seconds),
+                rescale=_rescale_seconds(job.state, pauses.get(job.name)),
+                changes=changes.get(job.name, 0),
             )
             for job in jobs
             if not job.state.suspended
@@ -109,7 +112,7 @@ class SnapshotReader:
             # Pinned without nodes: it is stopping, and is weighed again when it has stopped.
             tuple(job for job in candidates if job.allocation or not job.pinned),
             nodes,
-            frozenset(node for job in jobs for node in job.state.running_on),
+            frozenset(node for job in jobs for node in job.state.nodes_in_use),
         )
 
     def _candidate(
@@ -120,6 +123,8 @@ class SnapshotReader:
         generations: int,
         service: float,
         restart: float,
+        rescale: float | None,
+        changes: int,
     ) -> Candidate:
         spec, believed = self._parse(job.name, job.spec, hints)
         told = believed or spec.hints
@@ -131,6 +136,8 @@ class SnapshotReader:
             created=job.submitted_at,
             num_restarts=max(generations - 1, 0),
             restart_seconds=restart,
+            rescale_seconds=rescale,
+            num_rescales=changes,
             attained_service=service,
             num_stages=job.state.num_stages if job.state.assigned else None,
         )
@@ -181,10 +188,19 @@ def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
 
 
 def is_pinned(state: JobState) -> bool:
-    """Return whether a job keeps its allocation: it starts, stops, or waits after a failure."""
+    """Return whether a job keeps its allocation: it starts, changes, stops, or waits to retry."""
     if state.phase is Phase.RESTARTING or state.intent is not None:
         return True
+    if state.live.change is not None:
+        return True
     return bool(state.running_on) and not state.training
+
+
+def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
+    """Return what a live change costs a job; None: it cannot be changed live."""
+    if not state.running_on or state.live.why_not is not None:
+        return None
+    return DEFAULT_RESCALE_SECONDS if measured is None else measured
 
 
 def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from threading import Event
@@ -88,38 +88,80 @@ class ReplicaKey(NamedTuple):
     replica: int
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where one replica runs."""
+
+    node: str
+    slots: tuple[int, ...]
+    """Slots that it holds of its node."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One generation as it was decided on; stored before its first replica is started."""
+    """The replicas of a generation; stored before the first of them is started.
+
+    Replicas may join and leave while others train: a changed launch is stored before that is acted
+    on.
+    """
 
     job: str
     generation: int
-    nodes: tuple[str, ...]
-    """Node of each replica."""
-    slots: tuple[tuple[int, ...], ...]
-    """Slots that each replica holds of its node."""
+    seats: Mapping[int, Seat]
+    """Where each replica runs, by its id."""
+    num_first: int
+    """Replicas that the generation began with; those with higher ids have joined it."""
     supervisor_url: str
     """The URL that its replicas report to."""
     checkpoints: str
     """The folder that they save in, as they see it."""
+    live: bool = False
+    """Whether its replicas are told that others may join or leave."""
 
     @property
     def keys(self) -> tuple[ReplicaKey, ...]:
-        """The replicas, in order."""
-        return tuple(ReplicaKey(self.job, self.generation, r) for r in range(len(self.nodes)))
+        """The replicas, in the order of their ids."""
+        return tuple(map(self.key, sorted(self.seats)))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node of each replica, in the order of their ids."""
+        return tuple(self.seats[replica].node for replica in sorted(self.seats))
 
     @property
     def num_stages(self) -> int:
         """K, the slots of one replica."""
-        return len(self.slots[0])
+        return len(next(iter(self.seats.values())).slots)
+
+    def key(self, replica: int) -> ReplicaKey:
+        """Return the key of a replica."""
+        return ReplicaKey(self.job, self.generation, replica)
+
+    def joins(self, replica: int) -> bool:
+        """Return whether a replica joins others that train."""
+        return replica >= self.num_first
+
+    def having(self, seats: Mapping[int, Seat]) -> Self:
+        """Return the launch with further replicas."""
+        return replace(self, seats={**self.seats, **seats})
+
+    def without(self, replicas: Collection[int]) -> Self:
+        """Return the launch without some replicas."""
+        left = {replica: seat for replica, seat in self.seats.items() if replica not in replicas}
+        return replace(self, seats=left)
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as the store keeps it."""
+        seats = {
+            str(replica): {"node": seat.node, "slots": list(seat.slots)}
+            for replica, seat in self.seats.items()
+        }
         return {
-            "nodes": list(self.nodes),
-            "slots": [list(held) for held in self.slots],
+            "seats": seats,
+            "num_first": self.num_first,
             "supervisor_url": self.supervisor_url,
             "checkpoints": self.checkpoints,
+            "live": self.live,
         }
 
     @classmethod
@@ -129,13 +171,18 @@ class Launch:
         Raises:
             KeyError: something is missing; also TypeError and ValueError.
         """
+        seats = {
+            int(replica): Seat(str(seat["node"]), tuple(map(int, seat["slots"])))
+            for replica, seat in data["seats"].items()
+        }
         return cls(
             job=job,
             generation=generation,
-            nodes=tuple(map(str, data["nodes"])),
-            slots=tuple(tuple(map(int, held)) for held in data["slots"]),
+            seats=seats,
+            num_first=int(data["num_first"]),
             supervisor_url=str(data["supervisor_url"]),
             checkpoints=str(data["checkpoints"]),
+            live=bool(data["live"]),
         )
 
 
@@ -214,6 +261,8 @@ class Engine(ABC):
     name: str = "engine"
     even: bool = False
     """Whether a job must have as many replicas on each of its nodes."""
+    grows: bool = False
+    """Whether replicas can be started, and can end, while others of their generation go on."""
 
     @abstractmethod
     def check(self, spec: JobSpec) -> None:
@@ -242,6 +291,11 @@ class Engine(ABC):
     @abstractmethod
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start one replica; if it is there already, do nothing.
+
+        Args:
+            program: what it runs.
+            launch: its generation; one that `joins` it was not in an earlier launch of it.
+            replica: its id.
 
         Raises:
             ClusterUnavailableError: the cluster did not answer; it may have been started or not.

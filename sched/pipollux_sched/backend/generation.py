@@ -4,6 +4,9 @@ All of its replicas run or none. A replica that fails takes the others with it; 
 and, after a grace period, enforced; how the generation ended is told once, when nothing of it is
 left. A replica that the cluster took away is no failure of the job's.
 
+While its replicas train, further ones may be started (`join`), and take part when the job says so
+(`admit`). Until then their end is told, and hurts nobody. Others may be let go (`part`).
+
 Nothing here waits. `RunningGeneration.step` is called again and again by one thread, with the
 newest listing of the engine.
 """
@@ -11,13 +14,14 @@ newest listing of the engine.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.lifecycle import Exited, NewcomerLost, Outcome, Started
 from pipollux_sched.utils.text import count
 
 from .base import (
@@ -29,6 +33,7 @@ from .base import (
     ReplicaKey,
     ReplicaProgram,
     ReplicaState,
+    Seat,
     Signal,
 )
 from .replica.last_words import last_words
@@ -94,6 +99,72 @@ class RunningGeneration:
         self._failed: ReplicaKey | None = None
         self._why = ""
         self._sent: dict[ReplicaKey, tuple[Signal, float]] = {}
+        self._newcomers: set[ReplicaKey] = set()
+        """Replicas that do not take part yet."""
+        self._parting: dict[ReplicaKey, float] = {}
+        """Replicas that do not take part any more, and when they are killed."""
+        self._lost: list[NewcomerLost] = []
+
+    def join(self, program: ReplicaProgram, seats: Mapping[int, Seat]) -> None:
+        """Start replicas that are to join those that train.
+
+        Args:
+            program: what they run.
+            seats: where each runs, by its id.
+        """
+        self._program = program
+        self.launch = self.launch.having(seats)
+        keys = set(map(self.launch.key, seats))
+        self._newcomers |= keys
+        self._to_start |= keys
+        self._states |= dict.fromkeys(keys, _UNSEEN)
+        self._start_rest()
+
+    def admit(self, replicas: Collection[int]) -> None:
+        """Note that replicas take part now; those of them that do already may be named, too."""
+        self._newcomers -= set(map(self.launch.key, replicas))
+
+    def expect(self, newcomers: Collection[int], parting: Collection[int]) -> None:
+        """Note, of a generation that an earlier scheduler started, who does not take part."""
+        for replica in newcomers:
+            if replica in self.launch.seats:
+                self._newcomers.add(self.launch.key(replica))
+            else:
+                why = f"The scheduler before this one died before it had started replica {replica}."
+                self._lost.append(NewcomerLost(self.launch.generation, replica, why))
+        self.part(parting, self._outside_grace)
+
+    def part(self, replicas: Collection[int], seconds: float) -> None:
+        """Let replicas end by themselves, and kill those that have not after so many seconds."""
+        for key in map(self.launch.key, replicas):
+            if key in self._states:
+                self._newcomers.discard(key)
+                self._to_start.discard(key)
+                self._parting.setdefault(key, self._clock() + seconds)
+
+    def take_parted(self) -> list[int]:
+        """Return the replicas, once each, that do not take part any more and have ended."""
+        gone = [key for key in self._parting if self._states[key].ended]
+        for key in gone:
+            del self._parting[key], self._states[key]
+            self._to_start.discard(key)
+        self.launch = self.launch.without([key.replica for key in gone])
+        return [key.replica for key in gone]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node of each replica that takes part, in the order of their ids."""
+        return tuple(self.launch.seats[key.replica].node for key in sorted(self._members))
+
+    @property
+    def newcomers(self) -> dict[int, str]:
+        """Node of each replica that is about to join, by its id."""
+        return {key.replica: self.launch.seats[key.replica].node for key in self._newcomers}
+
+    def take_lost(self) -> list[NewcomerLost]:
+        """Return the newcomers, once each, that have ended before they took part."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def stop(self, grace: float) -> None:
         """Ask all replicas to save and end; what runs after `grace` seconds is killed."""
@@ -121,6 +192,7 @@ class RunningGeneration:
         self._start_rest()
         self._watch_start()
         self._notice_failure()
+        self._notice_newcomers()
         if not self._to_start and all(state.ended for state in self._states.values()):
             return self._exited()
         self._send_signals()
@@ -155,7 +227,7 @@ class RunningGeneration:
                 self._states[key] = before._replace(waiting="", ended=lost)
 
     def _start_rest(self) -> None:
-        if self._program is None or self._ending:
+        if self._program is None or self.ending:
             self._to_start.clear()
             return
         for key in sorted(self._to_start):
@@ -167,6 +239,9 @@ class RunningGeneration:
             except (BackendError, OSError, ValueError) as error:  # ValueError: NUL in an argument
                 self._states[key] = ReplicaState("", ended=Ended())
                 self._to_start.discard(key)
+                if key in self._newcomers:
+                    self._lose(key, f"It could not be started: {error}")
+                    continue
                 self._why = f"The processes could not be started: {error}"
                 self._end_within(0.0)
                 return
@@ -174,13 +249,13 @@ class RunningGeneration:
 
     def _watch_start(self) -> None:
         """Give up a generation of which a replica does not run in time."""
-        if self._started or self._ending or self._clock() < self._start_by:
+        if self._started or self.ending or self._clock() < self._start_by:
             return
         waiting = [(key, state.waiting) for key, state in self._states.items() if state.waiting]
         if not waiting:
             return
         key, reason = waiting[0]
-        where = self.launch.nodes[key.replica]
+        where = self.launch.seats[key.replica].node
         self._why = (
             f"{len(waiting)} of {count(len(self._states), 'replica')} did not run within "
             f"{self._start_timeout:g} s, so none does. Replica {key.replica} on {where}: {reason}"
@@ -189,16 +264,40 @@ class RunningGeneration:
 
     def _notice_failure(self) -> None:
         """End the other replicas when one has failed: a generation lives and dies as a whole."""
-        if self._ending:
+        if self.ending:
             return
-        for key, state in self._states.items():
+        for key, state in self._members.items():
             if state.ended and (state.ended.status != 0 or state.ended.lost):
                 self._failed = key
                 self._end_within(self._outside_grace if _stopped(state.ended) else FAILURE_GRACE)
                 return
 
+    def _notice_newcomers(self) -> None:
+        """Tell which newcomers are gone; let the others go when there is nobody to join."""
+        for key in sorted(self._newcomers):
+            ended = self._states[key].ended
+            if ended is not None:
+                words = last_words(self._log(key), ended.status)
+                said = ended.lost or f"It {words.describe()}."
+                self._lose(key, f"{said} {words.lines[-1].strip() if words.lines else ''}".strip())
+        if self._newcomers and all(state.ended for state in self._members.values()):
+            self.part([key.replica for key in self._newcomers], self._outside_grace)
+
+    def _lose(self, key: ReplicaKey, why: str) -> None:
+        self.part([key.replica], 0.0)
+        where = self.launch.seats[key.replica].node
+        said = f"Replica {key.replica} on {where}, which was to join, is gone. {why}"
+        self._lost.append(NewcomerLost(self.launch.generation, key.replica, said))
+
     @property
-    def _ending(self) -> bool:
+    def _members(self) -> dict[ReplicaKey, ReplicaState]:
+        """The replicas that take part."""
+        apart = self._newcomers | self._parting.keys()
+        return {key: state for key, state in self._states.items() if key not in apart}
+
+    @property
+    def ending(self) -> bool:
+        """Whether its replicas are to end."""
         return self._deadline is not None
 
     def _end_within(self, seconds: float) -> None:
@@ -206,13 +305,11 @@ class RunningGeneration:
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _send_signals(self) -> None:
-        if self._deadline is None:
-            return
         now = self._clock()
-        signal = Signal.KILL if now >= self._deadline else Signal.STOP
         for key, state in self._states.items():
+            signal = self._due_signal(key, now)
             last, at = self._sent.get(key, (None, 0.0))
-            if state.ended or (last is signal and now < at + SIGNAL_INTERVAL):
+            if state.ended or signal is None or (last is signal and now < at + SIGNAL_INTERVAL):
                 continue
             try:
                 self._engine.signal(key, signal)
@@ -221,12 +318,18 @@ class RunningGeneration:
                 return
             self._sent[key] = signal, now
 
+    def _due_signal(self, key: ReplicaKey, now: float) -> Signal | None:
+        deadline = math.inf if self._deadline is None else self._deadline
+        if now >= min(self._parting.get(key, math.inf), deadline):
+            return Signal.KILL
+        return Signal.STOP if self.ending else None
+
     def _exited(self) -> Exited:
         generation = self.launch.generation
         for key in self._states:
             with suppress(BackendError):  # how it ended is known without its last lines
                 self._engine.fetch_log(key)
-        ends = {key: state.ended for key, state in self._states.items() if state.ended}
+        ends = {key: state.ended for key, state in self._members.items() if state.ended}
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(generation, Outcome.COMPLETE)
@@ -266,10 +369,10 @@ class RunningGeneration:
             return self._why, False
         if self._asked:
             return f"The replicas left no agreed checkpoint within {self._grace:g} s.", False
-        key = self._failed or self.launch.keys[0]
+        key = self._failed or min(ends)
         error = ends[key].result.error
         words = last_words(self._log(key), ends[key].status)
-        head = f"Replica {key.replica} on {self.launch.nodes[key.replica]} {words.describe()}"
+        head = f"Replica {key.replica} on {self.launch.seats[key.replica].node} {words.describe()}"
         log = self._log(key).name
         said = error.text if error else words.lines[-1].strip() if words.lines else ""
         head += f": {said}" if said else f" and printed nothing ({log})."

@@ -8,17 +8,16 @@ thread; the other methods only note what is wanted, or tell what is known, and a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
-from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.lifecycle import Exited, LiveState, Outcome
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
+from .adoption import NO_SLOTS, why_not_adopted
 from .base import (
     POLL_INTERVAL,
     BackendError,
@@ -31,29 +30,18 @@ from .base import (
     ReplicaProgram,
     Signal,
 )
+from .cluster_watch import ClusterWatch
 from .generation import START_TIMEOUT, RunningGeneration
 from .job_actions import JobActions
-from .report import LaunchStore, Report, Running
+from .report import Joiners, LaunchStore, Report, Running, Waiting
 from .slots import SlotLedger
 
 __all__ = ["STOP_GRACE", "Generations"]
 
-_LOG = logging.getLogger(__name__)
-
 STOP_GRACE = 30.0
 """Seconds that a job has to save a checkpoint when it is asked to stop."""
-NODES_INTERVAL = 1.0
-"""Seconds between two looks at the nodes."""
 SHUTDOWN_PATIENCE = 10.0
 """Seconds after the grace period for which `shutdown` waits for processes to end."""
-
-
-class _Pending(NamedTuple):
-    """A generation that waits for the previous one to end, or for its slots."""
-
-    program: ReplicaProgram
-    generation: int
-    nodes: tuple[str, ...]
 
 
 class Generations:
@@ -84,14 +72,12 @@ class Generations:
         self._state_dir = state_dir
         self._grace = grace
         self._start_timeout = start_timeout
-        self._nodes = dict(engine.nodes())
-        self._looked_at = clock()
-        self._ledger = SlotLedger({name: node.slots for name, node in self._nodes.items()})
+        self._cluster = ClusterWatch(engine, clock)
+        self._ledger = SlotLedger(self._cluster.slots)
         self._running: dict[str, RunningGeneration] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Waiting] = {}
+        self._joining: dict[str, Joiners] = {}
         self._reports: list[Report] = []
-        self._away = False
-        self._version = -1
         self._lock = threading.RLock()
 
     @property
@@ -105,7 +91,7 @@ class Generations:
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes as they were seen last."""
-        return self._nodes
+        return self._cluster.nodes
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots of each node."""
@@ -119,10 +105,19 @@ class Generations:
                 job: Running(entry.generation, entry.nodes) for job, entry in self._pending.items()
             }
             there = {
-                job: Running(running.launch.generation, running.launch.nodes)
+                job: Running(running.launch.generation, running.nodes)
                 for job, running in self._running.items()
             }
             return waiting | there
+
+    def newcomers(self) -> Mapping[str, tuple[int, Mapping[int, str]]]:
+        """Return generation, and nodes by id, of the replicas that are about to join a job."""
+        with self._lock:
+            return {
+                job: (running.launch.generation, running.newcomers)
+                for job, running in self._running.items()
+                if running.newcomers
+            }
 
     def apply(self, program: ReplicaProgram, generation: int, nodes: Sequence[str]) -> None:
         """Run a job as `generation`, with one replica for each entry of `nodes`.
@@ -139,9 +134,9 @@ class Generations:
                 raise BackendError(
                     f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each "
                     f"replica needs {program.num_stages} slots of its node, and the nodes have "
-                    + ", ".join(f"{name}: {node.slots}" for name, node in self._nodes.items())
+                    + ", ".join(f"{name}: {slots}" for name, slots in self._cluster.slots.items())
                 )
-            self._pending[program.job] = _Pending(program, generation, tuple(nodes))
+            self._pending[program.job] = Waiting(program, generation, tuple(nodes))
             if program.job in self._running:
                 self._running[program.job].stop(self._grace)
 
@@ -180,12 +175,16 @@ class Generations:
 
     def poll(self) -> list[Report]:
         """Continue what is under way; return what has happened since the last call."""
-        self._look_at_nodes()
-        listing = self._list()
+        looked = self._cluster.look()
+        listing = self._cluster.listing()
         with self._lock:
+            if looked:
+                self._ledger.resize(self._cluster.slots)
             if listing is not None:
                 self._step_all(listing)
                 self._end_strays(listing)
+            for job in list(self._joining):
+                self._start_joining(job)
             for job in list(self._pending):
                 self._start_pending(job)
             reports, self._reports = self._reports, []
@@ -202,7 +201,7 @@ class Generations:
             with suppress(BackendError):  # what was fetched before is there
                 self._engine.fetch_log(ReplicaKey(job, generation, replica))
 
-    def adopt(self, job: str, generation: int, supervisor_url: str) -> str | None:
+    def adopt(self, job: str, generation: int, supervisor_url: str, live: LiveState) -> str | None:
         """Adopt a generation that an earlier scheduler of the same store started.
 
         Whether it still runs or has already ended, `poll` reports its `Exited` like any other.
@@ -211,31 +210,61 @@ class Generations:
             job: its name.
             generation: which one.
             supervisor_url: URL that jobs report to.
+            live: who takes part in it, and who is about to.
 
         Returns:
             None if it was adopted; else the reason why not, in one sentence.
         """
         launch = self._read_launch(job, generation)
-        if launch is None:
-            return "The scheduler before this one died before it had started the job."
         listed = self._engine.listing().replicas
-        if any(key not in listed for key in launch.keys):
-            return "The scheduler before this one died while it started the job."
-        runs = any(listed[key].ended is None for key in launch.keys)
-        if runs and launch.supervisor_url != supervisor_url:
-            return (
-                f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
-                f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
-            )
+        refusal = why_not_adopted(launch, live.replicas, listed, supervisor_url)
+        if refusal is not None or launch is None:
+            return refusal
         with self._lock:
-            same = self._engine.holds(launch)
-            if not (same and self._ledger.restore(job, launch.nodes, launch.slots)):
-                return (
-                    "The cluster no longer has the slots that the job runs on: it is stopped, and "
-                    "goes on from its checkpoint."
-                )
-            self._running[job] = self._generation(launch, None)
+            if not (self._engine.holds(launch) and self._ledger.restore(job, launch.seats)):
+                return NO_SLOTS
+            running = self._running[job] = self._generation(launch, None)
+            newcomers = [replica for replica, _ in live.newcomers]
+            running.expect(newcomers, launch.seats.keys() - {*live.replicas, *newcomers})
         return None
+
+    def start_replicas(
+        self, program: ReplicaProgram, generation: int, replicas: Mapping[int, str]
+    ) -> None:
+        """Start replicas that join those of a generation which train, when their slots are free.
+
+        `poll` does the work, and reports `NewcomerLost` for one that ends before it was admitted.
+        """
+        with self._lock:
+            running = self._running.get(program.job)
+            if running is not None and running.launch.generation == generation:
+                self._joining[program.job] = Joiners(program, dict(replicas))
+
+    def end_replicas(
+        self, job: str, generation: int, replicas: Collection[int], *, at_once: bool
+    ) -> None:
+        """See to it that replicas end which do not take part any more, or never will.
+
+        Args:
+            job: its name.
+            generation: whose they are.
+            replicas: their ids.
+            at_once: False: they are about to end by themselves.
+        """
+        with self._lock:
+            joining = self._joining.get(job)
+            if joining is not None and not joining.replicas.keys().isdisjoint(replicas):
+                del self._joining[job]
+            running = self._running.get(job)
+            if running is not None and running.launch.generation == generation:
+                running.part(replicas, 0.0 if at_once else self._grace)
+
+    def admit(self, job: str, generation: int, replicas: Collection[int]) -> None:
+        """Note that replicas take part in a generation: their end is its end."""
+        with self._lock:
+            running = self._running.get(job)
+            if running is not None and running.launch.generation == generation:
+                running.admit(replicas)
 
     def recover(self, grace: float) -> list[str]:
         """End what an earlier scheduler left running and was not adopted: see `Engine.recover`."""
@@ -263,26 +292,14 @@ class Generations:
         """Let go of the engine's connections; replicas are left as they are."""
         self._engine.close()
 
-    def _list(self) -> Listing | None:
-        """Return a listing, None where there is none that is newer than the last."""
-        try:
-            listing = self._engine.listing()
-        except ClusterUnavailableError as error:
-            self._note_away(error)
-            return None
-        self._note_back()
-        newer = listing.version > self._version
-        self._version = max(self._version, listing.version)
-        return listing if newer else None
-
     def _end_strays(self, listing: Listing) -> None:
         """Kill replicas that belong to no generation here.
 
         The request to start one may arrive when it has been given up already.
         """
-        expected = {(job, entry.launch.generation) for job, entry in self._running.items()}
+        expected = {key for entry in self._running.values() for key in entry.launch.keys}
         for key, state in listing.replicas.items():
-            if state.ended is None and key[:2] not in expected:
+            if state.ended is None and key not in expected:
                 with suppress(ClusterUnavailableError):  # the next listing shows it again
                     self._engine.signal(key, Signal.KILL)
 
@@ -292,6 +309,8 @@ class Generations:
             started = running.take_started()
             if started is not None:
                 self._reports.append(Report(job, started))
+            self._reports.extend(Report(job, lost) for lost in running.take_lost())
+            self._release(job, running)
             if exited is None:
                 continue
             del self._running[job]
@@ -300,22 +319,50 @@ class Generations:
             if exited.outcome is Outcome.COMPLETE:
                 self._pending.pop(job, None)
 
+    def _release(self, job: str, running: RunningGeneration) -> None:
+        """Free the slots of replicas that have left and ended."""
+        parted = running.take_parted()
+        if parted:
+            launch = running.launch
+            self._launches.note_launch(job, launch.generation, launch.to_json_object())
+            self._ledger.release(job, parted)
+
+    def _start_joining(self, job: str) -> None:
+        """Start the replicas that are to join a job, if their slots are free."""
+        running = self._running.get(job)
+        if running is None or running.ending:
+            del self._joining[job]
+            return
+        program, replicas = self._joining[job]
+        seats = self._ledger.take(job, replicas, program.num_stages)
+        if seats is None:
+            return
+        try:
+            launch = running.launch.having(seats)
+            self._launches.note_launch(job, launch.generation, launch.to_json_object())
+        except BaseException:  # whatever it is, the slots are not left taken
+            self._ledger.release(job, replicas)
+            raise
+        del self._joining[job]
+        running.join(program, seats)
+
     def _start_pending(self, job: str) -> None:
         """Start a job's pending generation, if its slots are free."""
         if job in self._running:
             return
         program, generation, nodes = self._pending[job]
-        slots = self._ledger.take(job, nodes, program.num_stages)
-        if slots is None:
+        seats = self._ledger.take(job, dict(enumerate(nodes)), program.num_stages)
+        if seats is None:
             return
         try:
             launch = Launch(
                 job=job,
                 generation=generation,
-                nodes=nodes,
-                slots=tuple(slots),
+                seats=seats,
+                num_first=len(seats),
                 supervisor_url=program.supervisor_url,
                 checkpoints=self._engine.checkpoints(program),
+                live=self._engine.grows and program.script is not None,
             )
             self._launches.note_launch(job, generation, launch.to_json_object())
         except BackendError as error:
@@ -349,27 +396,3 @@ class Generations:
             return Launch.from_json_object(job, generation, data) if data else None
         except (KeyError, TypeError, ValueError):  # of another version
             return None
-
-    def _look_at_nodes(self) -> None:
-        now = self._clock()
-        if now < self._looked_at + NODES_INTERVAL:
-            return
-        self._looked_at = now
-        try:
-            nodes = dict(self._engine.nodes())
-        except ClusterUnavailableError as error:
-            self._note_away(error)
-            return
-        with self._lock:
-            self._nodes = nodes  # a new one each time: those who read it need no lock
-            self._ledger.resize({name: node.slots for name, node in nodes.items()})
-
-    def _note_away(self, error: ClusterUnavailableError) -> None:
-        if not self._away:
-            _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
-        self._away = True
-
-    def _note_back(self) -> None:
-        if self._away:
-            _LOG.warning("the cluster answers again")
-        self._away = False

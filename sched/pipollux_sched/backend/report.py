@@ -1,20 +1,22 @@
-"""What generations tell, and what they must have kept."""
+"""What generations tell, what waits to become one, and what they must have kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from pipollux_sched.lifecycle import Exited, Started
+from pipollux_sched.lifecycle import Exited, NewcomerLost, Started
 
-__all__ = ["LaunchStore", "Report", "Running"]
+from .base import ReplicaProgram
+
+__all__ = ["Joiners", "LaunchStore", "Report", "Running", "Waiting"]
 
 
 class Report(NamedTuple):
     """The outcome of an earlier `apply` or `stop`, or something that happened by itself."""
 
     job: str
-    event: Started | Exited
+    event: Started | Exited | NewcomerLost
     unsent: Mapping[str, Any] | None = None
     """Body of the training report that a generation which has ended could not send, unchecked."""
 
@@ -24,6 +26,21 @@ class Running(NamedTuple):
 
     generation: int
     nodes: tuple[str, ...]
+
+
+class Waiting(NamedTuple):
+    """A generation that waits for the previous one to end, or for its slots."""
+
+    program: ReplicaProgram
+    generation: int
+    nodes: tuple[str, ...]
+
+
+class Joiners(NamedTuple):
+    """Replicas that wait for their slots, to join others that train."""
+
+    program: ReplicaProgram
+    replicas: Mapping[int, str]
 
 
 class LaunchStore(Protocol):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from .base import Seat
 
 
 class SlotLedger:
@@ -10,8 +13,8 @@ class SlotLedger:
 
     Example:
         >>> ledger = SlotLedger({"node-a": 2, "node-b": 2})
-        >>> ledger.take("job", ["node-a", "node-b"], num_stages=2)
-        [(0, 1), (0, 1)]
+        >>> ledger.take("job", {0: "node-a", 1: "node-b"}, num_stages=2)
+        {0: Seat(node='node-a', slots=(0, 1)), 1: Seat(node='node-b', slots=(0, 1))}
 
     Args:
         nodes: number of slots by node.
@@ -20,7 +23,7 @@ class SlotLedger:
     def __init__(self, nodes: Mapping[str, int]) -> None:
         self._size = dict(nodes)
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        self._held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        self._held: dict[str, dict[int, Seat]] = {}
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
         """Return whether the replicas would fit if all slots were free."""
@@ -30,35 +33,44 @@ class SlotLedger:
         )
 
     def take(
-        self, holder: str, nodes: Sequence[str], num_stages: int
-    ) -> list[tuple[int, ...]] | None:
+        self, holder: str, replicas: Mapping[int, str], num_stages: int
+    ) -> dict[int, Seat] | None:
         """Reserve `num_stages` slots of its node for each replica, the lowest free ones.
+
+        Args:
+            holder: who holds them, besides what it holds for other replicas.
+            replicas: node of each replica by its id.
+            num_stages: slots of each.
 
         Returns:
             The slots of each replica; None, and nothing reserved, if they are not all free.
+
+        Raises:
+            ValueError: a replica of the holder has slots already.
         """
-        if holder in self._held:
-            raise ValueError(f"{holder} holds slots already; they must be given back first")
-        if any(nodes.count(name) * num_stages > len(self._free.get(name, ())) for name in nodes):
-            return None
-        taken = []
-        for name in nodes:
+        held = self._held.get(holder, {})
+        if twice := sorted(held.keys() & replicas.keys()):
+            raise ValueError(f"replica {twice[0]} of {holder} holds slots already")
+        for name, number in Counter(replicas.values()).items():
+            if number * num_stages > len(self._free.get(name, ())):
+                return None
+        taken = {}
+        for replica, name in replicas.items():
             slots = tuple(sorted(self._free[name])[:num_stages])
             self._free[name].difference_update(slots)
-            taken.append(slots)
-        self._held[holder] = list(zip(nodes, taken, strict=True))
+            taken[replica] = Seat(name, slots)
+        self._held[holder] = {**held, **taken}
         return taken
 
-    def restore(self, holder: str, nodes: Sequence[str], slots: Sequence[tuple[int, ...]]) -> bool:
+    def restore(self, holder: str, seats: Mapping[int, Seat]) -> bool:
         """Reserve the same slots for a holder again; False, and nothing reserved, if impossible."""
-        held = list(zip(nodes, slots, strict=True))
-        wanted = [(name, slot) for name, taken in held for slot in taken]
+        wanted = list(_slots_of(seats.values()))
         free = all(slot in self._free.get(name, ()) for name, slot in wanted)
         if holder in self._held or not free or len(set(wanted)) < len(wanted):
             return False
         for name, slot in wanted:
             self._free[name].discard(slot)
-        self._held[holder] = held
+        self._held[holder] = dict(seats)
         return True
 
     def resize(self, nodes: Mapping[str, int]) -> None:
@@ -68,19 +80,28 @@ class SlotLedger:
             nodes: number of slots by node.
         """
         self._size = dict(nodes)
-        held = [
-            (name, slot) for entry in self._held.values() for name, taken in entry for slot in taken
-        ]
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        for name, slot in held:
-            self._free.get(name, set()).discard(slot)
+        for seats in self._held.values():
+            for name, slot in _slots_of(seats.values()):
+                self._free.get(name, set()).discard(slot)
 
-    def release(self, holder: str) -> None:
-        """Free all slots of `holder`."""
-        for name, slots in self._held.pop(holder, []):
-            there = range(self._size.get(name, 0))
-            self._free.get(name, set()).update(slot for slot in slots if slot in there)
+    def release(self, holder: str, replicas: Collection[int] | None = None) -> None:
+        """Free the slots of some replicas of `holder`; None: of all."""
+        held = self._held.pop(holder, {})
+        ended = held.keys() if replicas is None else held.keys() & set(replicas)
+        for name, slot in _slots_of(held[replica] for replica in ended):
+            if slot < self._size.get(name, 0):
+                self._free[name].add(slot)
+        left = {replica: seat for replica, seat in held.items() if replica not in ended}
+        if left:
+            self._held[holder] = left
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots by node."""
         return {name: len(slots) for name, slots in self._free.items()}
+
+
+def _slots_of(seats: Iterable[Seat]) -> Iterable[tuple[str, int]]:
+    for seat in seats:
+        for slot in seat.slots:
+            yield seat.node, slot

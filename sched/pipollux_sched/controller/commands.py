@@ -13,7 +13,16 @@ from pathlib import Path
 
 from pipollux_sched.backend import Generations
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.lifecycle import Cancel, NodeLost, Phase, Resume, Suspend
+from pipollux_sched.lifecycle import (
+    Cancel,
+    ChangeRefused,
+    NewcomerLost,
+    NodeLost,
+    Phase,
+    Resume,
+    Suspend,
+    Switched,
+)
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, parse_job
@@ -30,6 +39,7 @@ from .admission import admitted
 from .deletion import DeletedJob, JobDeletion
 from .executor import Executor
 from .heartbeats import Heartbeats
+from .live_board import LiveBoard, LiveWord, ReplicaAnswer
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,6 +86,7 @@ class Control:
         self._deletion = deletion
         self.heartbeats = heartbeats or Heartbeats()
         """When replicas were last heard of."""
+        self._board = LiveBoard()
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Accept a job; it starts as soon as slots are free.
@@ -197,8 +208,14 @@ class Control:
         if condition is NodeCondition.DEAD:
             why = f"Node {name} is dead" + (f": {reason}." if reason else ".")
             for job in self._store.jobs(live=True):
-                if name in job.state.running_on:
-                    self._executor.handle(job.name, NodeLost(job.state.generation, why))
+                state = job.state
+                if name in state.running_on:
+                    self._executor.handle(job.name, NodeLost(state.generation, why))
+                    continue
+                for replica, place in state.live.newcomers:
+                    if place == name:
+                        lost = NewcomerLost(state.generation, replica, why)
+                        self._executor.handle(job.name, lost)
         self._reconsider()
         return node
 
@@ -224,6 +241,25 @@ class Control:
             received = ReceivedHeartbeat(name, generation, replica, step, finished)
             self._store.heartbeats.keep([received])
 
+    def take_word(
+        self, job: JobRecord, replica: int, word: LiveWord
+    ) -> tuple[JobRecord, ReplicaAnswer]:
+        """Take what a replica says of live changes; return its job then, and the answer.
+
+        Args:
+            job: its job.
+            replica: id of a replica of the present generation.
+            word: what it says.
+        """
+        for event in self._board.note(job.name, job.state, replica, word):
+            job = self._executor.handle(job.name, event)
+            if isinstance(event, Switched | ChangeRefused):
+                self._reconsider()
+            if not job.state.running_on:
+                self._board.forget(job.name)
+                return job, ReplicaAnswer(None, False, None, None)
+        return job, self._board.answer(job.name, job.state, replica)
+
     def expect_replicas(self) -> None:
         """Expect heartbeats of the running replicas that an earlier scheduler heard."""
         for job in (job for job in self._store.jobs(live=True) if job.state.running_on):
@@ -234,7 +270,7 @@ class Control:
     def fetch_logs(self, name: str) -> None:
         """Bring the output of a job's replicas so far into their logs."""
         state = self._store.job(name).state
-        for replica in range(len(state.running_on)):
+        for replica in state.live.replicas:
             self._backend.fetch_log(name, state.generation, replica)
 
     def decide(self) -> None:

@@ -21,9 +21,13 @@ from pipollux_sched.backend import BackendError, Generations, ReplicaProgram, Re
 from pipollux_sched.backend.base import POLL_INTERVAL
 from pipollux_sched.lifecycle import (
     Action,
+    ChangeOverdue,
+    EndReplicas,
     Event,
     Exited,
+    GiveUpAfter,
     Kill,
+    NewcomerLost,
     Outcome,
     Phase,
     Record,
@@ -31,7 +35,9 @@ from pipollux_sched.lifecycle import (
     RetryAfter,
     Shutdown,
     Start,
+    StartReplicas,
     Stop,
+    Switched,
 )
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import GenerationRecord, JobRecord, Store, UnknownJobError
@@ -76,7 +82,7 @@ class Executor:
         self._lock = threading.Lock()
         self._todo: deque[tuple[str, Action]] = deque()
         self._reports: deque[Report] = deque()
-        self._retries: list[tuple[float, int, str, Retry]] = []
+        self._retries: list[tuple[float, int, str, Event]] = []
         self._order = itertools.count()
         self.woken = threading.Event()
         """Set when there is something to do."""
@@ -91,6 +97,9 @@ class Executor:
         with self._lock:
             change = self._store.transition(name, event)
             self._todo.extend((name, action) for action in change.actions)
+        if isinstance(event, Switched):
+            state = change.job.state
+            self._backend.admit(name, event.generation, state.live.replicas)
         if change.actions:
             self.woken.set()
         phase = change.job.phase
@@ -177,13 +186,37 @@ class Executor:
                     self._stop(name, action)
                 case Kill():
                     self._kill(name, action)
+                case StartReplicas():
+                    self._start_replicas(name, action)
+                case EndReplicas():
+                    self._backend.end_replicas(
+                        name, action.generation, action.replicas, at_once=action.at_once
+                    )
                 case RetryAfter():
-                    due = time.monotonic() + action.seconds
-                    retry = Retry(action.generation)
-                    heapq.heappush(self._retries, (due, next(self._order), name, retry))
+                    self._later(action.seconds, name, Retry(action.generation))
+                case GiveUpAfter():
+                    why = f"Its newcomers did not come to where it is within {action.seconds:g} s."
+                    overdue = ChangeOverdue(action.generation, action.number, why)
+                    self._later(action.seconds, name, overdue)
                 case Record():  # the store has done it
                     pass
             self._todo.popleft()
+
+    def _later(self, seconds: float, name: str, event: Event) -> None:
+        due = time.monotonic() + seconds
+        heapq.heappush(self._retries, (due, next(self._order), name, event))
+
+    def _start_replicas(self, name: str, action: StartReplicas) -> None:
+        job = self._store.job(name)
+        try:
+            program = self._program(job)
+        except (SpecError, OSError) as error:
+            for replica, _ in action.replicas:
+                self.handle(name, NewcomerLost(action.generation, replica, str(error)))
+            return
+        if job.state.running_stages is not None:
+            program = replace(program, num_stages=job.state.running_stages)
+        self._backend.start_replicas(program, action.generation, dict(action.replicas))
 
     def _start(self, name: str, action: Start) -> None:
         try:

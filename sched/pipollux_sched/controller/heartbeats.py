@@ -215,9 +215,14 @@ class Heartbeats:
                 for replica, (last, step) in sorted(known.last.items())
             }
 
-    def forget(self, job: str, generation: int) -> None:
-        """Expect no more heartbeats of a generation: it has ended or is stopping."""
+    def forget(self, job: str, generation: int, replica: int | None = None) -> None:
+        """Expect no more heartbeats of a generation, or of one replica: it has ended, or will."""
         with self._lock:
             known = self._jobs.get(job)
-            if known is not None and known.number == generation:
+            if known is None or known.number != generation:
+                return
+            if replica is None:
                 del self._jobs[job]
+            else:
+                known.last.pop(replica, None)
+                known.changed.discard(replica)

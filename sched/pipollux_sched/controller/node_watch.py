@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipollux_sched.backend import Generations, Node
-from pipollux_sched.lifecycle import Event, NodeLost
+from pipollux_sched.lifecycle import Event, NewcomerLost, NodeLost
 from pipollux_sched.store import NodeCondition, NodeRecord, Store
 
 __all__ = ["NodeWatch"]
@@ -116,3 +116,8 @@ class NodeWatch:
                 why = f"Node {lost[0]} does not answer, or is no longer in the cluster."
                 self._handle(name, NodeLost(entry.generation, why))
                 self._moved.add((name, entry.generation))
+        for name, (generation, newcomers) in self._backend.newcomers().items():
+            for replica, node in newcomers.items():
+                if node not in ready:
+                    why = f"Node {node} does not answer, or is no longer in the cluster."
+                    self._handle(name, NewcomerLost(generation, replica, why))

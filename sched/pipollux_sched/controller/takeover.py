@@ -47,7 +47,7 @@ def _adopt(job: JobRecord, backend: Generations, executor: Executor, url: str) -
     if not job.state.running_on:
         return False
     generation = job.state.generation
-    refusal = backend.adopt(job.name, generation, url)
+    refusal = backend.adopt(job.name, generation, url, job.state.live)
     found = Adopt(generation) if refusal is None else NotAdopted(generation, refusal)
     executor.handle(job.name, found)
     return refusal is None

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
-from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, Stalled
+from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, NewcomerLost, Stalled
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.utils.text import spell_duration
 
-from .heartbeats import Heartbeats, StalledJob
+from .heartbeats import Heartbeats, LostReplica, StalledJob
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,20 +86,37 @@ class Watchdog:
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
         told: set[tuple[str, int]] = set()
-        for name, generation, replica, seconds in self._heartbeats.lost(self._heartbeat_timeout):
-            if (name, generation) in told:
-                continue
-            why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
-            self._let(name, HeartbeatLost(generation, why))
-            told.add((name, generation))
-            # Not before: an event that could not be stored is tried again at the next check.
-            self._heartbeats.forget(name, generation)
+        for lost in self._heartbeats.lost(self._heartbeat_timeout):
+            if (lost.job, lost.generation) not in told and self._lose(lost):
+                told.add((lost.job, lost.generation))
         for name, generation in self._heartbeats.lingering(EXIT_TIMEOUT):
             self._let(name, HeartbeatLost(generation, _LINGERING))
             self._heartbeats.forget(name, generation)
         for stalled in self._heartbeats.stalled():
             self._let(stalled.job, Stalled(stalled.generation, _why_stalled(stalled)))
             self._heartbeats.forget(stalled.job, stalled.generation)
+
+    def _lose(self, lost: LostReplica) -> bool:
+        """Note a replica that is not heard of; return whether its generation ends with it."""
+        name, generation, replica, seconds = lost
+        # What is forgotten is so after it was stored: else it is tried again at the next check.
+        if not self._takes_part(lost):
+            why = f"Replica {replica} was not heard of for {seconds:.0f} s before it took part."
+            self._let(name, NewcomerLost(generation, replica, why))
+            self._heartbeats.forget(name, generation, replica)
+            return False
+        why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
+        self._let(name, HeartbeatLost(generation, why))
+        self._heartbeats.forget(name, generation)
+        return True
+
+    def _takes_part(self, lost: LostReplica) -> bool:
+        """Return whether a replica takes part; others are about to join, or have left."""
+        try:
+            state = self._store.job(lost.job).state
+        except UnknownJobError:
+            return True
+        return state.generation != lost.generation or lost.replica in state.live.replicas
 
     def _let(self, name: str, event: Event) -> None:
         try:

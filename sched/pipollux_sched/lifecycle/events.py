@@ -56,6 +56,65 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
+class LiveReady:
+    """The replicas of a generation say whether others can join and leave while they train."""
+
+    generation: int
+    why_not: str | None = None
+    """Why they cannot; None: they can."""
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A newcomer waits at the loop that the others are in."""
+
+    generation: int
+    replica: int
+
+
+@dataclass(frozen=True)
+class Switched:
+    """The replicas of a generation train in another membership."""
+
+    generation: int
+    number: int
+    """Of the membership."""
+    step: int | None = None
+    """Optimizer step after which they changed."""
+    seconds: float | None = None
+    """How long nobody trained."""
+
+
+@dataclass(frozen=True)
+class ChangeRefused:
+    """A replica has given up a membership that was to be formed: it does not come about."""
+
+    generation: int
+    number: int
+    why: str
+    for_good: bool = False
+    """Whether no other would come about either, so that the job is restarted instead."""
+
+
+@dataclass(frozen=True)
+class NewcomerLost:
+    """A replica has ended, or was not heard of, before it took part."""
+
+    generation: int
+    replica: int
+    why: str
+
+
+@dataclass(frozen=True)
+class ChangeOverdue:
+    """The newcomers of a membership are not all there, and should have been."""
+
+    generation: int
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """The last process of a generation has ended."""
 
@@ -99,7 +158,7 @@ class Expire:
 
 @dataclass(frozen=True)
 class HeartbeatLost:
-    """A replica of a generation has not been heard of for too long."""
+    """A replica that takes part in a generation has not been heard of for too long."""
 
     generation: int
     why: str
@@ -152,6 +211,12 @@ Event: TypeAlias = (
     | Allocate
     | Started
     | FirstStep
+    | LiveReady
+    | Parked
+    | Switched
+    | ChangeRefused
+    | NewcomerLost
+    | ChangeOverdue
     | Exited
     | Retry
     | Cancel
@@ -189,6 +254,34 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class StartReplicas:
+    """Start replicas that join those of a generation which train."""
+
+    generation: int
+    replicas: tuple[tuple[int, str], ...]
+    """Id and node of each."""
+
+
+@dataclass(frozen=True)
+class EndReplicas:
+    """See to it that replicas of a generation end while the others train."""
+
+    generation: int
+    replicas: tuple[int, ...]
+    at_once: bool
+    """False: they have left, and end by themselves."""
+
+
+@dataclass(frozen=True)
+class GiveUpAfter:
+    """Send a `ChangeOverdue` of this membership when `seconds` have passed."""
+
+    generation: int
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Kill:
     """End the processes of a generation that cannot be asked any more."""
 
@@ -213,4 +306,6 @@ class Record:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action: TypeAlias = Start | Stop | Kill | RetryAfter | Record
+Action: TypeAlias = (
+    Start | Stop | StartReplicas | EndReplicas | GiveUpAfter | Kill | RetryAfter | Record
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .state import Intent, JobState, Phase
+from .state import ChangeStage, Intent, JobState, Phase
 
 
 def broken_rules(state: JobState) -> list[str]:
@@ -54,8 +54,35 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     running = state.running_on, state.running_stages
     yield (
         "a generation that may run on is what was assigned",
-        (not runs or state.intent is not None or running == (state.assigned, state.num_stages)),
+        (
+            not runs
+            or state.intent is not None
+            or state.live.change is not None
+            or running == (state.assigned, state.num_stages)
+        ),
     )
+    yield from _live(state)
+
+
+def _live(state: JobState) -> Iterator[tuple[str, bool]]:
+    live, change = state.live, state.live.change
+    yield (
+        "every running replica has an id of its own",
+        len(set(live.replicas)) == len(live.replicas) == len(state.running_on),
+    )
+    yield "ids are given out once", all(replica < live.num_ids for replica in live.replicas)
+    if change is None:
+        return
+    yield "only what trains is changed live", state.training and state.intent is None
+    yield "a live change leads to a new membership", live.number < change.number == live.highest
+    yield "some replica survives a live change", bool(set(live.replicas) & set(change.replicas))
+    yield (
+        "a live change leads to what was assigned",
+        (change.nodes, state.running_stages) == (state.assigned, state.num_stages),
+    )
+    forming = change.stage is ChangeStage.FORMING
+    waiting = {replica for replica, _ in live.newcomers} - set(change.parked)
+    yield "replicas form their groups when all newcomers wait", forming != bool(waiting)
 
 
 def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:

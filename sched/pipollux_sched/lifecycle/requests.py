@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .events import Action, Record, Rerun, Stop
+from .live_changes import again
 from .state import Intent, JobState, Phase
 from .steps import DEADLINE, NOT_ADOPTED, Transition, ended_early, enter, set_aside, stop
 
@@ -107,7 +108,7 @@ def adopt(state: JobState, generation: int) -> Transition:
     )
     if state.intent is not None:
         actions += (Stop(generation, state.message, graceful=state.training),)
-    return state, actions
+    return state, (*actions, *again(state))
 
 
 def not_adopted(state: JobState, generation: int, why: str, now: float) -> Transition:

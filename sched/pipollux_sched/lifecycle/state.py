@@ -65,6 +65,69 @@ class Condition:
     """Seconds since the epoch of the last change of `status`."""
 
 
+class ChangeStage(StrEnum):
+    """How far a live change has come."""
+
+    STARTING = "starting"
+    """Newcomers are started, and go to where the others are in the script."""
+    FORMING = "forming"
+    """All replicas that are to take part form their groups; then the job changes by itself."""
+
+
+@dataclass(frozen=True)
+class LiveChange:
+    """A change of replicas while those that stay go on training."""
+
+    number: int
+    """Of the membership that it leads to."""
+    replicas: tuple[int, ...]
+    """Ids of those that are to take part, in the order of ranks."""
+    nodes: tuple[str, ...]
+    """Node of each."""
+    stage: ChangeStage
+    parked: tuple[int, ...] = ()
+    """Newcomers that wait to take part."""
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Who takes part in the running generation, and what of that is being changed.
+
+    Inside a generation there are memberships 1, 2, …, each a list of replicas. A replica's id is
+    never used twice in a generation; its rank is its place in the list.
+    """
+
+    number: int = 0
+    """Of the membership that trains; 0: none runs."""
+    replicas: tuple[int, ...] = ()
+    """Ids of its replicas in the order of ranks; `JobState.running_on` has their nodes."""
+    num_ids: int = 0
+    """Ids given out so far, from 0."""
+    highest: int = 0
+    """Highest number of a membership so far, whether it came about or not."""
+    why_not: str | None = "its replicas have not said that they can join and leave"
+    """Why it cannot be changed live, so that it is restarted instead; None: it can."""
+    failures: int = 0
+    """Live changes in a row that did not come about."""
+    change: LiveChange | None = None
+    """The one under way."""
+
+    @property
+    def newcomers(self) -> tuple[tuple[int, str], ...]:
+        """Ids and nodes of the replicas that are about to join."""
+        if self.change is None:
+            return ()
+        both = zip(self.change.replicas, self.change.nodes, strict=True)
+        return tuple((replica, node) for replica, node in both if replica not in self.replicas)
+
+    @property
+    def leavers(self) -> tuple[int, ...]:
+        """Ids of the replicas that are about to leave."""
+        if self.change is None:
+            return ()
+        return tuple(replica for replica in self.replicas if replica not in self.change.replicas)
+
+
 @dataclass(frozen=True)
 class JobState:
     """Everything about a job that its life depends on."""
@@ -84,6 +147,8 @@ class JobState:
     """K of these replicas; None: as for `num_stages`."""
     training: bool = False
     """Whether the running generation has reported its first step."""
+    live: LiveState = LiveState()
+    """Which replicas take part in the running generation."""
     intent: Intent | None = None
     """What the running generation is being stopped for; None while it may run on."""
     suspended: bool = False
@@ -103,6 +168,11 @@ class JobState:
     def condition(self) -> Condition | None:
         """The condition that belongs to the present phase."""
         return next((entry for entry in self.conditions if entry.type is self.phase), None)
+
+    @property
+    def nodes_in_use(self) -> tuple[str, ...]:
+        """Node of each replica that runs or is being started, newcomers too."""
+        return (*self.running_on, *(node for _, node in self.live.newcomers))
 
     @property
     def reason(self) -> str:

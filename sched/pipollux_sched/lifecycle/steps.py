@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .events import Action, Record, Start, Stop
-from .state import CANCELLED, Condition, Intent, JobState, Phase
+from .state import CANCELLED, Condition, Intent, JobState, LiveState, Phase
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
@@ -49,12 +49,18 @@ def enter(
     """
     conditions = with_condition(state.conditions, phase, reason, message, now)
     entered = replace(state, phase=phase, conditions=conditions, **changes)
-    return replace(entered, **_AT_REST) if phase.ended else entered
+    if phase.ended:
+        entered = replace(entered, **_AT_REST)
+    if not entered.running_on:
+        return replace(entered, live=LiveState())
+    if entered.intent is not None:  # it stops with all its replicas, newcomers too
+        return replace(entered, live=replace(entered.live, change=None))
+    return entered
 
 
 def start(state: JobState, message: str, now: float) -> Transition:
     """Start the next generation where `state.assigned` says."""
-    generation = state.generation + 1
+    generation, num_replicas = state.generation + 1, len(state.assigned)
     started = enter(
         state,
         Phase.RUNNING,
@@ -66,6 +72,7 @@ def start(state: JobState, message: str, now: float) -> Transition:
         running_stages=state.num_stages,
         training=False,
         intent=None,
+        live=LiveState(1, tuple(range(num_replicas)), num_replicas, highest=1),
     )
     return started, (Start(generation, state.assigned, state.num_stages),)
 

@@ -18,20 +18,26 @@ until its processes have ended; `JobState.intent` says what the stop is for.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from . import requests
+from . import live_changes, requests
 from .events import (
     Adopt,
     Allocate,
     Cancel,
+    ChangeOverdue,
+    ChangeRefused,
     Event,
     Exited,
     Expire,
     FirstStep,
     HeartbeatLost,
     Kill,
+    LiveReady,
+    NewcomerLost,
     NodeLost,
     NotAdopted,
+    Parked,
     Record,
     Recover,
     Rerun,
@@ -43,6 +49,7 @@ from .events import (
     Started,
     Submit,
     Suspend,
+    Switched,
 )
 from .state import Intent, JobState, Outcome, Phase
 from .steps import NOT_ADOPTED, Transition, ended_early, enter, set_aside, start, stop
@@ -81,6 +88,18 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _started(state, event, now)
         case FirstStep():
             return _first_step(state, event, now)
+        case LiveReady():
+            return live_changes.ready(state, event)
+        case Parked():
+            return live_changes.parked(state, event)
+        case Switched():
+            return live_changes.switched(state, event, now)
+        case ChangeRefused():
+            return live_changes.refused(state, event, now)
+        case NewcomerLost():
+            return live_changes.newcomer_lost(state, event, now)
+        case ChangeOverdue():
+            return live_changes.overdue(state, event, now)
         case Exited():
             return _exited(state, event, now)
         case Retry():
@@ -124,6 +143,8 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
     if state.phase.ended or state.suspended or state.intent is not None:
         return state, ()
+    if state.live.change is not None:  # it is weighed again when that is done
+        return state, ()
     if state.running_on:
         return _reallocate_running(state, event, nodes, now)
     if not nodes:
@@ -143,12 +164,17 @@ def _reallocate_running(
 ) -> Transition:
     if sorted(nodes) == sorted(state.running_on) and event.num_stages == state.running_stages:
         return state, ()
+    restarts = live_changes.why_restart(state, nodes, event.num_stages) if nodes else None
+    if nodes and restarts is None:
+        allocated = _allocated(state, event, nodes, live=True)
+        return live_changes.begin(state, nodes, event.why, allocated, now)
     phase, reason, intent = (
         (Phase.RESTARTING, "Moving", Intent.MOVE)
         if nodes
         else (Phase.RUNNING, "Stopping", Intent.SUSPEND)
     )
-    actions = (_allocated(state, event, nodes), *stop(state, event.why))
+    record = _allocated(state, event, nodes, why_restart=restarts)
+    actions = (record, *stop(state, event.why))
     given = _given(state, event)
     return enter(given, phase, reason, event.why, now, intent=intent), actions
 
@@ -159,7 +185,14 @@ def _given(state: JobState, event: Allocate) -> JobState:
     return replace(state, assigned=tuple(event.nodes), num_stages=num_stages)
 
 
-def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Record:
+def _allocated(
+    state: JobState,
+    event: Allocate,
+    nodes: tuple[str, ...],
+    *,
+    live: bool = False,
+    why_restart: str | None = None,
+) -> Record:
     data = {
         "num_stages": event.num_stages,
         "num_microbatches": None,
@@ -173,8 +206,10 @@ def _allocated(state: JobState, event: Allocate, nodes: tuple[str, ...]) -> Reco
         "num_replicas": len(nodes),
         "previous": list(state.running_on or state.assigned),
         "why": event.why,
+        "live": live,
+        "why_restart": why_restart,
     }
-    return Record("allocated", state.generation + 1, data)
+    return Record("allocated", state.generation + (0 if live else 1), data)
 
 
 def _started(state: JobState, event: Started, _now: float) -> Transition:
@@ -269,7 +304,7 @@ def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transi
     if event.generation != state.generation or not state.running_on:
         return state, ()
     record = Record("heartbeat_lost", event.generation, {"why": event.why})
-    lost = enter(state, state.phase, "HeartbeatLost", event.why, now)
+    lost = enter(state, state.phase, "HeartbeatLost", event.why, now, **_unchanged(state))
     return lost, (record, Kill(event.generation, event.why))
 
 
@@ -283,8 +318,15 @@ def _stalled(state: JobState, event: Stalled, now: float) -> Transition:
     if event.generation != state.generation or not trains:
         return state, ()
     record = Record("stalled", event.generation, {"why": event.why})
-    stalled = enter(state, state.phase, "Stalled", event.why, now)
+    stalled = enter(state, state.phase, "Stalled", event.why, now, **_unchanged(state))
     return stalled, (record, Kill(event.generation, event.why))
+
+
+def _unchanged(state: JobState) -> dict[str, Any]:
+    """Return the changes that let go of a live change under way: all replicas are to end."""
+    if state.live.change is None:
+        return {}
+    return {"live": replace(state.live, change=None), "assigned": state.running_on}
 
 
 def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:

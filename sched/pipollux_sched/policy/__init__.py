@@ -23,7 +23,13 @@ from pipollux_sched.policy.sia.policy import SiaPolicy
 
 from .allocation import Allocation, shape_of
 from .base import Policy
-from .change_cost import ChangeKind, change_kind, change_seconds, num_survivors
+from .change_cost import (
+    DEFAULT_RESCALE_SECONDS,
+    ChangeKind,
+    change_kind,
+    change_seconds,
+    num_survivors,
+)
 from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .restart_cost import DEFAULT_RESTART_SECONDS
@@ -31,6 +37,7 @@ from .rules import is_pinned, must_move, usable_nodes, violations
 
 __all__ = [
     "DEFAULT_POLICY",
+    "DEFAULT_RESCALE_SECONDS",
     "DEFAULT_RESTART_SECONDS",
     "POLICIES",
     "Allocation",

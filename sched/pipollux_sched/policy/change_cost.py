@@ -21,6 +21,9 @@ from .allocation import Allocation, shape_of
 from .job_info import JobInfo, NodeInfo
 from .rules import usable_nodes
 
+DEFAULT_RESCALE_SECONDS = 1.0
+"""What a live change is taken to cost before a job's own was measured."""
+
 
 class ChangeKind(Enum):
     """What takes a job from one allocation to another."""

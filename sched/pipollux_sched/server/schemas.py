@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
+from pipollux_sched.controller.live_board import ReplicaAnswer
+from pipollux_sched.lifecycle import JobState
 from pipollux_sched.views.models import View
 
 
@@ -64,3 +67,58 @@ class DiscoveryReply(View):
     num_replicas: int
     complete: bool
     replicas: list[ReplicaPlace]
+
+
+class MembershipReply(View):
+    """Who is to train together: ids in the order of ranks."""
+
+    number: int
+    replicas: list[str]
+    num_nodes: int
+
+
+class BulletinReply(MembershipReply):
+    """Where those that train are, for one that is to join them."""
+
+    place: tuple[int, int]
+    balance: list[int]
+
+
+class StoreReply(View):
+    """Where the replicas of a membership find each other."""
+
+    number: int
+    host: str
+    port: int
+
+
+class LiveAnswer(View):
+    """What a replica is told with the answer to its heartbeat.
+
+    `again`: seconds until its next one. `proposal`: the membership that is to be formed.
+    `bulletin`: for one that is to join, where the others are.
+    """
+
+    again: float | None = None
+    proposal: MembershipReply | None = None
+    bulletin: BulletinReply | None = None
+    store: StoreReply | None = None
+
+    @classmethod
+    def of(cls, state: JobState, answer: ReplicaAnswer) -> Self:
+        """Return the answer to a replica of a job."""
+        live, change, place = state.live, state.live.change, answer.place
+        proposal = bulletin = None
+        if change is not None and answer.forming:
+            proposal = MembershipReply(**_membership(change.number, change.replicas, change.nodes))
+        if place is not None:
+            now = _membership(live.number, live.replicas, state.running_on)
+            where = (place.epoch, place.loop)
+            bulletin = BulletinReply(**now, place=where, balance=list(place.balance))
+        store = None if answer.store is None else StoreReply(**answer.store._asdict())
+        return cls(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
+
+
+def _membership(number: int, replicas: Sequence[int], nodes: Sequence[str]) -> dict[str, Any]:
+    ids = [str(replica) for replica in replicas]
+    return {"number": number, "replicas": ids, "num_nodes": len(set(nodes))}

@@ -18,6 +18,8 @@ from .tables import GenerationRow, JobRow
 
 ENDED = tuple(phase.value for phase in Phase if phase.ended)
 """Phases of jobs that have ended: of a store that was kept for months nearly all."""
+CHANGED = "changed"
+"""Outcome of a membership whose replicas went on in the next one."""
 
 
 class GenerationCounts(NamedTuple):
@@ -35,8 +37,9 @@ def totals(session: Session, name: str | None = None) -> GenerationCounts:
     """Return the starts and restarts of a job, or of all existing jobs without a name."""
     row = GenerationRow
     failed = (row.outcome == Outcome.FAILED.value) & row.intent.is_(None)
+    begun = row.membership == 1
     query = select(
-        func.count() - func.count(distinct(row.job)),
+        func.count().filter(begun) - func.count(distinct(row.job)),
         func.count().filter(row.intent == Intent.MOVE.value),
         func.count().filter(failed),
     ).select_from(row)
@@ -62,7 +65,7 @@ def count(session: Session, *, live: bool) -> dict[str, int]:
     """Return the number of generations of each job."""
     counts = (
         select(GenerationRow.job, func.count().label("generations"))
-        .where(among_live(GenerationRow.job, live=live))
+        .where(among_live(GenerationRow.job, live=live), GenerationRow.membership == 1)
         .group_by(GenerationRow.job)
     )
     return {row.job: row.generations for row in session.execute(counts)}
@@ -75,15 +78,26 @@ def restart_seconds(session: Session, name: str | None = None) -> dict[str, list
         session: session of the store.
         name: only this job; None: all jobs that have not ended.
     """
+    return _costs(session, GenerationRow.restart_seconds, name)
+
+
+def pause_seconds(session: Session, name: str | None = None) -> dict[str, list[float]]:
+    """Return the pause of each live change in seconds, as `restart_seconds` does."""
+    return _costs(session, GenerationRow.pause_seconds, name)
+
+
+def _costs(
+    session: Session, cost: InstrumentedAttribute[float | None], name: str | None
+) -> dict[str, list[float]]:
     whose = among_live(GenerationRow.job, live=True) if name is None else GenerationRow.job == name
     query = (
-        select(GenerationRow.job, GenerationRow.restart_seconds)
-        .where(whose, GenerationRow.restart_seconds.is_not(None))
+        select(GenerationRow.job, cost.label("seconds"))
+        .where(whose, cost.is_not(None))
         .order_by(GenerationRow.id)
     )
     found: dict[str, list[float]] = {}
     for row in session.execute(query):
-        found.setdefault(row.job, []).append(row.restart_seconds)
+        found.setdefault(row.job, []).append(row.seconds)
     return found
 
 

@@ -29,11 +29,12 @@ from pipollux_sched.lifecycle import (
     Started,
     Stop,
     Suspend,
+    Switched,
     advance,
 )
 
 from .errors import JobEndedError, StaleGenerationError, UnknownJobError
-from .generations import ENDED
+from .generations import CHANGED, ENDED
 from .heartbeats import drop_heartbeats
 from .records import JobRecord, Point, job_record, job_state, write_job_state
 from .tables import EventRow, GenerationRow, JobRow, PointRow
@@ -79,6 +80,8 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
     if after.phase.ended and not before.phase.ended:
         row.ended_at = now
     _keep_event(session, row.name, before, event, now)
+    if isinstance(event, Switched) and after.live.number != before.live.number:
+        _keep_membership(session, row.name, after, event, now)
     for action in actions:
         _keep_action(session, row, after, action, now)
     todo = tuple(action for action in actions if not isinstance(action, Record))
@@ -118,6 +121,31 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
             row.ended_at, row.outcome = now, "lost"
 
 
+def _keep_membership(
+    session: Session, name: str, after: JobState, event: Switched, now: float
+) -> None:
+    """End the row of the membership before, and begin another one."""
+    before = find_generation(session, name, after.generation)
+    if before is None:
+        return
+    before.ended_at, before.outcome = now, CHANGED
+    session.add(
+        GenerationRow(
+            job=name,
+            generation=after.generation,
+            membership=after.live.number,
+            nodes=list(after.running_on),
+            num_replicas=len(after.running_on),
+            num_stages=before.num_stages,
+            created_at=now,
+            started_at=now,
+            first_step_at=now,
+            first_step=event.step,
+            pause_seconds=event.seconds,
+        )
+    )
+
+
 def _keep_action(
     session: Session, job: JobRow, state: JobState, action: Action, now: float
 ) -> None:
@@ -143,11 +171,10 @@ def _keep_action(
 
 
 def find_generation(session: Session, name: str, generation: int) -> GenerationRow | None:
-    """Return the row of a generation, None if there is none."""
-    query = select(GenerationRow).where(
-        GenerationRow.job == name, GenerationRow.generation == generation
-    )
-    return session.scalar(query)
+    """Return the row of a generation's last membership, None if there is none."""
+    mine = (GenerationRow.job == name, GenerationRow.generation == generation)
+    query = select(GenerationRow).where(*mine).order_by(GenerationRow.membership.desc())
+    return session.scalar(query.limit(1))
 
 
 def restart_seconds(session: Session, name: str, generation: int, now: float) -> float | None:

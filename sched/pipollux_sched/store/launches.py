@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from . import journal
 from .database import Database
 from .errors import StaleGenerationError
-from .replicas import check_replica
+from .replicas import check_replica, num_ids
 from .tables import GenerationRow
 
 __all__ = ["LaunchRecords"]
@@ -65,7 +65,7 @@ class LaunchRecords:
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
-            check_replica(job, row.generation, len(row.running_on), generation)
+            check_replica(job, row.generation, num_ids(row), generation)
             _find(session, job, generation).stopped_step = step
 
     def stopped_step(self, job: str, generation: int) -> int | None:
@@ -75,7 +75,8 @@ class LaunchRecords:
 
 
 def _mine(job: str, generation: int) -> tuple[ColumnElement[bool], ...]:
-    return GenerationRow.job == job, GenerationRow.generation == generation
+    first = GenerationRow.membership == 1
+    return GenerationRow.job == job, GenerationRow.generation == generation, first
 
 
 def _find(session: Session, job: str, generation: int) -> GenerationRow:

@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from pipollux_sched.lifecycle import Condition, Intent, JobState, Phase
+from pipollux_sched.lifecycle import (
+    ChangeStage,
+    Condition,
+    Intent,
+    JobState,
+    LiveChange,
+    LiveState,
+    Phase,
+)
 from pipollux_sched.spec.variables import hide_values
 
 from .tables import GenerationRow, JobRow, NodeRow
@@ -37,12 +45,14 @@ class JobRecord:
         """Return the job as plain JSON data, without its token."""
         state = asdict(self.state)
         conditions = state.pop("conditions")
+        live = state.pop("live") if self.state.running_on else None
         return {
             "name": self.name,
             "submitted_at": self.submitted_at,
             "ended_at": self.ended_at,
             "deadline_at": self.deadline_at,
             **state,
+            "live": live,
             "num_stages": self.state.num_stages or self.spec.get("num_stages", 1),
             "reason": self.state.reason,
             "message": self.state.message,
@@ -53,10 +63,12 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """One generation of a job."""
+    """One membership of a generation of a job; most generations have one."""
 
     job: str
     generation: int
+    membership: int
+    """Its number; later ones began while the job trained."""
     nodes: tuple[str, ...]
     num_stages: int
     """K of each replica."""
@@ -67,6 +79,8 @@ class GenerationRecord:
     restart_seconds: float | None
     """From the moment the generation before was asked to stop to this one's first step; None where
     the job did not go straight from one to the other."""
+    pause_seconds: float | None
+    """How long nobody trained while replicas joined or left; None: it began with a start."""
     stopping_at: float | None
     ended_at: float | None
     outcome: str | None
@@ -155,7 +169,24 @@ def job_state(row: JobRow) -> JobState:
         interruptions=row.interruptions,
         max_restarts=row.max_restarts,
         first_generation=row.first_generation,
+        live=_live_state(row),
     )
+
+
+def _live_state(row: JobRow) -> LiveState:
+    if not row.running_on:
+        return LiveState()
+    if row.live is None:  # started before there were live changes
+        ids = tuple(range(len(row.running_on)))
+        return LiveState(1, ids, len(ids), highest=1)
+    data = dict(row.live)
+    change = data.pop("change")
+    data["replicas"] = tuple(data["replicas"])
+    if change is not None:
+        listed = {name: tuple(change[name]) for name in ("replicas", "nodes", "parked")}
+        stage = ChangeStage(change["stage"])
+        data["change"] = LiveChange(**{**change, **listed, "stage": stage})
+    return LiveState(**data)
 
 
 def write_job_state(row: JobRow, state: JobState) -> None:
@@ -174,6 +205,7 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     row.interruptions = state.interruptions
     row.max_restarts = state.max_restarts
     row.first_generation = state.first_generation
+    row.live = asdict(state.live) if state.running_on else None
 
 
 def job_record(row: JobRow) -> JobRecord:
@@ -193,6 +225,7 @@ def generation_record(row: GenerationRow) -> GenerationRecord:
     return GenerationRecord(
         job=row.job,
         generation=row.generation,
+        membership=row.membership,
         nodes=tuple(row.nodes),
         num_stages=row.num_stages,
         created_at=row.created_at,
@@ -200,6 +233,7 @@ def generation_record(row: GenerationRow) -> GenerationRecord:
         first_step_at=row.first_step_at,
         first_step=row.first_step,
         restart_seconds=row.restart_seconds,
+        pause_seconds=row.pause_seconds,
         stopping_at=row.stopping_at,
         ended_at=row.ended_at,
         outcome=row.outcome,

@@ -53,7 +53,7 @@ class ReplicaAddresses:
         """
         with self._database.write() as session:
             row = journal.find_job(session, job)
-            check_replica(job, row.generation, len(row.running_on), generation, replica)
+            check_replica(job, row.generation, num_ids(row), generation, replica)
             older = ReplicaRow.generation != generation
             session.execute(delete(ReplicaRow).where(ReplicaRow.job == job, older))
             session.merge(
@@ -75,7 +75,7 @@ class ReplicaAddresses:
         """
         with self._database.read() as session:
             row: JobRow = journal.find_job(session, job)
-            check_replica(job, row.generation, len(row.running_on), generation)
+            check_replica(job, row.generation, num_ids(row), generation)
             query = (
                 select(ReplicaRow)
                 .where(ReplicaRow.job == job, ReplicaRow.generation == generation)
@@ -83,6 +83,13 @@ class ReplicaAddresses:
             )
             addresses = {entry.replica: entry.address for entry in session.scalars(query)}
             return Discovery(len(row.running_on), addresses)
+
+
+def num_ids(row: JobRow) -> int:
+    """Return how many replicas the running generation of a job has had so far; 0: none runs."""
+    if not row.running_on:
+        return 0
+    return len(row.running_on) if row.live is None else int(row.live["num_ids"])
 
 
 def check_replica(

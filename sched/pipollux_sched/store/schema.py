@@ -15,7 +15,7 @@ from .errors import StoreError
 from .location import Location
 from .tables import Base, MetaRow
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest of alembic's revisions, which this version needs."""
 REVISIONS = "pipollux_sched.store.migrations:versions"
 """Where they are, one place a line, as alembic spells places."""

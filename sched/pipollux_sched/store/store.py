@@ -302,6 +302,17 @@ class Store:
             measured = generations.restart_seconds(session)
         return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
 
+    def pause_costs(self) -> dict[str, float]:
+        """Return the moving average of the pauses of live changes, of jobs that had some."""
+        with self._database.read() as session:
+            measured = generations.pause_seconds(session)
+        return {job: moving_average(seconds, 0.0) for job, seconds in measured.items()}
+
+    def num_changes(self) -> dict[str, int]:
+        """Return the number of live changes of jobs that have not ended and had some."""
+        with self._database.read() as session:
+            return {job: len(costs) for job, costs in generations.pause_seconds(session).items()}
+
     # Events
 
     def add_event(self, kind: str, data: Mapping[str, Any]) -> None:

@@ -64,6 +64,7 @@ class JobRow(Base):
     interruptions: Mapped[int] = mapped_column(server_default="0")
     max_restarts: Mapped[int]
     first_generation: Mapped[int]
+    live: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class HintsRow(Base):
@@ -78,14 +79,19 @@ class HintsRow(Base):
 
 
 class GenerationRow(Base):
-    """One generation of a job: where, when, and how it ended."""
+    """One membership of a generation of a job: where, when, and how it ended.
+
+    Most generations have one, with the number 1. Where replicas join or leave while the others
+    train, the row ends, and the next one begins.
+    """
 
     __tablename__ = "generations"
-    __table_args__ = (UniqueConstraint("job", "generation"),)
+    __table_args__ = (UniqueConstraint("job", "generation", "membership"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job: Mapped[str] = mapped_column(ForeignKey("jobs.name"))
     generation: Mapped[int]
+    membership: Mapped[int] = mapped_column(server_default="1")
     nodes: Mapped[list[str]]
     num_replicas: Mapped[int]
     num_stages: Mapped[int]
@@ -94,6 +100,7 @@ class GenerationRow(Base):
     first_step_at: Mapped[float | None]
     first_step: Mapped[int | None]
     restart_seconds: Mapped[float | None]
+    pause_seconds: Mapped[float | None]
     stopping_at: Mapped[float | None]
     ended_at: Mapped[float | None]
     outcome: Mapped[str | None]

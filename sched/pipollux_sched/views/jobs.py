@@ -57,7 +57,7 @@ def job_details(
     return JobDetails.of(
         job,
         number=store.overview.job_number(job.name),
-        num_restarts=max(len(generations) - 1, 0),
+        num_restarts=max(len({entry.generation for entry in generations}) - 1, 0),
         generations=[asdict(entry) for entry in generations],
         replicas=_replicas(store, heard, job),
         progress=next(iter(store.overview.points(job.name, 1)), None),
@@ -101,5 +101,5 @@ def _replicas(
             step=heard[replica].step if replica in heard else None,
             finished=replica in heard and heard[replica].finished,
         )
-        for replica, node in enumerate(nodes)
+        for replica, node in zip(job.state.live.replicas, nodes, strict=True)
     ]

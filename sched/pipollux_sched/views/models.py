@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from pipollux_sched.lifecycle import CANCELLED, Intent, Phase
+from pipollux_sched.lifecycle import CANCELLED, ChangeStage, Intent, Phase
 from pipollux_sched.report.event_text import told_line
 from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point
 
@@ -33,6 +33,31 @@ class ConditionView(View):
     time: float
 
 
+class ChangeView(View):
+    """A live change under way: `replicas` on `nodes` are to take part."""
+
+    number: int
+    replicas: list[int]
+    nodes: list[str]
+    stage: ChangeStage
+    parked: list[int]
+
+
+class MembershipView(View):
+    """Who takes part in the running generation: `replicas` are ids in the order of ranks.
+
+    `why_not`: why a change of its replicas is a restart; null where they can join and leave live.
+    """
+
+    number: int
+    replicas: list[int]
+    num_ids: int
+    highest: int
+    why_not: str | None
+    failures: int
+    change: ChangeView | None
+
+
 class JobView(View):
     """A job; times are seconds since the epoch."""
 
@@ -50,6 +75,7 @@ class JobView(View):
     running_on: list[str]
     running_stages: int | None
     training: bool
+    live: MembershipView | None
     intent: Intent | None
     suspended: bool
     failures: int
@@ -88,10 +114,11 @@ class ListedJob(JobView):
 
 
 class GenerationView(View):
-    """One generation of a job."""
+    """One membership of a generation of a job; later ones began while the job trained."""
 
     job: str
     generation: int
+    membership: int
     nodes: list[str]
     num_stages: int
     created_at: float
@@ -99,6 +126,7 @@ class GenerationView(View):
     first_step_at: float | None
     first_step: int | None
     restart_seconds: float | None
+    pause_seconds: float | None
     stopping_at: float | None
     ended_at: float | None
     outcome: str | None

@@ -71,14 +71,14 @@ class Cluster(Engine):
         return f"/shared/{program.job}"
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
-        if program.job == "broken" and replica == len(launch.nodes) - 1:
+        if program.job == "broken" and replica == launch.num_first - 1:
             raise OSError("no such program")
-        key = launch.keys[replica]
+        key, seat = launch.key(replica), launch.seats[replica]
 
         def arrive() -> None:
             if key not in self.there:
                 self.starts.append(key)
-                self.there[key] = Replica(launch.nodes[replica], launch.slots[replica])
+                self.there[key] = Replica(seat.node, seat.slots)
 
         try:
             self._deliver("start", arrive)

@@ -13,6 +13,7 @@ import pytest
 from pipollux_sched.backend import Launch, ReplicaProgram
 from pipollux_sched.backend.replica import agent
 from pipollux_sched.backend.replica.command import agent_in_container
+from tests.sched.backends import seats
 
 
 def test_the_folder_for_checkpoints_is_there(
@@ -39,8 +40,8 @@ def test_the_first_process_of_a_container_ends_while_it_loads(tmp_path: Path) ->
     launch = Launch(
         job="job",
         generation=1,
-        nodes=("n1",),
-        slots=((0,),),
+        seats=seats(["n1"]),
+        num_first=1,
         supervisor_url="http://127.0.0.1:1",
         checkpoints=tmp_path,
     )

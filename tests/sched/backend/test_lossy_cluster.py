@@ -15,6 +15,7 @@ from pipollux_sched.backend import BackendError, Generations, ReplicaKey, Replic
 from pipollux_sched.lifecycle import Exited, Outcome, Started
 from pipollux_sched.store import StateDir
 from tests.sched.backend.cluster import NODES, Cluster
+from tests.sched.backends import first_membership
 
 FAULTS = ("", "", "", "lost", "unanswered", "late", "silent", "old")
 JOBS = st.sampled_from(["one", "two", "three"])
@@ -134,7 +135,10 @@ class LossyCluster(RuleBasedStateMachine):
         """The next one adopts what it can, and ends the rest."""
         before, self.backend = self.backend, self._new_backend()
         for (job, number), _ in list(self.expected.items()):
-            if self.backend.adopt(job, number, "") is not None:
+            if (
+                self.backend.adopt(job, number, "", first_membership(self.expected[job, number]))
+                is not None
+            ):
                 del self.expected[job, number]
         del before
         self.backend.recover(0.0)

@@ -12,10 +12,11 @@ from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.programs import Forked
 from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wait_for_text
-from tests.sched.backends import LaunchFiles, cpu_nodes, local_backend
+from tests.sched.backends import LaunchFiles, cpu_nodes, first_membership, local_backend
 from tests.sched.processes import processes_of
 
 URL = "http://127.0.0.1:9"
+BOTH = first_membership(2)
 
 LAUNCHER = """
 import os, sys, time
@@ -59,7 +60,7 @@ def wait_for_training(state_dir: StateDir) -> None:
 def test_what_runs_is_adopted(backend: Generations, state_dir: StateDir) -> None:
     start(state_dir)
     wait_for_training(state_dir)
-    assert backend.adopt("toy", 1, URL) is None
+    assert backend.adopt("toy", 1, URL, BOTH) is None
     assert backend.free() == {"node-a": 0, "node-b": 0}
     assert backend.running()["toy"] == (1, ("node-b", "node-a"))
     assert backend.recover(5.0) == []
@@ -87,13 +88,13 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     for replica in range(2 if outcome is Outcome.COMPLETE else 1):
         wait_for_text(state_dir.generation("toy", 1) / f"replica-{replica}.json", "code")
     wait_for_text(state_dir.generation("toy", 1) / "replica-1.json", "pid")
-    assert backend.adopt("toy", 1, URL) is None
+    assert backend.adopt("toy", 1, URL, BOTH) is None
     exited = wait_for(backend, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
     assert says in exited.message
     again = local_backend(TWO_NODES, state_dir)
-    assert again.adopt("toy", 1, "http://127.0.0.1:10") is None, (
+    assert again.adopt("toy", 1, "http://127.0.0.1:10", BOTH) is None, (
         "who reports nowhere may have ended"
     )
     exited = wait_for(again, Exited)
@@ -104,12 +105,12 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
 def test_what_cannot_be_looked_after_is_ended(backend: Generations, state_dir: StateDir) -> None:
     start(state_dir)
     wait_for_training(state_dir)
-    assert backend.adopt("toy", 2, URL), "another generation"
-    assert backend.adopt("toy", 1, "http://127.0.0.1:10"), "it reports elsewhere"
+    assert backend.adopt("toy", 2, URL, BOTH), "another generation"
+    assert backend.adopt("toy", 1, "http://127.0.0.1:10", BOTH), "it reports elsewhere"
     smaller = local_backend(cpu_nodes(node_a=1, node_b=2), state_dir)
-    assert smaller.adopt("toy", 1, URL), "its slots are gone"
+    assert smaller.adopt("toy", 1, URL, BOTH), "its slots are gone"
     others = local_backend(cpu_nodes(node_a=2, node_c=2), state_dir)
-    assert others.adopt("toy", 1, URL), "its node is gone"
+    assert others.adopt("toy", 1, URL, BOTH), "its node is gone"
     assert others.free() == {"node-a": 2, "node-c": 2}
     assert backend.recover(30.0)
     assert processes_of(state_dir.path) == []
@@ -121,7 +122,7 @@ def test_what_was_only_half_started_is_ended(backend: Generations, state_dir: St
     start(state_dir)
     wait_for_training(state_dir)
     (state_dir.generation("toy", 1) / "replica-1.json").unlink()
-    assert backend.adopt("toy", 1, URL)
+    assert backend.adopt("toy", 1, URL, BOTH)
     assert backend.recover(30.0)
 
 
@@ -133,9 +134,9 @@ def test_a_generation_that_was_only_written_down(backend: Generations, state_dir
     launch = launches.launch("toy", 2)
     assert launch is not None
     launches.note_launch("toy", 3, launch)
-    assert backend.adopt("toy", 3, URL)
+    assert backend.adopt("toy", 3, URL, BOTH)
     launches.note_launch("toy", 2, {"nodes": ["node-a"]})
-    assert backend.adopt("toy", 2, URL)
+    assert backend.adopt("toy", 2, URL, BOTH)
     placed = GenerationFolder(state_dir, "toy", 2)
     assert placed.placement() is not None
     (placed.path / "generation.json").write_text('{"port": 1}')

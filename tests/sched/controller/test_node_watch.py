@@ -39,7 +39,7 @@ class Watched:
     def lose(self, name: str) -> None:
         """Let a node be down, and the backend know."""
         self.cluster.nodes_now = {**NODES, name: replace(NODES[name], ready=False, reason="gone")}
-        self.backend._looked_at = -10.0
+        self.backend._cluster._looked_at = -10.0
         self.backend.poll()
 
     def start(self, job: str, node: str) -> None:

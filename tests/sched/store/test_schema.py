@@ -27,8 +27,8 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "0004"
+down_revision = "0003"
 
 
 def upgrade():
@@ -44,7 +44,7 @@ def upgrade():
 NEXT_VERSION = """
 import sys
 from pipollux_sched.store import schema
-schema.REVISION = "0003"
+schema.REVISION = "0004"
 schema.REVISIONS += chr(10) + sys.argv[2]
 """
 
@@ -82,6 +82,27 @@ while True:
     with Store(path) as store:
         print(store.jobs()[0].state.running_on, len(store.events()), flush=True)
 """
+
+OLD_GENERATIONS = (
+    "ALTER TABLE generations RENAME TO newer",
+    "CREATE TABLE generations (id INTEGER NOT NULL, job VARCHAR NOT NULL, "
+    "generation INTEGER NOT NULL, nodes JSON NOT NULL, num_replicas INTEGER NOT NULL, "
+    "num_stages INTEGER NOT NULL, created_at DOUBLE NOT NULL, started_at DOUBLE, "
+    "first_step_at DOUBLE, first_step INTEGER, restart_seconds DOUBLE, stopping_at DOUBLE, "
+    "ended_at DOUBLE, outcome VARCHAR, intent VARCHAR, launch JSON, stopped_step INTEGER, "
+    "PRIMARY KEY (id), UNIQUE (job, generation), FOREIGN KEY(job) REFERENCES jobs (name))",
+    "INSERT INTO generations SELECT id, job, generation, nodes, num_replicas, num_stages, "
+    "created_at, started_at, first_step_at, first_step, restart_seconds, stopping_at, ended_at, "
+    "outcome, intent, launch, stopped_step FROM newer",
+    "DROP TABLE newer",
+)
+"""What makes SQLite's table of generations that of the second version."""
+OLD_CONSTRAINT = (
+    "ALTER TABLE generations DROP COLUMN membership",
+    "ALTER TABLE generations DROP COLUMN pause_seconds",
+    "ALTER TABLE generations ADD UNIQUE (job, generation)",
+)
+"""The same of PostgreSQL's."""
 
 # Opens the same store as others do, at the same moment: when there is a file.
 TOGETHER = """
@@ -127,7 +148,7 @@ def later(tmp_path: Path) -> str:
     """A folder with the revision of the version that comes after this one."""
     folder = tmp_path / "revisions"
     folder.mkdir()
-    (folder / "v0003_colours.py").write_text(LATER)
+    (folder / "v0004_colours.py").write_text(LATER)
     return str(folder)
 
 
@@ -136,7 +157,7 @@ def next_version(later: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Let this process be of the version that comes after this one, once it is called."""
 
     def update() -> None:
-        monkeypatch.setattr(schema, "REVISION", "0003")
+        monkeypatch.setattr(schema, "REVISION", "0004")
         monkeypatch.setattr(schema, "REVISIONS", f"{schema.REVISIONS}\n{later}")
 
     return update
@@ -166,7 +187,7 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
         with Store(place) as store:
             assert store.job("toy").state.running_on == ("a", "b")
             assert [event["type"] for event in store.events()] == ["submitted", "allocated"]
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0003"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0004"]
     assert column(place, "SELECT colour FROM jobs") == ["red"]
     assert column(place, "SELECT job FROM labels") == ["toy"]
 
@@ -174,6 +195,8 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
 def test_a_store_of_the_first_version(place: Path | str) -> None:
     keep_a_job(place)
     for undo in (
+        *(OLD_GENERATIONS if isinstance(place, Path) else OLD_CONSTRAINT),
+        "ALTER TABLE jobs DROP COLUMN live",
         "DROP TABLE heartbeats",
         "ALTER TABLE generations DROP COLUMN launch",
         "ALTER TABLE generations DROP COLUMN stopped_step",
@@ -184,6 +207,8 @@ def test_a_store_of_the_first_version(place: Path | str) -> None:
         execute(place, undo)
     with Store(place) as store:
         assert store.launches.launch("toy", 1) is None
+        assert [entry.membership for entry in store.generations("toy")] == [1]
+        assert store.job("toy").state.live.replicas == (0, 1)
         assert store.heartbeats.of("toy", 1) == {}
         store.heartbeats.keep([ReceivedHeartbeat("toy", 1, 0, 7)])
         store.launches.note_launch("toy", 1, {"ids": [17]})
@@ -220,7 +245,7 @@ def test_opened_by_several_at_once(
         now.touch()
         said = [(opener.wait(), opener.output, opener.errors) for opener in openers]
     assert said == [(0, f"ready\n{int(old)}\n", "")] * 2
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0003"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0004"]
 
 
 def test_a_newer_store_is_refused(place: Path | str, tmp_path: Path) -> None:

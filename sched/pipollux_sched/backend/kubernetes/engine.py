@@ -158,7 +158,7 @@ class KubernetesEngine(Engine):
             self._prepared.add(generation)
         made = self._api.create(Pod, make_pod(program, launch, replica, owner, self._options))
         if made is None:  # it is there already
-            made = self._api.get(Pod, names.pod_name(launch.keys[replica]))
+            made = self._api.get(Pod, names.pod_name(launch.key(replica)))
         if made is not None:
             self._pods.note(made)
 

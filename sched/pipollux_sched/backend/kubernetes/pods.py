@@ -62,14 +62,14 @@ def make_pod(
         owner: the custom resource of its job.
         options: of the backend.
     """
-    key = launch.keys[replica]
+    key = launch.key(replica)
     name = names.pod_name(key)
     template: dict[str, Any] = deepcopy(dict(owner.template))
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     containers = spec.setdefault("containers", []) or [{}]
     spec["containers"] = containers
     _fill_container(main_container(containers), program, launch, replica, options)
-    _fill_spec(spec, key, launch.nodes[replica], options)
+    _fill_spec(spec, key, launch.seats[replica].node, options)
     return {
         "metadata": {
             "name": name,

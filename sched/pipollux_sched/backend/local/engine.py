@@ -11,6 +11,7 @@ the next scheduler of the state directory finds them by the files of their runne
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -69,6 +70,7 @@ class LocalEngine(Engine):
     """
 
     name = "local"
+    grows = True
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class LocalEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a replica; where it may run is on the disk before its first process is started."""
-        key = launch.keys[replica]
+        key = launch.key(replica)
         if key in self._replicas:
             return
         if program.image is not None or program.script is None:
@@ -152,7 +154,11 @@ class LocalEngine(Engine):
         if not all(name in nodes for name in launch.nodes):
             return False
         placement = GenerationFolder(self._state_dir, launch.job, launch.generation).placement()
-        return placement is not None and placement.devices == self._devices_of(launch)
+        # One of a replica that was to be started, or has ended, need not be there.
+        now = self._devices_of(launch)
+        return placement is not None and all(
+            placement.devices.get(replica, found) == found for replica, found in now.items()
+        )
 
     def forget(self, job: str, generation: int) -> None:
         """Remove the folder of a generation that has ended."""
@@ -198,10 +204,15 @@ class LocalEngine(Engine):
             folder.create()
             placement = LocalPlacement(devices=self._devices_of(launch), port=free_port())
             folder.write(placement)
+        elif not placement.devices.keys() >= launch.seats.keys():
+            devices = {**self._devices_of(launch), **placement.devices}
+            placement = replace(placement, devices=devices)
+            folder.write(placement)
         return placement
 
-    def _devices_of(self, launch: Launch) -> tuple[Mapping[str, str], ...]:
-        return tuple(map(self._nodes.devices.of, launch.nodes, launch.slots))
+    def _devices_of(self, launch: Launch) -> dict[int, Mapping[str, str]]:
+        seats = launch.seats.items()
+        return {replica: self._nodes.devices.of(seat.node, seat.slots) for replica, seat in seats}
 
 
 def _describe(process: psutil.Process) -> str:

@@ -29,8 +29,8 @@ _NAME = re.compile(r"gen-(\d+)/replica-(\d+)\.json")
 class LocalPlacement:
     """Where the replicas of a generation run on this machine."""
 
-    devices: tuple[Mapping[str, str], ...]
-    """The device variables of each replica."""
+    devices: Mapping[int, Mapping[str, str]]
+    """The device variables of each replica, by its id."""
     port: int
     """The rendezvous port of the replicas."""
 
@@ -80,10 +80,9 @@ class GenerationFolder:
         try:
             text = (self.path / "generation.json").read_text(encoding="utf-8")
             data: dict[str, Any] = json.loads(text)
-            return LocalPlacement(
-                devices=tuple(dict(told) for told in data["devices"]), port=int(data["port"])
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            devices = {int(replica): dict(told) for replica, told in data["devices"].items()}
+            return LocalPlacement(devices=devices, port=int(data["port"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 

@@ -124,8 +124,8 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> dict[str, Any
     if stopped is not None and str(stopped.get("generation")) == generation:
         result["step"] = stopped.get("step")
     report = _read(checkpoints / "unsent_report.json")
-    own = environment.get("PIPOLLUX_REPLICA") == "0"  # it is replica 0 that reports
-    if own and report is not None and str(report.get("generation")) == generation:
+    # Whichever was rank 0 in the end has left it; the scheduler takes the first that it gets.
+    if report is not None and str(report.get("generation")) == generation:
         result["report"] = report
     return result
 

@@ -36,6 +36,7 @@ def agent_command(
         replica: which of its replicas.
         endpoint: HOST:PORT where the agents meet; None: they find each other through the scheduler.
     """
+    endpoint = "127.0.0.1:0" if launch.joins(replica) else endpoint
     at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
     return [sys.executable, "-P", str(_AGENT), *at, *_options(program, launch, replica)]
 
@@ -57,11 +58,13 @@ def agent_in_container(
 
 
 def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
+    # One that joins meets the others when its script has come to where they are.
+    alone = launch.joins(replica)
     return [
-        f"--nnodes={len(launch.nodes)}",
+        f"--nnodes={1 if alone else launch.num_first}",
         "--nproc-per-node=1",
         "--rdzv-backend=pipollux",
-        f"--rdzv-conf=rank={replica}",
+        f"--rdzv-conf=rank={0 if alone else replica}",
         "--max-restarts=0",
         # What follows is the script's, even where it looks like an option of the agent.
         "--",

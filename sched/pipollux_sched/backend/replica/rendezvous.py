@@ -7,6 +7,7 @@ replica 0 has announced to the scheduler.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
@@ -39,6 +40,10 @@ class Rendezvous(StaticTCPRendezvous):
         """Meet the other agents; the one of rank 0 hosts the store."""
         serves = self.rank == 0
         address, port = self.master_addr, self.master_port
+        if os.environ.get("PIPOLLUX_LIVE") == "1":
+            # The script meets others again when some have joined or left.
+            os.environ["PIPOLLUX_ADDRESS"] = meeting.own_address()
+            meeting.use_interface_of(os.environ["PIPOLLUX_ADDRESS"])
         listener: socket.socket | None = None
         if port == 0 and self.world_size > 1:
             own = meeting.own_address()

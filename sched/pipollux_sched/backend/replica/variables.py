@@ -26,6 +26,8 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         "PIPOLLUX_CHECKPOINT_DIR": launch.checkpoints,
         "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
         "PIPOLLUX_NUM_STAGES": str(launch.num_stages),
+        "PIPOLLUX_LIVE": str(int(launch.live)),
+        "PIPOLLUX_JOINS": str(int(launch.joins(replica))),
     }
 
 

@@ -135,11 +135,11 @@ class SlurmEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a step: see `Engine`."""
-        key = launch.keys[replica]
+        key = launch.key(replica)
         if key in self._replicas:
             return
         self._slurm.check()
-        node = launch.nodes[replica]
+        node = launch.seats[replica].node
         if is_unknown(self._slurm.latest.nodes.get(node)):
             raise ClusterUnavailableError(f"Slurm does not know yet how node {node} is")
         allocation = self._allocation_with(node)

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
+from pipollux_sched.controller.live_board import LiveWord, MeetingPoint
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import DiscoveryReply, ReplicaPlace, refusals
+from pipollux_sched.server.schemas import DiscoveryReply, LiveAnswer, ReplicaPlace, refusals
 from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery
 from pipollux_sched.store.replicas import check_replica
@@ -38,6 +39,43 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, strict=True)
 
 
+_Number = Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
+
+
+class StorePlace(_Wire):
+    """Where the replicas of a membership find each other."""
+
+    number: _Number
+    host: Annotated[str, Field(max_length=255, description="a name or an address")]
+    port: Annotated[int, Field(ge=1, le=65535, description="a port")]
+
+
+class LiveBody(_Wire):
+    """What a replica says of live changes: where it is, and what it has formed or given up."""
+
+    membership: _Number = 0
+    parked: bool = False
+    epoch: _Number = 0
+    loop: _Number = 0
+    balance: Annotated[
+        list[_Number], Field(max_length=4096, description="layers of each stage")
+    ] = []
+    cannot: Annotated[str | None, Field(max_length=1000, description="a sentence")] = None
+    step: _Number | None = None
+    seconds: Annotated[float | None, Field(ge=0, description="seconds, or null")] = None
+    refused: _Number = 0
+    why: Annotated[str, Field(max_length=1000, description="a sentence")] = ""
+    for_good: bool = False
+    store: StorePlace | None = None
+
+    def word(self) -> LiveWord:
+        """Return it as the controller takes it."""
+        at = self.store
+        told = self.model_dump(exclude={"store", "balance"})
+        store = None if at is None else MeetingPoint(at.number, at.host, at.port)
+        return LiveWord(**told, balance=tuple(self.balance), store=store)
+
+
 class HeartbeatBody(_Wire):
     """Heartbeat of one replica."""
 
@@ -49,6 +87,7 @@ class HeartbeatBody(_Wire):
     finished: Annotated[
         bool, Field(description="true if the replica's script has ended and no more are sent")
     ] = False
+    live: LiveBody | None = None
 
 
 class StopBody(_Wire):
@@ -102,17 +141,19 @@ def post_report(name: str, services: ServicesDep, report: TrainingReport) -> Non
         services.control.note_training(name)
 
 
-@router.post("/heartbeats", status_code=204, summary="Give a sign of life")
-def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> None:
+@router.post("/heartbeats", summary="Give a sign of life")
+def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -> LiveAnswer:
     """Record a heartbeat; each replica sends one every few seconds, or the job restarts.
 
-    The last one has `finished`: from then on the replica is not missed.
+    The last one has `finished`: from then on the replica is not missed. One that says something
+    `live` is told what its replicas need to join and leave.
     """
     job = services.store.job(name)
-    num_replicas = len(job.state.running_on)
-    check_replica(name, job.state.generation, num_replicas, heartbeat.generation, heartbeat.replica)
+    state = job.state
+    num_ids = state.live.num_ids if state.running_on else 0
+    check_replica(name, state.generation, num_ids, heartbeat.generation, heartbeat.replica)
     # Loading, compiling and measuring before a generation's first step may take long.
-    hang_timeout = job.spec.get("hang_timeout") if job.state.training else None
+    hang_timeout = job.spec.get("hang_timeout") if state.training else None
     services.control.heard(
         name,
         heartbeat.generation,
@@ -122,6 +163,10 @@ def post_heartbeat(name: str, services: ServicesDep, heartbeat: HeartbeatBody) -
         finished=heartbeat.finished,
     )
     services.metrics.heartbeats.inc()
+    if heartbeat.live is None:
+        return LiveAnswer()
+    job, answer = services.control.take_word(job, heartbeat.replica, heartbeat.live.word())
+    return LiveAnswer.of(job.state, answer)
 
 
 @router.post("/stops", status_code=204, summary="Tell that all has been saved")

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from pipollux_sched.backend import BackendError, Generations, Node, ReplicaProgram
+from pipollux_sched.backend.base import Seat
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
@@ -89,16 +90,29 @@ def test_gpus_are_shared_out_among_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_slots_are_disjoint_and_come_back() -> None:
     ledger = SlotLedger({"a": 4, "b": 2})
-    first = ledger.take("one", ["a", "b"], 2)
-    second = ledger.take("two", ["a"], 2)
-    assert (first, second) == ([(0, 1), (0, 1)], [(2, 3)])
-    assert ledger.take("three", ["a"], 1) is None
+    first = ledger.take("one", {0: "a", 1: "b"}, 2)
+    second = ledger.take("two", {0: "a"}, 2)
+    assert first == {0: Seat("a", (0, 1)), 1: Seat("b", (0, 1))}
+    assert second == {0: Seat("a", (2, 3))}
+    assert ledger.take("three", {0: "a"}, 1) is None
     assert ledger.free() == {"a": 0, "b": 0}
     ledger.release("one")
-    assert ledger.take("three", ["a", "a"], 1) == [(0,), (1,)]
+    assert ledger.take("three", {0: "a", 1: "a"}, 1) == {0: Seat("a", (0,)), 1: Seat("a", (1,))}
     assert not ledger.fits(["b", "b"], 2)
-    with pytest.raises(ValueError, match="holds slots already"):
-        ledger.take("two", ["b"], 1)
+    with pytest.raises(ValueError, match="replica 0 of two holds slots already"):
+        ledger.take("two", {0: "b"}, 1)
+
+
+def test_replicas_take_and_free_slots_of_a_holder_one_by_one() -> None:
+    ledger = SlotLedger({"a": 4, "b": 2})
+    ledger.take("one", {0: "a", 1: "b"}, 2)
+    assert ledger.take("one", {2: "a"}, 2) == {2: Seat("a", (2, 3))}
+    assert ledger.take("one", {3: "a"}, 2) is None
+    ledger.release("one", [0, 7])
+    assert ledger.free() == {"a": 2, "b": 0}
+    assert ledger.take("one", {3: "a"}, 2) == {3: Seat("a", (0, 1))}
+    ledger.release("one")
+    assert ledger.free() == {"a": 4, "b": 2}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pipollux_sched.backend.base import Ended, Launch, ReplicaKey, ReplicaProgra
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.store import StateDir
 from tests.hosts.harness.slurm import SlurmCluster
+from tests.sched.backends import seats
 from tests.waiting import until
 
 TOY = Path(__file__).parents[2] / "toy_job.py"
@@ -24,8 +25,8 @@ def start(
     launch = Launch(
         job=job,
         generation=generation,
-        nodes=(node,),
-        slots=(tuple(range(stages)),),
+        seats=seats([node], stages),
+        num_first=1,
         supervisor_url="",
         checkpoints=folder,
     )

@@ -93,6 +93,7 @@ def test_no_command_shows_what_is_secret(
 ) -> None:
     from pipollux_sched.backend.base import Launch, ReplicaProgram
     from tests.sched.backend.slurm.steps import TOY
+    from tests.sched.backends import seats
 
     program = ReplicaProgram(
         job="toy", script=TOY, environment={"PIPOLLUX_TOKEN": "very-secret-indeed"}
@@ -102,8 +103,8 @@ def test_no_command_shows_what_is_secret(
     launch = Launch(
         job="toy",
         generation=1,
-        nodes=("n1",),
-        slots=((0,),),
+        seats=seats(["n1"]),
+        num_first=1,
         supervisor_url="",
         checkpoints=folder,
     )
@@ -126,6 +127,7 @@ from pipollux_sched.backend.slurm.pools import OwnAllocation
 from pipollux_sched.store import StateDir
 from tests.sched.backend.slurm.steps import start
 from tests.waiting import until
+from tests.sched.backends import seats
 engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
 start(engine, "long", "n1")
 start(engine, "short", "n2", "--steps=40")

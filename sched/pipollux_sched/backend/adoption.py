@@ -1,0 +1,42 @@
+"""Whether a generation that an earlier scheduler started can be looked after by this one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .base import Launch, ReplicaKey, ReplicaState
+
+__all__ = ["NO_SLOTS", "why_not_adopted"]
+
+NO_SLOTS = (
+    "The cluster no longer has the slots that the job runs on: it is stopped, and goes on from its "
+    "checkpoint."
+)
+
+
+def why_not_adopted(
+    launch: Launch | None,
+    members: Collection[int],
+    listed: Mapping[ReplicaKey, ReplicaState],
+    supervisor_url: str,
+) -> str | None:
+    """Return why a generation cannot be adopted, in one sentence; None: it can.
+
+    Args:
+        launch: as the earlier scheduler stored it; None: it has not.
+        members: ids of the replicas that take part.
+        listed: all replicas of ours that the engine knows.
+        supervisor_url: URL that jobs report to now.
+    """
+    if launch is None or not launch.seats.keys() >= set(members):
+        return "The scheduler before this one died before it had started the job."
+    keys = list(map(launch.key, members))
+    if any(key not in listed for key in keys):
+        return "The scheduler before this one died while it started the job."
+    runs = any(listed[key].ended is None for key in keys)
+    if runs and launch.supervisor_url != supervisor_url:
+        return (
+            f"The scheduler now listens at {supervisor_url}, and the job was told to report to "
+            f"{launch.supervisor_url}: it is stopped, and goes on from its checkpoint."
+        )
+    return None

@@ -1,0 +1,73 @@
+"""What an engine shows of its cluster: nodes and replicas, also while it does not answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from .base import ClusterUnavailableError, Engine, Listing, Node
+
+__all__ = ["ClusterWatch"]
+
+_LOG = logging.getLogger(__name__)
+NODES_INTERVAL = 1.0
+"""Seconds between two looks at the nodes."""
+
+
+class ClusterWatch:
+    """The nodes as they were seen last, and each listing once.
+
+    Args:
+        engine: shows them.
+        clock: returns the time in seconds; must be monotonic.
+
+    Raises:
+        ClusterUnavailableError: the cluster does not answer.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self.nodes: Mapping[str, Node] = dict(engine.nodes())
+        """The nodes by name: a new mapping each time, so those who read it need no lock."""
+        self._looked_at = clock()
+        self._away = False
+        self._version = -1
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The number of slots of each node."""
+        return {name: node.slots for name, node in self.nodes.items()}
+
+    def look(self) -> bool:
+        """Look at the nodes, if it is time to; return whether they were seen again."""
+        now = self._clock()
+        if now < self._looked_at + NODES_INTERVAL:
+            return False
+        self._looked_at = now
+        try:
+            self.nodes = dict(self._engine.nodes())
+        except ClusterUnavailableError as error:
+            self._note_away(error)
+            return False
+        return True
+
+    def listing(self) -> Listing | None:
+        """Return a listing, None where there is none that is newer than the last."""
+        try:
+            listing = self._engine.listing()
+        except ClusterUnavailableError as error:
+            self._note_away(error)
+            return None
+        if self._away:
+            _LOG.warning("the cluster answers again")
+        self._away = False
+        newer = listing.version > self._version
+        self._version = max(self._version, listing.version)
+        return listing if newer else None
+
+    def _note_away(self, error: ClusterUnavailableError) -> None:
+        if not self._away:
+            _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)
+        self._away = True

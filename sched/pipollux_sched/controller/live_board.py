@@ -1,0 +1,148 @@
+"""What the replicas of jobs and their newcomers tell each other through the scheduler.
+
+Each replica says with its heartbeats where it is, and learns from the answers where others are and
+which membership is to be formed. What has to outlive the scheduler is in the store; the rest is
+kept here, and said again by the next heartbeats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipollux_sched.lifecycle import (
+    ChangeRefused,
+    ChangeStage,
+    Event,
+    JobState,
+    LiveReady,
+    Parked,
+    Switched,
+)
+
+__all__ = ["LiveBoard", "LiveWord", "MeetingPoint", "ReplicaAnswer", "ScriptPlace"]
+
+SOON = 0.25
+"""Seconds between two heartbeats of replicas that take part in a change."""
+LEADERS_INTERVAL = 1.0
+"""Seconds between two heartbeats of replica 0, from whose answer the others learn of changes."""
+LEADERS_RATE = 100.0
+"""Heartbeats a second that all those of replicas 0 together amount to, at most."""
+
+
+class MeetingPoint(NamedTuple):
+    """Where the replicas of a membership find each other."""
+
+    number: int
+    """Of the membership."""
+    host: str
+    port: int
+
+
+class ScriptPlace(NamedTuple):
+    """Where a job is in its script, and how its model is cut."""
+
+    generation: int
+    epoch: int
+    loop: int
+    balance: tuple[int, ...]
+    """Layers of each stage."""
+
+
+class LiveWord(NamedTuple):
+    """What a replica says of live changes."""
+
+    membership: int = 0
+    """Number of the one that it takes part in; 0: it is to join."""
+    parked: bool = False
+    """Whether it waits to join."""
+    epoch: int = 0
+    loop: int = 0
+    balance: tuple[int, ...] = ()
+    """Of replica 0."""
+    cannot: str | None = None
+    """Of replica 0: why replicas cannot join or leave."""
+    step: int | None = None
+    """At which it entered its membership."""
+    seconds: float | None = None
+    """How long nobody trained then."""
+    refused: int = 0
+    """Number of a membership that it has given up."""
+    why: str = ""
+    for_good: bool = False
+    store: MeetingPoint | None = None
+
+
+class ReplicaAnswer(NamedTuple):
+    """What a replica is told."""
+
+    again: float | None
+    """Seconds until its next heartbeat; None: as ever."""
+    forming: bool
+    """Whether it is to form the groups of the membership that its job's change leads to."""
+    place: ScriptPlace | None
+    """Where the others are."""
+    store: MeetingPoint | None
+    """Where the replicas of that membership find each other."""
+
+
+class LiveBoard:
+    """The last words of replicas; every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[str, ScriptPlace] = {}
+        self._stores: dict[str, tuple[int, MeetingPoint]] = {}
+
+    def note(self, job: str, state: JobState, replica: int, word: LiveWord) -> list[Event]:
+        """Note what a replica says; return what has happened to its job.
+
+        Args:
+            job: its name.
+            state: its state.
+            replica: id of a replica of its present generation.
+            word: what it says.
+        """
+        live, change = state.live, state.live.change
+        with self._lock:
+            if replica == live.replicas[0] and word.balance:
+                place = ScriptPlace(state.generation, word.epoch, word.loop, word.balance)
+                self._places[job] = place
+            if word.store is not None and change is not None:
+                self._stores[job] = state.generation, word.store
+        return list(_events(state, replica, word))
+
+    def answer(self, job: str, state: JobState, replica: int) -> ReplicaAnswer:
+        """Return what a replica is told."""
+        change = state.live.change
+        with self._lock:
+            place, known = self._places.get(job), self._stores.get(job)
+            leaders = max(LEADERS_INTERVAL, len(self._places) / LEADERS_RATE)
+        leads = replica == state.live.replicas[0] and state.live.why_not is None
+        again = SOON if change is not None else leaders if leads else None
+        forming = change is not None and change.stage is ChangeStage.FORMING
+        store = known[1] if known is not None and known[0] == state.generation else None
+        here = place if place is not None and place.generation == state.generation else None
+        joins = replica not in state.live.replicas
+        return ReplicaAnswer(again, forming, here if joins else None, store if forming else None)
+
+    def forget(self, job: str) -> None:
+        """Forget a job that has ended."""
+        with self._lock:
+            self._places.pop(job, None)
+            self._stores.pop(job, None)
+
+
+def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
+    generation, live, change = state.generation, state.live, state.live.change
+    if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
+        yield LiveReady(generation, word.cannot)
+    if change is None:
+        return
+    if word.parked and replica in dict(live.newcomers) and replica not in change.parked:
+        yield Parked(generation, replica)
+    if word.refused == change.number:
+        yield ChangeRefused(generation, change.number, word.why, word.for_good)
+    elif word.membership == change.number and replica == change.replicas[0]:
+        yield Switched(generation, change.number, word.step, word.seconds)

@@ -1,0 +1,203 @@
+"""Transitions of live changes: replicas join and leave while the others train.
+
+    STARTING ──► FORMING ──► Switched        (a change without newcomers begins with FORMING)
+        └───────────┴──────► abandoned: those who train go on as they were
+
+The scheduler decides who is to take part, and starts newcomers. From FORMING on the change is the
+job's own: it comes about, or one of its replicas refuses it. Only before that the scheduler may
+abandon it by itself, as no replica has been told of it yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .events import (
+    Action,
+    ChangeOverdue,
+    ChangeRefused,
+    EndReplicas,
+    GiveUpAfter,
+    LiveReady,
+    NewcomerLost,
+    Parked,
+    Record,
+    StartReplicas,
+    Switched,
+)
+from .state import ChangeStage, Intent, JobState, LiveChange, Phase
+from .steps import Transition, enter, stop
+
+START_LIMIT = 600.0
+"""Seconds in which all newcomers must wait to take part."""
+MOST_FAILURES = 3
+"""Live changes in a row that did not come about after which the job is restarted instead."""
+
+
+def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:
+    """Return why a change of a running job's allocation is a restart; None: it can be made live.
+
+    Args:
+        state: the job.
+        nodes: node of each replica that it is to have.
+        num_stages: K of each.
+    """
+    if num_stages != state.running_stages:
+        return "its number of stages changes"
+    if not Counter(nodes) & Counter(state.running_on):
+        return "none of its replicas stays where it is"
+    if not state.training:
+        return "it has not taken its first step"
+    return state.live.why_not
+
+
+def begin(
+    state: JobState, nodes: Sequence[str], why: str, allocated: Record, now: float
+) -> Transition:
+    """Begin to change the replicas of a job that trains."""
+    live = state.live
+    left = Counter(nodes)
+    staying = []
+    for replica, node in zip(live.replicas, state.running_on, strict=True):
+        if left[node] > 0:
+            left[node] -= 1
+            staying.append((replica, node))
+    coming = list(enumerate(left.elements(), live.num_ids))
+    replicas, places = zip(*staying, *coming, strict=True)
+    stage = ChangeStage.STARTING if coming else ChangeStage.FORMING
+    change = LiveChange(live.highest + 1, replicas, places, stage)
+    live = replace(live, num_ids=live.num_ids + len(coming), highest=change.number, change=change)
+    changing = enter(state, state.phase, "Changing", why, now, live=live, assigned=places)
+    data = {
+        "membership": change.number,
+        "joining": [{"replica": replica, "node": node} for replica, node in coming],
+        "leaving": list(live.leavers),
+        "why": why,
+    }
+    generation = state.generation
+    actions: tuple[Action, ...] = (allocated, Record("changing", generation, data))
+    if coming:
+        actions += (
+            StartReplicas(generation, tuple(coming)),
+            GiveUpAfter(generation, change.number, START_LIMIT),
+        )
+    return changing, actions
+
+
+def ready(state: JobState, event: LiveReady) -> Transition:
+    """Note whether the replicas that train can be changed live."""
+    live = state.live
+    if not _runs(state, event.generation) or live.failures >= MOST_FAILURES:
+        return state, ()
+    if live.change is not None or event.why_not == live.why_not:
+        return state, ()
+    return replace(state, live=replace(live, why_not=event.why_not)), ()
+
+
+def parked(state: JobState, event: Parked) -> Transition:
+    """Note a newcomer that waits; when all do, the replicas are told to form their groups."""
+    change = state.live.change
+    coming = [replica for replica, _ in state.live.newcomers]
+    if not _runs(state, event.generation) or change is None or event.replica not in coming:
+        return state, ()
+    if event.replica in change.parked:
+        return state, ()
+    waiting = (*change.parked, event.replica)
+    stage = ChangeStage.FORMING if len(waiting) == len(coming) else change.stage
+    changed = replace(change, parked=waiting, stage=stage)
+    record = Record("parked", state.generation, {"replica": event.replica})
+    return replace(state, live=replace(state.live, change=changed)), (record,)
+
+
+def switched(state: JobState, event: Switched, now: float) -> Transition:
+    """Take over what the job has changed to; those that left end by themselves."""
+    change, live = state.live.change, state.live
+    if not _runs(state, event.generation) or change is None or change.number != event.number:
+        return state, ()
+    data = {
+        "membership": change.number,
+        "step": event.step,
+        "pause_seconds": event.seconds,
+        "nodes": list(change.nodes),
+        "replicas": list(change.replicas),
+        "num_replicas": len(change.nodes),
+        "num_stages": state.running_stages,
+    }
+    actions: tuple[Action, ...] = (Record("changed", state.generation, data),)
+    if live.leavers:
+        actions += (EndReplicas(state.generation, live.leavers, at_once=False),)
+    live = replace(live, number=change.number, replicas=change.replicas, failures=0, change=None)
+    since = "" if event.step is None else f" since step {event.step}"
+    message = f"Training{since} on {', '.join(change.nodes)}."
+    return (
+        enter(state, state.phase, "Training", message, now, live=live, running_on=change.nodes),
+        actions,
+    )
+
+
+def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
+    """Leave a job as it was whose replicas do not change; restart it if they never will."""
+    change = state.live.change
+    if not _runs(state, event.generation) or change is None or change.number != event.number:
+        return state, ()
+    if not event.for_good:
+        return _abandon(state, event.why, now)
+    why = f"It cannot be changed live ({event.why}), so it is restarted."
+    record = Record("change_abandoned", state.generation, _told(change, event.why))
+    moving = enter(state, Phase.RESTARTING, "Moving", why, now, intent=Intent.MOVE)
+    return moving, (record, *stop(state, why))
+
+
+def newcomer_lost(state: JobState, event: NewcomerLost, now: float) -> Transition:
+    """Abandon a change of which a newcomer is gone; one who is told of it finds out by itself."""
+    coming = [replica for replica, _ in state.live.newcomers]
+    if not _runs(state, event.generation) or event.replica not in coming:
+        return state, ()
+    return _abandon(state, event.why, now)
+
+
+def overdue(state: JobState, event: ChangeOverdue, now: float) -> Transition:
+    """Abandon a change whose newcomers are not there in time."""
+    change = state.live.change
+    if not _runs(state, event.generation) or change is None or change.number != event.number:
+        return state, ()
+    if change.stage is not ChangeStage.STARTING:
+        return state, ()
+    return _abandon(state, event.why, now)
+
+
+def again(state: JobState) -> tuple[Action, ...]:
+    """Return what a new scheduler has to see to of a change that it has found."""
+    change = state.live.change
+    if change is None or change.stage is not ChangeStage.STARTING:
+        return ()
+    return (GiveUpAfter(state.generation, change.number, START_LIMIT),)
+
+
+def _abandon(state: JobState, why: str, now: float) -> Transition:
+    live, change = state.live, state.live.change
+    assert change is not None  # noqa: S101  # the callers have looked
+    failures = live.failures + 1
+    why_not = live.why_not
+    if failures >= MOST_FAILURES:
+        why_not = f"{failures} live changes in a row did not come about, the last one as: {why}"
+    coming = tuple(replica for replica, _ in live.newcomers)
+    actions: tuple[Action, ...] = (
+        Record("change_abandoned", state.generation, _told(change, why)),
+    )
+    if coming:
+        actions += (EndReplicas(state.generation, coming, at_once=True),)
+    live = replace(live, failures=failures, why_not=why_not, change=None)
+    message = f"Training on {', '.join(state.running_on)}; a live change did not come about: {why}"
+    kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
+    return kept, actions
+
+
+def _told(change: LiveChange, why: str) -> dict[str, object]:
+    return {"membership": change.number, "why": why}
+
+
+def _runs(state: JobState, generation: int) -> bool:
+    return generation == state.generation and bool(state.running_on) and state.intent is None
