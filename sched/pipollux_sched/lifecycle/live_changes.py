@@ -114,8 +114,9 @@ def parked(state: JobState, event: Parked) -> Transition:
 def switched(state: JobState, event: Switched, now: float) -> Transition:
     """Take over what the job has changed to; those that left end by themselves."""
     change, live = state.live.change, state.live
-    if not _runs(state, event.generation) or change is None or change.number != event.number:
+    if not _runs(state, event.generation) or not _forms(change, event.number):
         return state, ()
+    assert change is not None  # noqa: S101  # it forms
     data = {
         "membership": change.number,
         "step": event.step,
@@ -140,8 +141,9 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
 def refused(state: JobState, event: ChangeRefused, now: float) -> Transition:
     """Leave a job as it was whose replicas do not change; restart it if they never will."""
     change = state.live.change
-    if not _runs(state, event.generation) or change is None or change.number != event.number:
+    if not _runs(state, event.generation) or not _forms(change, event.number):
         return state, ()
+    assert change is not None  # noqa: S101  # it forms
     if not event.for_good:
         return _abandon(state, event.why, now)
     why = f"It cannot be changed live ({event.why}), so it is restarted."
@@ -201,3 +203,8 @@ def _told(change: LiveChange, why: str) -> dict[str, object]:
 
 def _runs(state: JobState, generation: int) -> bool:
     return generation == state.generation and bool(state.running_on) and state.intent is None
+
+
+def _forms(change: LiveChange | None, number: int) -> bool:
+    """Whether this is the membership that the replicas were told of."""
+    return change is not None and (change.number, change.stage) == (number, ChangeStage.FORMING)

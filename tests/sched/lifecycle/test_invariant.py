@@ -15,6 +15,10 @@ from pipollux_sched.lifecycle import (
     Adopt,
     Allocate,
     Cancel,
+    ChangeOverdue,
+    ChangeRefused,
+    ChangeStage,
+    EndReplicas,
     Event,
     Exited,
     Expire,
@@ -22,9 +26,13 @@ from pipollux_sched.lifecycle import (
     HeartbeatLost,
     Intent,
     JobState,
+    LiveReady,
+    LiveState,
+    NewcomerLost,
     NodeLost,
     NotAdopted,
     Outcome,
+    Parked,
     Phase,
     Record,
     Recover,
@@ -35,9 +43,11 @@ from pipollux_sched.lifecycle import (
     Stalled,
     Start,
     Started,
+    StartReplicas,
     Stop,
     Submit,
     Suspend,
+    Switched,
     advance,
     broken_rules,
 )
@@ -45,7 +55,12 @@ from pipollux_sched.lifecycle import (
 History: TypeAlias = tuple[Event, ...]
 
 
-DECISIONS = (Allocate((), "full"), Allocate(["a"], "one"), Allocate(["b"], "other", {}, 2))
+DECISIONS = (
+    Allocate((), "full"),
+    Allocate(["a"], "one"),
+    Allocate(["a", "b"], "two"),
+    Allocate(["b"], "other", {}, 2),
+)
 
 
 def events(generation: int) -> list[Event]:
@@ -57,7 +72,17 @@ def events(generation: int) -> list[Event]:
         *(kind(generation) for kind in (Retry, Adopt)),
         Started(generation, ()),
         FirstStep(generation, 1),
+        *(LiveReady(generation, why_not) for why_not in (None, "it cannot")),
+        *(kind(generation, replica) for kind in (Parked, lost) for replica in range(2)),
+        *(Switched(generation, number, 7, 0.1) for number in (1, 2)),
+        *(ChangeRefused(generation, number, "no") for number in (1, 2)),
+        ChangeRefused(generation, 2, "never", for_good=True),
+        ChangeOverdue(generation, 2, "late"),
     ]
+
+
+def lost(generation: int, replica: int) -> NewcomerLost:
+    return NewcomerLost(generation, replica, "gone")
 
 
 REQUESTS = (
@@ -82,11 +107,32 @@ def check(before: JobState, event: Event, after: JobState, actions: Sequence[Act
         assert after.first_generation == before.first_generation
     if before.phase.ended and not isinstance(event, Submit | Rerun):
         assert (after, actions) == (before, ())
+    check_live(before, after, actions)
     for action in actions:
         if isinstance(action, Stop):
             assert action.generation == after.generation
             asked_before = before.intent is not None
             assert not asked_before or isinstance(event, Adopt), "a stop is asked for once"
+
+
+def check_live(before: JobState, after: JobState, actions: Sequence[Action]) -> None:
+    """Fail unless replicas are started and ended one by one as the memberships say."""
+    same = before.generation == after.generation and bool(before.running_on and after.running_on)
+    for action in actions:
+        if isinstance(action, StartReplicas):
+            assert same
+            assert action.replicas == after.live.newcomers != ()
+            assert all(replica >= before.live.num_ids for replica, _ in action.replicas)
+        if isinstance(action, EndReplicas):
+            assert same
+            assert not set(action.replicas) & set(after.live.replicas)
+            was = before.live.leavers if not action.at_once else dict(before.live.newcomers)
+            assert set(action.replicas) == set(was)
+    if same and before.live.replicas != after.live.replicas:
+        change = before.live.change
+        assert change is not None
+        assert change.stage is ChangeStage.FORMING
+        assert (after.live.replicas, after.running_on) == (change.replicas, change.nodes)
 
 
 def alike(state: JobState) -> JobState:
@@ -101,7 +147,26 @@ def alike(state: JobState) -> JobState:
     generation = min(state.generation, 1)
     first = generation + 1 if state.first_generation > state.generation else 1
     changes = {"generation": generation, "first_generation": first, "interruptions": 0}
-    return replace(state, conditions=conditions, **changes)
+    return replace(state, conditions=conditions, live=renumbered(state.live), **changes)
+
+
+def renumbered(live: LiveState) -> LiveState:
+    """Leave out how often replicas were given ids, and memberships numbers."""
+    change = live.change
+    all_ids = dict.fromkeys((*live.replicas, *(change.replicas if change else ())))
+    ids = {replica: index for index, replica in enumerate(all_ids)}
+    why_not = None if live.why_not is None else LiveState().why_not
+    number = min(live.number, 1)
+    if change is not None:
+        change = replace(
+            change,
+            number=number + 1,
+            replicas=tuple(ids[replica] for replica in change.replicas),
+            parked=tuple(sorted(ids[replica] for replica in change.parked)),
+        )
+    replicas = tuple(ids[replica] for replica in live.replicas)
+    highest = number + 1 if change else number
+    return LiveState(number, replicas, len(ids), highest, why_not, live.failures, change)
 
 
 def test_every_state_that_a_job_can_come_to_makes_sense() -> None:
@@ -129,6 +194,9 @@ def test_every_state_that_a_job_can_come_to_makes_sense() -> None:
     assert {phase for phase, _, _ in reached} == set(Phase)
     assert {intent for _, intent, _ in reached} == {None, *Intent}
     assert (Phase.RUNNING, Intent.SUSPEND, True) in reached, "a job that stops to be suspended"
+    changes = [state.live.change for state in seen if state.live.change is not None]
+    assert {change.stage for change in changes} == set(ChangeStage)
+    assert any(change.parked for change in changes if change.stage is ChangeStage.FORMING)
 
 
 EVENTS = st.one_of(
