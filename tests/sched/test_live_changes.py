@@ -1,0 +1,274 @@
+"""Replicas of a real job that the scheduler starts and ends while the others train."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipollux_sched.lifecycle import ChangeStage, Phase
+from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.spec.job import JobSpec
+from tests.programs import Forked
+from tests.sched.processes import processes_of
+from tests.sched.scripts import LIVE
+from tests.sched.test_scheduler import Jobs, Wish, scheduler_on, types
+from tests.waiting import until
+
+A, B = "node-a", "node-b"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    assert processes_of(tmp_path / "state") == []
+
+
+def live_job(results: Path, **environment: str) -> JobSpec:
+    return JobSpec(
+        name="live",
+        script=str(LIVE),
+        max_replicas=4,
+        requested_replicas=4,
+        environment={"RESULTS": str(results), **environment},
+    )
+
+
+def trains_on(*nodes: str) -> Any:
+    def told(jobs: Jobs) -> bool:
+        state = jobs["live"].state
+        same = sorted(state.running_on) == sorted(nodes)
+        return same and state.reason == "Training" and state.live.change is None
+
+    return told
+
+
+def can_change(jobs: Jobs) -> bool:
+    return trains_on(A)(jobs) and jobs["live"].state.live.why_not is None
+
+
+def begin(scheduler: Scheduler, policy: Wish, job: JobSpec) -> None:
+    """Start the job with one replica, and wait until it can be changed live."""
+    policy.allocations["live"] = [A]
+    scheduler.submit(job)
+    assert scheduler.wait(can_change, timeout=240)
+
+
+def change_to(scheduler: Scheduler, policy: Wish, *nodes: str) -> None:
+    policy.allocations["live"] = list(nodes)
+    assert scheduler.wait(trains_on(*nodes), timeout=240), scheduler.jobs()["live"].state
+
+
+def steps_of(results: Path) -> dict[int, list[dict[str, Any]]]:
+    """What the replicas wrote of each step that at least one has finished."""
+    steps = defaultdict(list)
+    for path in results.glob("*.txt"):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                found = json.loads(line)
+                steps[found["step"]].append(found)
+    return dict(sorted(steps.items()))
+
+
+def check_steps(results: Path) -> dict[int, list[dict[str, Any]]]:
+    """Fail unless replicas agree after every step, and take every sample once an epoch."""
+    steps = steps_of(results)
+    last = max(steps)
+    taken: dict[int, list[int]] = defaultdict(list)
+    for step, lines in steps.items():
+        if step < last:  # of the last one some may not have written yet
+            assert [line["replicas"] for line in lines] == [len(lines)] * len(lines), step
+            assert sorted(line["rank"] for line in lines) == list(range(len(lines))), step
+        assert len({line["parameters"] for line in lines}) == 1, f"replicas differ at step {step}"
+        for line in lines:
+            taken[line["epoch"]] += line["numbers"]
+    for epoch in range(max(taken)):
+        assert sorted(taken[epoch]) == list(range(90)), f"epoch {epoch}"
+    return steps
+
+
+def restarted(scheduler: Scheduler) -> list[int]:
+    return [entry.generation for entry in scheduler.store.generations("live")]
+
+
+def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Path) -> None:
+    """Also by the replica that was the first; what was measured is what the policy is told."""
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path))
+        change_to(scheduler, policy, A, B)
+        change_to(scheduler, policy, B)
+        until(lambda: scheduler.store.last_points()["live"].num_replicas == 1, "its steps are told")
+        memberships = scheduler.store.generations("live")
+        state = scheduler.jobs()["live"].state
+        pauses = scheduler.store.pause_costs()
+        until(lambda: scheduler._controller._backend.free()[A] == 2, "its slots are free")
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="live")
+    assert [(entry.generation, entry.membership) for entry in memberships] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
+    assert [entry.nodes for entry in memberships] == [(A,), (A, B), (B,)]
+    assert [entry.outcome for entry in memberships] == ["changed", "changed", None]
+    assert all(entry.ended_at == after.created_at for entry, after in pairwise(memberships))
+    assert (state.live.replicas, state.live.num_ids, state.failures) == ((1,), 2, 0)
+    assert 0 < pauses["live"] < 60
+    told = [kind for kind in types(events, "live") if kind not in ("timeline", "hints", "noise")]
+    assert told == [
+        *("submitted", "allocated", "started", "first_step"),
+        *("allocated", "changing", "parked", "changed"),
+        *("allocated", "changing", "changed"),
+        *("stopping", "stopped", "cancelled"),
+    ]
+    allocated = [event["live"] for event in events if event["type"] == "allocated"]
+    assert allocated == [False, True, True]
+    steps = check_steps(tmp_path)
+    sizes = [len(lines) for lines in steps.values()]
+    assert {1, 2} <= set(sizes)
+    assert {lines[0]["nodes"] for lines in steps.values() if len(lines) == 2} == {2}
+
+
+@pytest.mark.exhaustive
+def test_a_newcomer_that_fails_hurts_nobody(directory: Path, tmp_path: Path) -> None:
+    """The third one in a row is followed by a restart, which needs no newcomers."""
+    policy = Wish()
+    job = live_job(tmp_path, NEWCOMER="raise RuntimeError('no memory here')")
+    with scheduler_on(directory, policy) as scheduler:
+        begin(scheduler, policy, job)
+        policy.allocations["live"] = [A, B]
+        assert scheduler.wait(
+            lambda jobs: jobs["live"].state.generation == 2 and trains_on(A, B)(jobs), timeout=240
+        )
+        events = scheduler.store.events(job="live")
+        state = scheduler.jobs()["live"].state
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+    abandoned = [event["why"] for event in events if event["type"] == "change_abandoned"]
+    assert len(abandoned) == 3
+    assert all("which was to join, is gone" in why for why in abandoned)
+    assert "RuntimeError: no memory here" in abandoned[0]
+    moved = [event for event in events if event["type"] == "allocated"][-1]
+    assert moved["live"] is False
+    assert moved["why_restart"].startswith("3 live changes in a row did not come about")
+    assert state.failures == 0
+    check_steps(tmp_path)
+
+
+def newcomer_of(directory: Path, scheduler: Scheduler) -> list[psutil.Process]:
+    """The processes of replicas that are to join."""
+    found = []
+    for replica, _ in scheduler.jobs()["live"].state.live.newcomers:
+        found += [
+            process
+            for process in processes_of(directory)
+            if process.environ().get("PIPOLLUX_REPLICA") == str(replica)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(ChangeStage.STARTING, marks=pytest.mark.exhaustive), ChangeStage.FORMING],
+)
+def test_a_newcomer_that_is_killed_is_replaced(
+    directory: Path, tmp_path: Path, stage: ChangeStage
+) -> None:
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path, PAUSE="0.1"))
+        policy.allocations["live"] = [A, B]
+
+        def is_there(jobs: Jobs) -> bool:
+            change = jobs["live"].state.live.change
+            return change is not None and change.stage is stage
+
+        assert scheduler.wait(is_there, timeout=240)
+        until(lambda: newcomer_of(directory, scheduler), "it is started")
+        for process in newcomer_of(directory, scheduler):
+            process.kill()
+        assert scheduler.wait(trains_on(A, B), timeout=240)
+        assert set(restarted(scheduler)) == {1}
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+    check_steps(tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.sched.test_live_changes import A, B, Wish, begin, live_job, newcomer_of, scheduler_on
+
+directory, results, stage = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+policy = Wish()
+scheduler = scheduler_on(directory, policy)
+scheduler.start()
+begin(scheduler, policy, live_job(results, PAUSE="0.1"))
+policy.allocations["live"] = [A, B]
+
+def has_come(jobs):
+    live = jobs["live"].state.live
+    if stage == "changed":
+        return live.number == 2
+    there = live.change is not None and live.change.stage == stage
+    return there and (stage != "starting" or newcomer_of(directory, scheduler))
+
+scheduler.wait(has_come, timeout=240)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Runs a scheduler that is killed when the change of a job has come so far."""
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("starting", marks=pytest.mark.exhaustive),
+        "forming",
+        pytest.param("changed", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, stage: str) -> None:
+    """The next one goes on with it: newcomers are on their way, meet the others, or take part."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with Forked(script, [str(directory), str(tmp_path), stage]) as killed:
+        assert killed.wait() == -9, killed.errors
+    policy = Wish()
+    policy.allocations["live"] = [A, B]
+    with scheduler_on(directory, policy) as scheduler:
+        assert scheduler.wait(trains_on(A, B), timeout=240)
+        change_to(scheduler, policy, B)
+        assert set(restarted(scheduler)) == {1}
+        until(lambda: scheduler._controller._backend.free()[A] == 2, "its slots are free")
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+    assert {len(lines) for lines in check_steps(tmp_path).values()} == {1, 2}
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_stopped_in_a_change_goes_on_from_its_checkpoint(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Newcomers end with it; it resumes with the replicas that it was to have."""
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path, PAUSE="0.1"))
+        policy.allocations["live"] = [A, B]
+        assert scheduler.wait(lambda jobs: jobs["live"].state.live.change is not None, timeout=240)
+        scheduler.control.suspend("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase is Phase.SUSPENDED, timeout=240)
+        assert processes_of(directory) == []
+        assert scheduler._controller._backend.free() == {A: 2, B: 2}
+        scheduler.control.resume("live")
+        assert scheduler.wait(trains_on(A, B), timeout=240)
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+    check_steps(tmp_path)
