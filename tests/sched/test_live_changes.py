@@ -272,3 +272,88 @@ def test_a_job_that_is_stopped_in_a_change_goes_on_from_its_checkpoint(
         scheduler.control.cancel("live")
         assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
     check_steps(tmp_path)
+
+
+def replica_of(directory: Path, replica: int) -> list[psutil.Process]:
+    """The processes of one replica."""
+    return [
+        process
+        for process in processes_of(directory)
+        if process.environ().get("PIPOLLUX_REPLICA") == str(replica)
+    ]
+
+
+def lose(directory: Path, replica: int) -> None:
+    """Kill a replica with kill -9, its script first, as the others wait for that."""
+    for process in reversed(replica_of(directory, replica)):
+        process.kill()
+
+
+def has_replaced_one(jobs: Jobs) -> bool:
+    state = jobs["live"].state
+    return trains_on(A, B)(jobs) and 2 in state.live.replicas and state.generation == 1
+
+
+@pytest.mark.parametrize("replica", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_replica_that_is_killed_costs_no_restart(
+    directory: Path, tmp_path: Path, replica: int
+) -> None:
+    """The others go on in the same generation, and its place is filled again."""
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path))
+        change_to(scheduler, policy, A, B)
+        lose(directory, replica)
+        assert scheduler.wait(has_replaced_one, timeout=240)
+        now = scheduler.jobs()["live"].state
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="live")
+    assert (now.live.replicas, now.failures) == ((1 - replica, 2), 0)
+    (survived,) = (event for event in events if event["type"] == "survived")
+    assert (survived["lost"], survived["nodes"]) == ([replica], [A if replica else B])
+    check_steps(tmp_path)
+
+
+def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
+    directory: Path, tmp_path: Path
+) -> None:
+    """It sends no heartbeats any more, so it is killed; what waits for it learns so at once."""
+    policy = Wish()
+    with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path))
+        change_to(scheduler, policy, A, B)
+        for process in replica_of(directory, 1):
+            process.suspend()
+        assert scheduler.wait(has_replaced_one, timeout=240)
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+        events = scheduler.store.events(job="live")
+    assert {"replicas_lost", "survived"} <= {event["type"] for event in events}
+    check_steps(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_job_with_too_few_replicas_left_is_stopped(directory: Path, tmp_path: Path) -> None:
+    """It saves, and waits for room for as many as its user wants."""
+    policy = Wish()
+    job = live_job(tmp_path).model_copy(update={"min_replicas": 2})
+    with scheduler_on(directory, policy) as scheduler:
+        policy.allocations["live"] = [A, B]
+        scheduler.submit(job)
+
+        def ready(jobs: Jobs) -> bool:
+            return trains_on(A, B)(jobs) and jobs["live"].state.live.why_not is None
+
+        assert scheduler.wait(ready, timeout=240)
+        lose(directory, 1)
+        assert scheduler.wait(
+            lambda jobs: jobs["live"].state.generation == 2 and trains_on(A, B)(jobs), timeout=240
+        )
+        first = scheduler.store.generations("live")[0]
+        assert first.outcome == "changed"
+        stopped = scheduler.store.generations("live")[1]
+        assert (stopped.generation, stopped.outcome) == (1, "stopped")
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
+    check_steps(tmp_path)

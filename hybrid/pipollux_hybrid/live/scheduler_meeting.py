@@ -8,8 +8,12 @@ need one to go on.
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pipollux_hybrid.errors import ConfigurationError
@@ -17,8 +21,12 @@ from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.heartbeat import Heartbeat
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
 
+from .arbiter import FolderArbiter
+
 __all__ = ["SchedulerMeeting"]
 
+FOLDER = ".live-"
+"""Of a generation, beside its checkpoints; its number follows."""
 WAITS = 5.0
 """Seconds between two looks whether the scheduler still takes heartbeats."""
 
@@ -31,10 +39,13 @@ class SchedulerMeeting:
     """
 
     self_governed = False
-    arbiter = None
 
     def __init__(self, env: JobEnvironment) -> None:
         self._env = env
+        self._folder = _folder(env)
+        self.arbiter = None if self._folder is None else FolderArbiter(self._folder)
+        """Where those that are left when others die find each other, scheduler or not; None: where
+        no checkpoints are saved there is no folder that all see."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
         self._answer: Mapping[str, Any] = {}
@@ -96,7 +107,9 @@ class SchedulerMeeting:
         self._say(epoch=epoch, loop=loop, balance=list(bulletin.balance))
 
     def retract(self) -> None:
-        """Do nothing: the last heartbeat says that the script has ended."""
+        """Remove what nobody needs any more; the last heartbeat says that the script has ended."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def bulletin(self) -> Bulletin | None:
         """Return what the job told last."""
@@ -147,7 +160,12 @@ class SchedulerMeeting:
     def entered(self, membership: Membership, step: int, seconds: float) -> None:
         """Tell that this replica takes part."""
         with self._lock:
-            self._says = {"membership": membership.number, "step": step, "seconds": seconds}
+            self._says = {
+                "membership": membership.number,
+                "replicas": [int(replica) for replica in membership.replicas],
+                "step": step,
+                "seconds": seconds,
+            }
         self.refresh()
 
     def host(self) -> tuple[str, bool]:
@@ -156,11 +174,19 @@ class SchedulerMeeting:
 
     def announce_store(self, number: int, host: str, port: int) -> None:
         """Tell where the replicas of a membership find each other."""
-        self._say(store={"number": number, "host": host, "port": port})
+        place = {"number": number, "host": host, "port": port}
+        self._say(store=place)
+        if self._folder is not None:
+            aside = self._folder / f".store-{number}"
+            aside.write_text(json.dumps(place))
+            aside.replace(self._folder / f"store-{number}")
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return where the replicas of a membership find each other."""
         told = self._answer.get("store")
+        if told is None and self._folder is not None:
+            with suppress(OSError, ValueError):
+                told = json.loads((self._folder / f"store-{number}").read_text())
         try:
             if told is None or int(told["number"]) != number:
                 return None
@@ -169,7 +195,10 @@ class SchedulerMeeting:
             return None
 
     def remove_store(self, number: int) -> None:
-        """Do nothing: `entered` says no more of it."""
+        """Take it back; `entered` says no more of it."""
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / f"store-{number}").unlink(missing_ok=True)
 
     def _say(self, **what: Any) -> None:
         """Tell something from the next heartbeat on, which is sent now if that is new."""
@@ -178,3 +207,19 @@ class SchedulerMeeting:
             self._says.update(what)
         if new:
             self.refresh()
+
+
+def _folder(env: JobEnvironment) -> Path | None:
+    """Return a folder of this generation that all replicas see; None: there is none."""
+    if env.checkpoint_dir is None:
+        return None
+    folder = env.checkpoint_dir / f"{FOLDER}{env.generation}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if env.rank == 0 and not env.joins:
+            for stale in env.checkpoint_dir.glob(f"{FOLDER}*"):
+                if stale != folder:
+                    shutil.rmtree(stale, ignore_errors=True)
+    except OSError:  # who saves there says so
+        return None
+    return folder

@@ -47,6 +47,8 @@ START_TIMEOUT = 600.0
 """Seconds in which all replicas of a generation must run, or none does."""
 FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end when one has failed; they can no longer save."""
+SURVIVAL_PATIENCE = 60.0
+"""Seconds in which a job whose replicas can go on without one that has failed must have told so."""
 SIGNAL_INTERVAL = 2.0
 """Seconds after which a signal is repeated, as it may have been lost."""
 STOPPED = 143
@@ -104,14 +106,12 @@ class RunningGeneration:
         self._parting: dict[ReplicaKey, float] = {}
         """Replicas that do not take part any more, and when they are killed."""
         self._lost: list[NewcomerLost] = []
+        self.can_survive = False
+        """Whether its replicas can go on when one of them is lost."""
+        self._survive_by: float | None = None
 
     def join(self, program: ReplicaProgram, seats: Mapping[int, Seat]) -> None:
-        """Start replicas that are to join those that train.
-
-        Args:
-            program: what they run.
-            seats: where each runs, by its id.
-        """
+        """Start replicas that are to join those that train: where each runs, by its id."""
         self._program = program
         self.launch = self.launch.having(seats)
         keys = set(map(self.launch.key, seats))
@@ -121,11 +121,11 @@ class RunningGeneration:
         self._start_rest()
 
     def admit(self, replicas: Collection[int]) -> None:
-        """Note that replicas take part now; those of them that do already may be named, too."""
+        """Note that replicas take part now, or still."""
         self._newcomers -= set(map(self.launch.key, replicas))
 
     def expect(self, newcomers: Collection[int], parting: Collection[int]) -> None:
-        """Note, of a generation that an earlier scheduler started, who does not take part."""
+        """Note who does not take part, of a generation that was adopted."""
         for replica in newcomers:
             if replica in self.launch.seats:
                 self._newcomers.add(self.launch.key(replica))
@@ -140,6 +140,8 @@ class RunningGeneration:
             if key in self._states:
                 self._newcomers.discard(key)
                 self._to_start.discard(key)
+                if key == self._failed and not self.ending:
+                    self._failed = self._survive_by = None
                 self._parting.setdefault(key, self._clock() + seconds)
 
     def take_parted(self) -> list[int]:
@@ -268,9 +270,20 @@ class RunningGeneration:
             return
         for key, state in self._members.items():
             if state.ended and (state.ended.status != 0 or state.ended.lost):
-                self._failed = key
+                self._failed = self._failed or key
+                if self._may_survive():
+                    return
                 self._end_within(self._outside_grace if _stopped(state.ended) else FAILURE_GRACE)
                 return
+
+    def _may_survive(self) -> bool:
+        """Return whether those that are left may still go on, of which the job tells."""
+        left = any(state.ended is None for state in self._members.values())
+        if not (self.can_survive and left):
+            return False
+        if self._survive_by is None:
+            self._survive_by = self._clock() + SURVIVAL_PATIENCE
+        return self._clock() < self._survive_by
 
     def _notice_newcomers(self) -> None:
         """Tell which newcomers are gone; let the others go when there is nobody to join."""

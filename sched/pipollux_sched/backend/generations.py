@@ -226,6 +226,7 @@ class Generations:
             running = self._running[job] = self._generation(launch, None)
             newcomers = [replica for replica, _ in live.newcomers]
             running.expect(newcomers, launch.seats.keys() - {*live.replicas, *newcomers})
+            running.can_survive = live.why_not is None
         return None
 
     def start_replicas(
@@ -245,11 +246,7 @@ class Generations:
     ) -> None:
         """See to it that replicas end which do not take part any more, or never will.
 
-        Args:
-            job: its name.
-            generation: whose they are.
-            replicas: their ids.
-            at_once: False: they are about to end by themselves.
+        `at_once` is False for those that are about to end by themselves.
         """
         with self._lock:
             joining = self._joining.get(job)
@@ -259,12 +256,15 @@ class Generations:
             if running is not None and running.launch.generation == generation:
                 running.part(replicas, 0.0 if at_once else self._grace)
 
-    def admit(self, job: str, generation: int, replicas: Collection[int]) -> None:
-        """Note that replicas take part in a generation: their end is its end."""
+    def admit(
+        self, job: str, generation: int, replicas: Collection[int], *, can_survive: bool
+    ) -> None:
+        """Note who takes part in a generation, and whether it can go on without some of them."""
         with self._lock:
             running = self._running.get(job)
             if running is not None and running.launch.generation == generation:
                 running.admit(replicas)
+                running.can_survive = can_survive
 
     def recover(self, grace: float) -> list[str]:
         """End what an earlier scheduler left running and was not adopted: see `Engine.recover`."""

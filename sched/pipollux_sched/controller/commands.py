@@ -14,12 +14,14 @@ from pathlib import Path
 from pipollux_sched.backend import Generations
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import (
+    Allocate,
     Cancel,
     ChangeRefused,
     NewcomerLost,
     NodeLost,
     Phase,
     Resume,
+    Survived,
     Suspend,
     Switched,
 )
@@ -210,7 +212,7 @@ class Control:
             for job in self._store.jobs(live=True):
                 state = job.state
                 if name in state.running_on:
-                    self._executor.handle(job.name, NodeLost(state.generation, why))
+                    self._executor.handle(job.name, NodeLost(state.generation, why, name))
                     continue
                 for replica, place in state.live.newcomers:
                     if place == name:
@@ -253,12 +255,22 @@ class Control:
         """
         for event in self._board.note(job.name, job.state, replica, word):
             job = self._executor.handle(job.name, event)
-            if isinstance(event, Switched | ChangeRefused):
+            if isinstance(event, Survived):
+                job = self._check_survivors(job)
+            if isinstance(event, Switched | Survived | ChangeRefused):
                 self._reconsider()
             if not job.state.running_on:
                 self._board.forget(job.name)
                 return job, ReplicaAnswer(None, False, None, None)
         return job, self._board.answer(job.name, job.state, replica)
+
+    def _check_survivors(self, job: JobRecord) -> JobRecord:
+        """Stop a job of which fewer replicas are left than its user wants."""
+        least, left = int(job.spec.get("min_replicas", 1)), len(job.state.running_on)
+        if not 0 < left < least:
+            return job
+        why = f"Only {left} of its replicas are left, and min_replicas is {least}."
+        return self._executor.handle(job.name, Allocate((), why))
 
     def expect_replicas(self) -> None:
         """Expect heartbeats of the running replicas that an earlier scheduler heard."""

@@ -27,6 +27,7 @@ from pipollux_sched.lifecycle import (
     Exited,
     GiveUpAfter,
     Kill,
+    LiveReady,
     NewcomerLost,
     Outcome,
     Phase,
@@ -97,9 +98,10 @@ class Executor:
         with self._lock:
             change = self._store.transition(name, event)
             self._todo.extend((name, action) for action in change.actions)
-        if isinstance(event, Switched):
-            state = change.job.state
-            self._backend.admit(name, event.generation, state.live.replicas)
+        if isinstance(event, Switched | LiveReady):
+            live = change.job.state.live
+            can_survive = live.why_not is None
+            self._backend.admit(name, event.generation, live.replicas, can_survive=can_survive)
         if change.actions:
             self.woken.set()
         phase = change.job.phase

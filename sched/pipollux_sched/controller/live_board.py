@@ -18,6 +18,7 @@ from pipollux_sched.lifecycle import (
     JobState,
     LiveReady,
     Parked,
+    Survived,
     Switched,
 )
 
@@ -55,6 +56,8 @@ class LiveWord(NamedTuple):
 
     membership: int = 0
     """Number of the one that it takes part in; 0: it is to join."""
+    replicas: tuple[int, ...] = ()
+    """Ids of those that take part in it, in the order of ranks; empty: the first ones."""
     parked: bool = False
     """Whether it waits to join."""
     epoch: int = 0
@@ -104,12 +107,12 @@ class LiveBoard:
             replica: id of a replica of its present generation.
             word: what it says.
         """
-        live, change = state.live, state.live.change
+        live = state.live
         with self._lock:
             if replica == live.replicas[0] and word.balance:
                 place = ScriptPlace(state.generation, word.epoch, word.loop, word.balance)
                 self._places[job] = place
-            if word.store is not None and change is not None:
+            if word.store is not None:
                 self._stores[job] = state.generation, word.store
         return list(_events(state, replica, word))
 
@@ -125,7 +128,7 @@ class LiveBoard:
         store = known[1] if known is not None and known[0] == state.generation else None
         here = place if place is not None and place.generation == state.generation else None
         joins = replica not in state.live.replicas
-        return ReplicaAnswer(again, forming, here if joins else None, store if forming else None)
+        return ReplicaAnswer(again, forming, here if joins else None, store)
 
     def forget(self, job: str) -> None:
         """Forget a job that has ended."""
@@ -138,11 +141,17 @@ def _events(state: JobState, replica: int, word: LiveWord) -> Iterator[Event]:
     generation, live, change = state.generation, state.live, state.live.change
     if replica == live.replicas[0] and word.balance and word.cannot != live.why_not:
         yield LiveReady(generation, word.cannot)
-    if change is None:
+    if change is not None:
+        if word.parked and replica in dict(live.newcomers) and replica not in change.parked:
+            yield Parked(generation, replica)
+        if word.refused == change.number:
+            yield ChangeRefused(generation, change.number, word.why, word.for_good)
+    # Replica 0 speaks for all.
+    if word.membership <= live.number or word.replicas[:1] != (replica,):
         return
-    if word.parked and replica in dict(live.newcomers) and replica not in change.parked:
-        yield Parked(generation, replica)
-    if word.refused == change.number:
-        yield ChangeRefused(generation, change.number, word.why, word.for_good)
-    elif word.membership == change.number and replica == change.replicas[0]:
+    now = set(word.replicas)
+    changed = change is not None and bool(now & {replica for replica, _ in live.newcomers})
+    if change is not None and (word.replicas == change.replicas or changed):
         yield Switched(generation, change.number, word.step, word.seconds)
+    if change is None or word.replicas != change.replicas:
+        yield Survived(generation, word.membership, word.replicas, word.step, word.seconds)

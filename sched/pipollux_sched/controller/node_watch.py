@@ -48,8 +48,8 @@ class NodeWatch:
         self._mark = f"{backend.name}: "
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
-        self._moved: set[tuple[str, int]] = set()
-        """Jobs and generations that were told that their node is lost."""
+        self._moved: set[tuple[str, int, str]] = set()
+        """Jobs, generations and the nodes of theirs that they were told are lost."""
 
     def look(self) -> None:
         """Write what has changed since the last call into the store, and move jobs off lost nodes.
@@ -109,13 +109,14 @@ class NodeWatch:
 
     def _move_off(self, ready: set[str]) -> None:
         running = self._backend.running()
-        self._moved &= {(name, entry.generation) for name, entry in running.items()}
+        there = {(name, entry.generation) for name, entry in running.items()}
+        self._moved = {told for told in self._moved if told[:2] in there}
         for name, entry in running.items():
-            lost = sorted(set(entry.nodes) - ready)
-            if lost and (name, entry.generation) not in self._moved:
-                why = f"Node {lost[0]} does not answer, or is no longer in the cluster."
-                self._handle(name, NodeLost(entry.generation, why))
-                self._moved.add((name, entry.generation))
+            for node in sorted(set(entry.nodes) - ready):
+                if (name, entry.generation, node) not in self._moved:
+                    why = f"Node {node} does not answer, or is no longer in the cluster."
+                    self._handle(name, NodeLost(entry.generation, why, node))
+                    self._moved.add((name, entry.generation, node))
         for name, (generation, newcomers) in self._backend.newcomers().items():
             for replica, node in newcomers.items():
                 if node not in ready:

@@ -10,7 +10,14 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
-from pipollux_sched.lifecycle import Event, Expire, HeartbeatLost, NewcomerLost, Stalled
+from pipollux_sched.lifecycle import (
+    Event,
+    Expire,
+    HeartbeatLost,
+    NewcomerLost,
+    Stalled,
+    can_survive,
+)
 from pipollux_sched.store import JobRecord, Store, UnknownJobError
 from pipollux_sched.utils.text import spell_duration
 
@@ -105,10 +112,22 @@ class Watchdog:
             self._let(name, NewcomerLost(generation, replica, why))
             self._heartbeats.forget(name, generation, replica)
             return False
-        why = f"Replica {replica} was not heard of for {seconds:.0f} s, so all were ended."
-        self._let(name, HeartbeatLost(generation, why))
+        silent = f"Replica {replica} was not heard of for {seconds:.0f} s"
+        if self._survives(lost):
+            self._let(name, HeartbeatLost(generation, f"{silent}, so it was ended.", replica))
+            self._heartbeats.forget(name, generation, replica)
+            return False
+        self._let(name, HeartbeatLost(generation, f"{silent}, so all were ended."))
         self._heartbeats.forget(name, generation)
         return True
+
+    def _survives(self, lost: LostReplica) -> bool:
+        """Return whether the other replicas of a generation go on without this one."""
+        try:
+            state = self._store.job(lost.job).state
+        except UnknownJobError:
+            return False
+        return state.generation == lost.generation and can_survive(state, [lost.replica])
 
     def _takes_part(self, lost: LostReplica) -> bool:
         """Return whether a replica takes part; others are about to join, or have left."""

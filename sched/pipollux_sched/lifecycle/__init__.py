@@ -35,10 +35,12 @@ from .events import (
     StartReplicas,
     Stop,
     Submit,
+    Survived,
     Suspend,
     Switched,
 )
 from .invariant import broken_rules
+from .live_changes import can_survive
 from .state import (
     CANCELLED,
     ChangeStage,
@@ -96,11 +98,13 @@ __all__ = [
     "Started",
     "Stop",
     "Submit",
+    "Survived",
     "Suspend",
     "Switched",
     "Transition",
     "advance",
     "backoff",
     "broken_rules",
+    "can_survive",
     "with_condition",
 ]

@@ -86,6 +86,19 @@ class Switched:
 
 
 @dataclass(frozen=True)
+class Survived:
+    """Replicas of a generation were lost, and the others go on training in another membership."""
+
+    generation: int
+    number: int
+    """Of the membership."""
+    replicas: tuple[int, ...]
+    """Those that go on, in the order of ranks."""
+    step: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class ChangeRefused:
     """A replica has given up a membership that was to be formed: it does not come about."""
 
@@ -162,6 +175,8 @@ class HeartbeatLost:
 
     generation: int
     why: str
+    replica: int | None = None
+    """Which one; None: all of them are to end."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,8 @@ class NodeLost:
 
     generation: int
     why: str
+    node: str | None = None
+    """Which one; None: all of them are to end."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +231,7 @@ Event: TypeAlias = (
     | LiveReady
     | Parked
     | Switched
+    | Survived
     | ChangeRefused
     | NewcomerLost
     | ChangeOverdue

@@ -11,7 +11,7 @@ abandon it by itself, as no replica has been told of it yet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from .events import (
@@ -25,6 +25,7 @@ from .events import (
     Parked,
     Record,
     StartReplicas,
+    Survived,
     Switched,
 )
 from .state import ChangeStage, Intent, JobState, LiveChange, Phase
@@ -84,6 +85,57 @@ def begin(
             GiveUpAfter(generation, change.number, START_LIMIT),
         )
     return changing, actions
+
+
+def can_survive(state: JobState, lost: Collection[int]) -> bool:
+    """Return whether the replicas of a job can go on training without some of them."""
+    live = state.live
+    trains = state.training and state.intent is None and live.why_not is None
+    return trains and bool(set(live.replicas) - set(lost))
+
+
+def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
+    """End replicas that are lost, while the others go on: see `can_survive`."""
+    data = {"why": why, "replicas": list(lost)}
+    record = Record("replicas_lost", state.generation, data)
+    return state, (record, EndReplicas(state.generation, tuple(lost), at_once=True))
+
+
+def survived(state: JobState, event: Survived, now: float) -> Transition:
+    """Take over that a job goes on without replicas that it has lost."""
+    live = state.live
+    lost = tuple(replica for replica in live.replicas if replica not in event.replicas)
+    mine = not set(event.replicas) - set(live.replicas) and bool(event.replicas)
+    if not _runs(state, event.generation) or not (mine and lost) or event.number <= live.number:
+        return state, ()
+    places = dict(zip(live.replicas, state.running_on, strict=True))
+    nodes = tuple(places[replica] for replica in event.replicas)
+    coming = tuple(replica for replica, _ in live.newcomers)
+    data = {
+        "membership": event.number,
+        "step": event.step,
+        "pause_seconds": event.seconds,
+        "lost": list(lost),
+        "nodes": list(nodes),
+        "replicas": list(event.replicas),
+        "num_replicas": len(nodes),
+        "num_stages": state.running_stages,
+    }
+    live = replace(
+        live,
+        number=event.number,
+        replicas=event.replicas,
+        highest=max(live.highest, event.number),
+        change=None,
+    )
+    message = f"Training on {', '.join(nodes)}, without replicas that were lost."
+    going_on = enter(
+        state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
+    )
+    return going_on, (
+        Record("survived", state.generation, data),
+        EndReplicas(state.generation, (*lost, *coming), at_once=True),
+    )
 
 
 def ready(state: JobState, event: LiveReady) -> Transition:

@@ -48,6 +48,7 @@ from .events import (
     Stalled,
     Started,
     Submit,
+    Survived,
     Suspend,
     Switched,
 )
@@ -94,6 +95,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return live_changes.parked(state, event)
         case Switched():
             return live_changes.switched(state, event, now)
+        case Survived():
+            return live_changes.survived(state, event, now)
         case ChangeRefused():
             return live_changes.refused(state, event, now)
         case NewcomerLost():
@@ -303,6 +306,8 @@ def _heartbeat_lost(state: JobState, event: HeartbeatLost, now: float) -> Transi
     """Kill a generation of which a replica is not heard of any more; how it ended comes after."""
     if event.generation != state.generation or not state.running_on:
         return state, ()
+    if event.replica is not None and live_changes.can_survive(state, [event.replica]):
+        return live_changes.let_go(state, [event.replica], event.why)
     record = Record("heartbeat_lost", event.generation, {"why": event.why})
     lost = enter(state, state.phase, "HeartbeatLost", event.why, now, **_unchanged(state))
     return lost, (record, Kill(event.generation, event.why))
@@ -333,6 +338,10 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
     """Kill what is left of a generation whose node is dead; the job waits for room elsewhere."""
     if event.generation != state.generation or not state.running_on:
         return state, ()
+    places = zip(state.live.replicas, state.running_on, strict=True)
+    lost = [replica for replica, node in places if node == event.node]
+    if lost and live_changes.can_survive(state, lost):
+        return live_changes.let_go(state, lost, event.why)
     record = Record("stopping", event.generation, {"why": event.why})
     kill = Kill(event.generation, event.why)
     if state.intent not in (None, Intent.MOVE):

@@ -23,8 +23,8 @@ ALLOWED = ("/dev/shm", "/run/user", "/run/media")  # noqa: S108  # users' own, a
 """Folders within them that are not."""
 _SAVED = re.compile(r"\.?checkpoint-\d{8}|\.?stopped\.json")
 """What a job leaves where it saves."""
-_IGNORED = {"lost+found", ".snapshot"}
-"""What file systems have in an empty folder."""
+_IGNORED = re.compile(r"lost\+found|\.snapshot|\.live-\d+")
+"""What file systems have in an empty folder, and what replicas leave there that were killed."""
 
 
 def check_checkpoint_folder(
@@ -64,7 +64,7 @@ def check_empty(spec: JobSpec) -> None:
     if spec.checkpoint_dir is None or spec.image is not None:
         return  # in the state directory each run has its own folder
     folder = Path(spec.checkpoint_dir)
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
+    if folder.is_dir() and _names(folder):
         raise SpecError(
             f"job '{spec.name}': checkpoint_dir: {folder} holds checkpoints, which the scheduler "
             "leaves as they are; to start from the beginning, move them away first"
@@ -114,12 +114,16 @@ def _is_unusable(folder: Path) -> str | None:
             )
         if there != folder:
             return None
-        names = {path.name for path in folder.iterdir()} - _IGNORED
+        names = _names(folder)
     except OSError as error:
         return f"cannot be used ({error.strerror}); give another"
     if not names or any(_SAVED.fullmatch(name) for name in names):
         return None
     return f"holds '{min(names)[:60]}' and no checkpoint; give an empty folder, or one to be made"
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not _IGNORED.fullmatch(path.name)}
 
 
 def _within(folder: Path, other: Path) -> bool:

@@ -28,6 +28,7 @@ from pipollux_sched.lifecycle import (
     Start,
     Started,
     Stop,
+    Survived,
     Suspend,
     Switched,
     advance,
@@ -80,7 +81,7 @@ def advance_job(session: Session, row: JobRow, event: Event, now: float) -> Chan
     if after.phase.ended and not before.phase.ended:
         row.ended_at = now
     _keep_event(session, row.name, before, event, now)
-    if isinstance(event, Switched) and after.live.number != before.live.number:
+    if isinstance(event, Switched | Survived) and after.live.number != before.live.number:
         _keep_membership(session, row.name, after, event, now)
     for action in actions:
         _keep_action(session, row, after, action, now)
@@ -122,7 +123,7 @@ def _keep_event(session: Session, name: str, before: JobState, event: Event, now
 
 
 def _keep_membership(
-    session: Session, name: str, after: JobState, event: Switched, now: float
+    session: Session, name: str, after: JobState, event: Switched | Survived, now: float
 ) -> None:
     """End the row of the membership before, and begin another one."""
     before = find_generation(session, name, after.generation)

@@ -54,6 +54,9 @@ class LiveBody(_Wire):
     """What a replica says of live changes: where it is, and what it has formed or given up."""
 
     membership: _Number = 0
+    replicas: Annotated[
+        list[_Number], Field(max_length=65536, description="ids in the order of ranks")
+    ] = []
     parked: bool = False
     epoch: _Number = 0
     loop: _Number = 0
@@ -71,9 +74,10 @@ class LiveBody(_Wire):
     def word(self) -> LiveWord:
         """Return it as the controller takes it."""
         at = self.store
-        told = self.model_dump(exclude={"store", "balance"})
+        told = self.model_dump(exclude={"store", "balance", "replicas"})
         store = None if at is None else MeetingPoint(at.number, at.host, at.port)
-        return LiveWord(**told, balance=tuple(self.balance), store=store)
+        replicas, balance = tuple(self.replicas), tuple(self.balance)
+        return LiveWord(**told, replicas=replicas, balance=balance, store=store)
 
 
 class HeartbeatBody(_Wire):
