@@ -61,7 +61,7 @@ def test_a_job_leaves_a_lost_node_once(watched: Watched) -> None:
     watched.lose("a")
     watched.watch.look()
     watched.watch.look()
-    lost = NodeLost(1, "Node a does not answer, or is no longer in the cluster.")
+    lost = NodeLost(1, "Node a does not answer, or is no longer in the cluster.", "a")
     assert watched.told == [("one", lost)]
     assert watched.store.nodes()["a"].condition is NodeCondition.DEAD
     assert watched.reconsidered == 2

@@ -20,6 +20,7 @@ from pipollux_sched.lifecycle import (
     Intent,
     JobState,
     Kill,
+    LiveState,
     NodeLost,
     Outcome,
     Phase,
@@ -45,7 +46,10 @@ AB, B = ("a", "b"), ("b",)
 def state_in(phase: Phase, reason: str = "Test", **fields: object) -> JobState:
     """A job in some phase; what it holds follows from the fields given."""
     condition = Condition(phase, True, reason, "as the test has it", 1.0)
-    return replace(JobState(phase=phase, conditions=(condition,), generation=1), **fields)
+    state = replace(JobState(phase=phase, conditions=(condition,), generation=1), **fields)
+    ids = tuple(range(len(state.running_on)))
+    live = LiveState(1, ids, len(ids), highest=1) if ids else LiveState()
+    return replace(state, live=live)
 
 
 CREATED = JobState()
