@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
-from pipollux_sched.utils.text import first_line
+from pipollux_sched.utils.text import count, first_line, listing, seconds, spell_nodes
 
 Event: TypeAlias = Mapping[str, Any]
 
@@ -87,12 +87,62 @@ def _progress(event: Event) -> str:
     return f"step {event['step']}{loss}"
 
 
+def decision_text(why: str, why_restart: str | None) -> str:
+    """Return the reason of a decision, and why it could not be made while the job trains, if so.
+
+    Example:
+        >>> decision_text("moves to node-b", "none of its replicas stays where it is")
+        'moves to node-b; a restart, as none of its replicas stays where it is'
+    """
+    return f"{why}; a restart, as {first_line(why_restart)}" if why_restart else why
+
+
+def _allocated(event: Event) -> str:
+    return decision_text(str(event["why"]), event.get("why_restart"))
+
+
+def _changing(event: Event) -> str:
+    joining = [f"{one['replica']} on {one['node']}" for one in event["joining"]]
+    leaving = [str(replica) for replica in event["leaving"]]
+    parts = [
+        f"{_several('replica', words)} {'is' if len(words) == 1 else 'are'} to {verb}"
+        for words, verb in ((joining, "join"), (leaving, "leave"))
+        if words
+    ]
+    return f"changes live: {'; '.join(parts)}"
+
+
+def _changed(event: Event) -> str:
+    return f"changed live: {_goes_on(event)}"
+
+
+def _survived(event: Event) -> str:
+    return f"lost {_several('replica', [str(one) for one in event['lost']])}: {_goes_on(event)}"
+
+
+def _goes_on(event: Event) -> str:
+    """Spell which replicas train on, from which step, and after which pause."""
+    nodes, pause = event["nodes"], event["pause_seconds"]
+    who = f"{count(len(nodes), 'replica')} on {spell_nodes(nodes)}"
+    since = "" if event["step"] is None else f" since step {event['step']}"
+    after = "" if pause is None else f", after a pause of {seconds(pause)}"
+    return f"{who} {'trains' if len(nodes) == 1 else 'train'}{since}{after}"
+
+
+def _several(what: str, words: Sequence[str]) -> str:
+    return f"{what}{'' if len(words) == 1 else 's'} {listing(words)}"
+
+
 _Telling: TypeAlias = Mapping[str, Callable[[Event], str]]
 
 _TELLING: _Telling = {
     "submitted": lambda _event: "submitted",
-    "allocated": lambda event: str(event["why"]),
+    "allocated": _allocated,
     "first_step": _first_step,
+    "changing": _changing,
+    "changed": _changed,
+    "change_abandoned": lambda event: f"live change given up: {first_line(event['why'])}",
+    "survived": _survived,
     "stopped": _stopped,
     "restarting": lambda event: f"restarting: {first_line(event['why'])}",
     "complete": _complete,
@@ -111,6 +161,7 @@ _TELLING: _Telling = {
 _FREQUENT: _Telling = {
     "cluster": _cluster,
     "started": lambda event: f"generation {event['generation']} started",
+    "parked": lambda event: f"replica {event['replica']} waits to join",
     "stopping": lambda event: f"asked to stop: {first_line(event['why'])}",
     "hints": lambda _event: "sent hints",
     "progress": _progress,

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipollux_sched.report.charts.gantt import slot_use
 from pipollux_sched.report.charts.prediction import accuracies, mean_absolute_error
-from pipollux_sched.report.run.records import JobRun, Run
+from pipollux_sched.report.run.records import Generation, JobRun, Run
 from pipollux_sched.utils.text import (
     DASH,
     amount,
@@ -23,6 +23,10 @@ from pipollux_sched.utils.text import (
     percent,
     placements,
 )
+
+from .event_text import decision_text
+
+Key = TypeVar("Key", int, tuple[int, int])
 
 
 class Headline(NamedTuple):
@@ -44,6 +48,7 @@ class JobFacts(NamedTuple):
     epochs: str
     replicas: str
     restarts: str
+    live_changes: str
     loss: str
     goodput: str
     speedup: str
@@ -155,13 +160,25 @@ def headlines(run: Run) -> list[Headline]:
         caption = f"of the slots' time in training, {percent(use.changing)} starting or stopping"
         found.append(Headline(percent(use.training), caption))
     restarts = sum(job.num_restarts for job in run.jobs.values())
-    costs = restart_costs(run)
-    tail = f", {duration(median(costs))} each at the median" if costs else ""
-    found.append(Headline(str(restarts), f"{'restart' if restarts == 1 else 'restarts'}{tail}"))
+    found.append(_headline(restarts, "restart", restart_costs(run)))
+    changes = sum(job.num_live_changes for job in run.jobs.values())
+    if changes:
+        found.append(_headline(changes, "live change", pauses(run)))
     error = mean_absolute_error(accuracies(run))
     if error is not None:
         found.append(Headline(percent(error), "mean absolute error of the predicted step time"))
     return found
+
+
+def _headline(how_many: int, what: str, costs: list[float]) -> Headline:
+    tail = f", {duration(median(costs))} each at the median" if costs else ""
+    return Headline(str(how_many), f"{what}{'' if how_many == 1 else 's'}{tail}")
+
+
+def pauses(run: Run) -> list[float]:
+    """Return how long nobody of a job trained at each of its live changes, in seconds."""
+    known = [g.pause_seconds for job in run.jobs.values() for g in job.started if g.live]
+    return [pause for pause in known if pause is not None]
 
 
 def restart_costs(run: Run) -> list[float]:
@@ -169,6 +186,8 @@ def restart_costs(run: Run) -> list[float]:
     costs = []
     for job in run.jobs.values():
         for before, after in pairwise(job.started):
+            if after.live:
+                continue
             if after.restart_seconds is not None:
                 costs.append(after.restart_seconds)
             elif after.first_step is not None and (begin := before.stopping or before.ended):
@@ -192,6 +211,7 @@ def job_row(job: JobRun, colour: int) -> JobFacts:
         epochs=amount(epochs(job)),
         replicas=_path([str(g.num_replicas) for g in job.started]),
         restarts=str(job.num_restarts) if job.started else DASH,
+        live_changes=str(job.num_live_changes) if job.started else DASH,
         loss=f"{grouped(losses[0])} → {grouped(losses[-1])}" if losses else DASH,
         goodput=_path([grouped(value) for value in goodputs(job)]),
         speedup=f"{grouped(max(speedups))}×" if speedups else DASH,
@@ -206,8 +226,8 @@ def epochs(job: JobRun) -> int | None:
 
 
 def goodputs(job: JobRun) -> list[float]:
-    """Return the mean goodput of each generation that reported any, in samples/s."""
-    known = [(p.generation, p.goodput) for p in job.points if p.goodput is not None]
+    """Return the mean goodput of each membership that reported any, in samples/s."""
+    known = [((p.generation, p.membership), p.goodput) for p in job.points if p.goodput is not None]
     return [fmean(values) for values in _grouped(known).values()]
 
 
@@ -230,8 +250,8 @@ def speedup(job: JobRun) -> Speedup | None:
     return Speedup(most, means[most] / means[1], foretold[-1] if foretold else None)
 
 
-def _grouped(pairs: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
-    groups: dict[int, list[float]] = {}
+def _grouped(pairs: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
+    groups: dict[Key, list[float]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return dict(sorted(groups.items()))
@@ -248,22 +268,29 @@ def _path(values: list[str]) -> str:
 
 
 def continuations(job: JobRun) -> str:
-    """Describe at which steps a job stopped and resumed."""
-    parts = []
-    for before, after in pairwise(job.started):
-        if after.first_step_number is None:
-            continue
-        last = before.stopped_step
-        head = "" if last is None else f"stopped at step {amount(last)}, "
-        verb = "went on" if last is None or after.first_step_number >= last else "went back"
-        parts.append(
-            f"{head}{verb} with step {amount(after.first_step_number)} "
-            f"and {count(after.num_replicas, 'replica')}"
-        )
-    if not parts:
+    """Describe at which steps a job stopped and resumed, or changed live."""
+    pairs = [(a, b) for a, b in pairwise(job.started) if b.first_step_number is not None]
+    if not pairs:
         return "It ran without a restart." if job.started else "It was never started."
-    tail = f", and {count(len(parts) - 3, 'more restart')}" if len(parts) > 3 else ""
+    parts = [_changed(b) if b.live else _resumed(a, b) for a, b in pairs]
+    what = "change" if any(b.live for _, b in pairs) else "restart"
+    tail = f", and {count(len(parts) - 3, f'more {what}')}" if len(parts) > 3 else ""
     return f"It {'; '.join(parts[:3])}{tail}."
+
+
+def _resumed(before: Generation, after: Generation) -> str:
+    last, first = before.stopped_step, after.first_step_number
+    head = "" if last is None else f"stopped at step {amount(last)}, "
+    back = last is not None and first is not None and first < last
+    verb = "went back" if back else "went on"
+    return f"{head}{verb} with step {amount(first)} and {count(after.num_replicas, 'replica')}"
+
+
+def _changed(after: Generation) -> str:
+    pause = after.pause_seconds
+    cost = "" if pause is None else f", after a pause of {duration(pause)}"
+    replicas = count(after.num_replicas, "replica")
+    return f"changed live to {replicas} at step {amount(after.first_step_number)}{cost}"
 
 
 MAX_ALLOCATIONS = 1000
@@ -282,7 +309,7 @@ def allocation_rows(run: Run, colours: dict[str, int]) -> list[AllocationRow]:
             nodes=placements(a.nodes),
             batch_size=amount(a.batch_size),
             speedup=f"{grouped(a.speedup)}×" if a.speedup is not None else DASH,
-            why=clean(a.why),
+            why=clean(decision_text(a.why, a.why_restart)),
         )
         for a in run.allocations[-MAX_ALLOCATIONS:]
     ]

@@ -35,7 +35,7 @@ from pipollux_sched.utils.text import (
     placement,
 )
 
-from .event_text import event_text
+from .event_text import decision_text, event_text
 from .facts import epochs, job_row
 from .tables import (
     AllocationLine,
@@ -203,7 +203,8 @@ class LiveView:
             if job.name in changed:
                 record = changed[job.name]
                 previous = len(record.previous) if record.previous else None
-                rows.append(_row(record, record.why, previous))
+                why = decision_text(record.why, record.why_restart)
+                rows.append(_row(record, why, previous))
             elif job.allocations and job.phase not in FINISHED:
                 rows.append(_row(job.allocations[-1], "unchanged", None))
         moment = max(a.time for a in changed.values()) - (self.run.start or 0.0)
@@ -216,7 +217,7 @@ class LiveView:
         wide = self.console.width >= NARROW
         columns = {
             "replicas": "replicas",
-            **({"restarts": "restarts"} if wide else {}),
+            **({"restarts": "restarts", "live_changes": "live\nchanges"} if wide else {}),
             "steps": "steps",
             **({"epochs": "epochs"} if wide else {}),
             "loss": "loss",

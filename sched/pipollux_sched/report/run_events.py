@@ -36,6 +36,8 @@ _FEWEST = 20
 _TOLD = ("progress", "hints", "timeline")
 """Types of periodic events."""
 _ENDS = ("complete", "failed", "cancelled")
+_CHANGES = ("changing", "parked", "change_abandoned")
+_MEMBERSHIP = ("membership", "nodes", "replicas", "num_replicas", "num_stages")
 
 
 class NothingToReportError(SchedulerError):
@@ -98,7 +100,7 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
     """Return the events from a time on.
 
     Jobs that had ended by then are left out. An allocation that a job already held is dated at that
-    time, so that the report shows it from its left edge.
+    time, so that the report shows it from its left edge; so is what live changes had made of it.
     """
     if since is None:
         return list(events)
@@ -116,8 +118,8 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
             kept = then.get(name, [])
             waiting = event.get("generation")
             then[name] = [one for one in kept if one["type"] == "submitted" or _later(one, waiting)]
-        elif kind == "allocated":
-            then[name] = [*then.get(name, []), event]
+        elif kind in ("changed", "survived"):
+            then[name] = _taken_over(then.get(name, []), event)
         else:
             then.setdefault(name, []).append(event)
     begun = {event.get("job") for event in after if event["type"] in ("submitted", "rerun")}
@@ -125,6 +127,21 @@ def clipped(events: Sequence[Event], since: float | None) -> list[Event]:
     begins = [*clusters[-1:], *(event for held in then.values() for event in held)]
     lived = [event for event in after if event.get("job") not in ended]
     return [*({**event, "time": since} for event in begins), *lived]
+
+
+def _taken_over(held: Sequence[Event], changed: Event) -> list[Event]:
+    """Return the events that lead to what a job holds after a live change, as if it began so."""
+    number = changed.get("generation")
+    allocated = [one for one in held if _is_of(one, "allocated", number)]
+    rest = [one for one in held if one not in allocated and one["type"] not in _CHANGES]
+    told = {name: changed[name] for name in _MEMBERSHIP if name in changed}
+    first = {**(allocated or [changed])[-1], "type": "allocated", "live": False, **told}
+    begun = [one["type"] == "submitted" for one in rest].count(True)
+    return [*rest[:begun], first, *rest[begun:]]
+
+
+def _is_of(event: Event, kind: str, generation: int | None) -> bool:
+    return event["type"] == kind and event.get("generation") == generation
 
 
 def _later(event: Event, generation: int | None) -> bool:

@@ -166,7 +166,7 @@ def test_summary_tells_what_became_of_the_jobs(events: list[Event]) -> None:
     losses = [e["loss"] for e in events if e["type"] == "progress" and e["job"] == "char-lm"]
     loss = f"{losses[0]:.2f} → {losses[-1]:.2f}"
     row = next(line for line in reversed(lines) if line.startswith("char-lm Complete"))
-    assert row.startswith(f"char-lm Complete 1 → 2 1 1391 3 {loss}")
+    assert row.startswith(f"char-lm Complete 1 → 2 1 0 1391 3 {loss}")
     assert row.endswith("1.71×")
 
 

@@ -55,7 +55,7 @@ def test_header_tells_the_headline_numbers(html: str, events: list[Event]) -> No
     assert "Both completed." in header
     losses = [e["loss"] for e in events if e["type"] == "progress" and e["job"] == "char-lm"]
     steps = next(e["step"] for e in events if e["type"] == "complete" and e["job"] == "char-lm")
-    row = f"char-lm 2 1 → 2 1 {steps:,}".replace(",", " ")
+    row = f"char-lm 2 1 → 2 1 0 {steps:,}".replace(",", " ")
     assert f"{row} 3 {grouped(losses[0])} → {grouped(losses[-1])}" in header
     assert "1.71×" in header
     assert "2 restarts, 6.4 s each at the median" in header

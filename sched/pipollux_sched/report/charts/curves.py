@@ -1,4 +1,4 @@
-"""Curves of a job over its restarts: loss, goodput, batch size and replicas."""
+"""Curves of a job over restarts and live changes: loss, goodput, batch size and replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pipollux_sched.report.run.records import Generation, JobRun, RunPoint
 from pipollux_sched.utils.text import amount, clean
 
-from .specs import Axis, CurveChart, Line, Panel, Point, Restart, moments
+from .specs import Axis, CurveChart, Line, Mark, Panel, Point, moments
 
 MAX_POINTS = 1500
 """Reports drawn per curve; more are thinned to every n-th, so that the page stays small."""
@@ -30,14 +30,14 @@ def _pieces(
     at: Callable[[RunPoint], float],
     value: Callable[[RunPoint], float | None],
 ) -> list[list[Point]]:
-    """Return a curve of a job's reports, split where its generation changes."""
+    """Return a curve of a job's reports, split at restarts."""
     known = [point for point in points if value(point) is not None]
     parts = groupby(known, key=lambda point: point.generation)
     return [moments((at(p), value(p)) for p in part) for _, part in parts]
 
 
-def _restarts(job: JobRun) -> list[tuple[Generation, float, int]]:
-    """Return the time and step at which each later generation that trained began."""
+def _later(job: JobRun) -> list[tuple[Generation, float, int]]:
+    """Return the time and step at which each later membership that trained began."""
     trained = [
         (g, g.first_step, g.first_step_number)
         for g in job.started
@@ -46,12 +46,13 @@ def _restarts(job: JobRun) -> list[tuple[Generation, float, int]]:
     return [(g, time, step) for g, time, step in trained[1:] if time is not None]
 
 
-def _marks(job: JobRun, start: float) -> list[Restart]:
-    return [_mark(generation, round(time - start, 2)) for generation, time, _ in _restarts(job)]
+def _marks(job: JobRun, start: float) -> list[Mark]:
+    return [_mark(generation, round(time - start, 2)) for generation, time, _ in _later(job)]
 
 
-def _mark(generation: Generation, at: float, more: str = "") -> Restart:
-    return Restart(at, f"generation {generation.number}", f"R = {generation.num_replicas}{more}")
+def _mark(generation: Generation, at: float, more: str = "") -> Mark:
+    flag = f"R = {generation.num_replicas}{more}"
+    return Mark(at, generation.title, flag, live=generation.live or None)
 
 
 def _pauses(job: JobRun, start: float) -> list[tuple[float, float]]:
@@ -82,10 +83,8 @@ def loss_charts(job: JobRun, colour: int, start: float) -> tuple[CurveChart, ...
         x=_axis("whole", (p.step for p in points), "step"),
         panels=[_loss_panel(_pieces(points, lambda p: p.step, lambda p: p.loss))],
         marks=[
-            Restart(
-                step, f"generation {g.number}", f"R = {g.num_replicas} from step {amount(step)}"
-            )
-            for g, _, step in _restarts(job)
+            _mark(generation, step, f" from step {amount(step)}")
+            for generation, _, step in _later(job)
         ],
         colour=colour,
     )
@@ -153,7 +152,7 @@ def _changes(piece: Sequence[Point]) -> list[Point]:
 
 
 def _replicas(job: JobRun, start: float, x: Axis) -> list[list[Point]]:
-    """Return the number of replicas in training over time, one piece per generation."""
+    """Return the number of replicas in training over time, one piece per membership."""
     found = []
     for generation in job.started:
         if generation.first_step is None:

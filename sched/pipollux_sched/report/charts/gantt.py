@@ -43,14 +43,26 @@ def holds(run: Run) -> list[Hold]:
     wanted = []
     for job in run.jobs.values():
         for generation in job.started:
-            start = generation.started or 0.0
             end = run.end if generation.ended is None else generation.ended
-            for node in generation.nodes:
+            for node, start in _starts(generation):
                 hold = Hold(job, generation, node, 0, start, max(start, end), generation.active)
                 wanted.append(hold)
     return pack(
         sorted(wanted, key=lambda h: h.start), {n.name: n.slots for n in run.nodes.values()}
     )
+
+
+def _starts(generation: Generation) -> list[tuple[str, float]]:
+    """Return the node of each replica, and from when on it held its slots as one of these.
+
+    One that joined while the others trained held them from its own start.
+    """
+    begin = generation.started or 0.0
+    if len(generation.replicas) != len(generation.nodes):
+        return [(node, begin) for node in generation.nodes]
+    arrivals = generation.arrivals if generation.live else {}
+    both = zip(generation.nodes, generation.replicas, strict=True)
+    return [(node, min(arrivals.get(replica, begin), begin)) for node, replica in both]
 
 
 def pack(wanted: Sequence[Hold], slots: Mapping[str, int]) -> list[Hold]:
@@ -190,12 +202,16 @@ def _block(hold: Hold, group: int, colour: int, tip: int, offset: float) -> Bloc
 def _tip(hold: Hold, offset: float) -> tuple[str | tuple[str, str], ...]:
     generation = hold.generation
     lines = (
-        f"{clean(hold.job.name)}, generation {generation.number} on {clean(hold.node)}",
+        f"{clean(hold.job.name)}, {generation.title} on {clean(hold.node)}",
         ("replicas", str(generation.num_replicas)),
         ("stages", str(generation.num_stages)),
         ("held", f"{clock(hold.start - offset)} to {clock(hold.end - offset)}"),
     )
     if generation.first_step is None or generation.started is None:
         return lines
-    starting = duration(generation.first_step - generation.started)
-    return (*lines, ("to its first step", starting))
+    if not generation.live:
+        return (*lines, ("to its first step", duration(generation.first_step - generation.started)))
+    pause = ("pause of those that stayed", duration(generation.pause_seconds))
+    if hold.start == generation.started:
+        return (*lines, pause)
+    return (*lines, ("on its way", duration(generation.started - hold.start)), pause)

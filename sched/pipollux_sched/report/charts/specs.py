@@ -66,12 +66,13 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Restart:
-    """The start of a generation: its tooltip, and the flag above."""
+class Mark:
+    """The start of a generation, or of a `live` membership: its tooltip, and the flag above."""
 
     at: float
     label: str
     flag: str
+    live: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CurveChart:
     x: Axis
     panels: Sequence[Panel]
     bands: Sequence[tuple[float, float]] = ()
-    marks: Sequence[Restart] = ()
+    marks: Sequence[Mark] = ()
     colour: int | None = None
     kind: str = "curves"
 

@@ -103,6 +103,15 @@ def text(event: Mapping[str, Any], field: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def numbers(event: Mapping[str, Any], field: str) -> list[int]:
+    """Return a list of integers of an event, empty if missing or not all of them are."""
+    value = event.get(field)
+    if not isinstance(value, list | tuple):
+        return []
+    found = [whole({field: item}, field) for item in value]
+    return [] if None in found else [item for item in found if item is not None]
+
+
 def names(event: Mapping[str, Any], field: str) -> list[str]:
     """Return a list of names of an event, empty if missing."""
     value = event.get(field)

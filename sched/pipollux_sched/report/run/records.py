@@ -5,10 +5,14 @@ A generation (one start of a job) passes through these moments; each is None unt
     allocated --> started --> first_step --> stopping --> ended
                   |  starting  |  training   | stopping |
                   '------------- holds its slots -------'
+
+When replicas join or leave while the others train, its record ends, and one of the next membership
+begins at that very moment, with its first step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +42,7 @@ class RunPoint(NamedTuple):
     atomic_bsz: int | None
     accum_steps: int | None
     num_replicas: int | None
+    membership: int
     step_time: float | None
     predicted_step_time: float | None
     goodput: float | None
@@ -71,15 +76,30 @@ class AllocationRecord(NamedTuple):
     batch_size: int | None
     speedup: float | None
     why: str
+    live: bool
+    """Whether it was to be made while the job trained."""
+    why_restart: str
+    """Why it could not; empty: it could, or nothing ran."""
 
 
 @dataclass
 class Generation:
-    """One start of a job. All times are unix times; None if not seen."""
+    """One membership of a start of a job. All times are unix times; None if not seen."""
 
     number: int
     nodes: tuple[str, ...]
     num_stages: int
+    membership: int = 1
+    live: bool = False
+    """Whether it began while the job trained."""
+    pause_seconds: float | None = None
+    """How long nobody trained then."""
+    replicas: tuple[int, ...] = ()
+    """Id of the replica on each of `nodes`; empty: not known."""
+    arrivals: Mapping[int, float] = field(default_factory=dict)
+    """When the replicas that joined with it were started, by id."""
+    arriving: Mapping[int, float] = field(default_factory=dict)
+    """When those were started that are to join the next one."""
     allocated: float | None = None
     started: float | None = None
     first_step: float | None = None
@@ -94,6 +114,12 @@ class Generation:
     def num_replicas(self) -> int:
         """Whole pipeline replicas, one entry of `nodes` each."""
         return len(self.nodes)
+
+    @property
+    def title(self) -> str:
+        """What it is called: `generation 2, membership 3`."""
+        more = f", membership {self.membership}" if self.membership > 1 else ""
+        return f"generation {self.number}{more}"
 
     @property
     def active(self) -> bool:
@@ -123,13 +149,18 @@ class JobRun:
 
     @property
     def started(self) -> list[Generation]:
-        """Generations whose processes were started."""
+        """Generations whose processes were started, each membership by itself."""
         return [g for g in self.generations if g.started is not None]
 
     @property
     def num_restarts(self) -> int:
         """Generations after the first."""
-        return max(0, len(self.started) - 1)
+        return max(0, len(self.started) - self.num_live_changes - 1)
+
+    @property
+    def num_live_changes(self) -> int:
+        """How often replicas joined, left or were lost while the others went on."""
+        return sum(g.live for g in self.started)
 
     @property
     def current(self) -> Generation | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipollux_perfmodel import StageEvent
 
-from .event_log import Event, names, real, text, whole
+from .event_log import Event, names, numbers, real, text, whole
 from .records import (
     FINISHED,
     AllocationRecord,
@@ -49,6 +49,10 @@ class Recorder:
             "allocated": self._allocated,
             "started": _started,
             "first_step": _first_step,
+            "changing": _changing,
+            "change_abandoned": _change_abandoned,
+            "changed": self._changed,
+            "survived": self._changed,
             "stopping": _stopping,
             "stopped": _stopped,
             "progress": self._progress,
@@ -105,16 +109,47 @@ class Recorder:
                 batch_size=whole(event, "batch_size"),
                 speedup=real(event, "speedup"),
                 why=text(event, "why"),
+                live=event.get("live") is True,
+                why_restart=text(event, "why_restart"),
             )
         )
+        if event.get("live") is True:
+            return  # what runs goes on as it is until `changed`
         if nodes:
             number = whole(event, "generation") or _next_number(job)
             generation = _generation(job, number)
             generation.nodes, generation.num_stages = nodes, num_stages
             generation.allocated = time
+            generation.membership = max(1, whole(event, "membership") or 1)
+            generation.replicas = tuple(numbers(event, "replicas")) or tuple(range(len(nodes)))
             self._make_room(nodes, num_stages)
         elif job.current is None and job.phase not in FINISHED:
             job.phase = "Suspended"
+
+    def _changed(self, job: JobRun, event: Event, time: float) -> None:
+        """Begin the next membership of the generation that runs, at the end of the one before."""
+        before = _running(job, event)
+        nodes = tuple(names(event, "nodes"))
+        if before is None or not before.active or not nodes:
+            return
+        before.ended, before.outcome = time, text(event, "type")
+        after = Generation(
+            before.number,
+            nodes,
+            _num_stages(event, before.num_stages),
+            membership=max(whole(event, "membership") or 0, before.membership + 1),
+            live=True,
+            pause_seconds=real(event, "pause_seconds"),
+            replicas=tuple(numbers(event, "replicas")),
+            arrivals=before.arriving,
+            allocated=before.allocated,
+            started=time,
+            first_step=time,
+            first_step_number=whole(event, "step"),
+        )
+        job.generations.insert(job.generations.index(before) + 1, after)
+        job.phase = "Running"
+        self._make_room(nodes, after.num_stages)
 
     def _make_room(self, nodes: tuple[str, ...], num_stages: int) -> None:
         """Enlarge a node to what is placed on it at once, if there is no `cluster` event."""
@@ -136,7 +171,8 @@ class Recorder:
             job.phase = "Running"
         job.num_epochs = whole(event, "num_epochs") or job.num_epochs
         number = generation.number if generation else whole(event, "generation") or 0
-        job.points.append(_point(event, time, number, step))
+        membership = generation.membership if generation else 1
+        job.points.append(_point(event, time, number, membership, step))
         if self._max_points is not None:
             del job.points[1 : -self._max_points]
 
@@ -159,7 +195,7 @@ def _next_number(job: JobRun) -> int:
 
 def _generation(job: JobRun, number: int) -> Generation:
     """Return the job's generation of that number; a new one gets the last one's nodes."""
-    for generation in job.generations:
+    for generation in reversed(job.generations):
         if generation.number == number:
             return generation
     nodes = job.generations[-1].nodes if job.generations else ()
@@ -169,9 +205,12 @@ def _generation(job: JobRun, number: int) -> Generation:
 
 
 def _of_event(job: JobRun, event: Event) -> Generation | None:
-    """Return the generation of an event: by its number, else the running one."""
+    """Return the generation of an event: by its number, else the running one.
+
+    Of one with several memberships it is the last.
+    """
     number = whole(event, "generation")
-    for generation in job.generations:
+    for generation in reversed(job.generations):
         if generation.number == number:
             return generation
     return job.current
@@ -206,6 +245,22 @@ def _first_step(job: JobRun, event: Event, time: float) -> None:
     generation.first_step_number = whole(event, "step")
     generation.restart_seconds = real(event, "restart_seconds")
     job.phase = "Running"
+
+
+def _changing(job: JobRun, event: Event, time: float) -> None:
+    """Note when the newcomers of a live change were started: from then on they hold slots."""
+    generation = _running(job, event)
+    joining = event.get("joining")
+    if generation is None or not isinstance(joining, list | tuple):
+        return
+    newcomers = (whole(one, "replica") for one in joining if isinstance(one, Mapping))
+    generation.arriving = {replica: time for replica in newcomers if replica is not None}
+
+
+def _change_abandoned(job: JobRun, event: Event, _time: float) -> None:
+    generation = _running(job, event)
+    if generation is not None:
+        generation.arriving = {}
 
 
 def _stopping(job: JobRun, event: Event, time: float) -> None:
@@ -267,7 +322,7 @@ def _hints(job: JobRun, event: Event, _time: float) -> None:
         job.num_microbatches = whole(hints, "numMicrobatches") or job.num_microbatches
 
 
-def _point(event: Event, time: float, generation: int, step: int) -> RunPoint:
+def _point(event: Event, time: float, generation: int, membership: int, step: int) -> RunPoint:
     return RunPoint(
         time=time,
         generation=generation,
@@ -279,6 +334,7 @@ def _point(event: Event, time: float, generation: int, step: int) -> RunPoint:
         atomic_bsz=whole(event, "atomic_bsz"),
         accum_steps=whole(event, "accum_steps"),
         num_replicas=whole(event, "num_replicas"),
+        membership=membership,
         step_time=real(event, "step_time"),
         predicted_step_time=real(event, "predicted_step_time"),
         goodput=real(event, "goodput"),
