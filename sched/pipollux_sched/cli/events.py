@@ -62,8 +62,8 @@ def events(
     """Print past events: one line for each, oldest first.
 
     Works without a running scheduler, too. Left out unless a --type asks for
-    them: started, stopping, hints, progress, timeline, cluster. Each event has
-    a number, the "id" of --output json.
+    them: started, stopping, parked, hints, progress, timeline, cluster. Each event
+    has a number, the "id" of --output json.
 
         pipollux events --follow --job char-lm
         pipollux events --since 2h --type allocated --output json

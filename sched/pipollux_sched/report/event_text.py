@@ -116,8 +116,15 @@ def _changed(event: Event) -> str:
     return f"changed live: {_goes_on(event)}"
 
 
+def _replicas_lost(event: Event) -> str:
+    who = _several("replica", [str(one) for one in event["replicas"]])
+    verb = "is" if len(event["replicas"]) == 1 else "are"
+    return f"{who} {verb} lost: {first_line(event['why'])}"
+
+
 def _survived(event: Event) -> str:
-    return f"lost {_several('replica', [str(one) for one in event['lost']])}: {_goes_on(event)}"
+    lost = _several("replica", [str(one) for one in event["lost"]])
+    return f"goes on without {lost}: {_goes_on(event)}"
 
 
 def _goes_on(event: Event) -> str:
@@ -143,6 +150,7 @@ _TELLING: _Telling = {
     "changed": _changed,
     "change_abandoned": lambda event: f"live change given up: {first_line(event['why'])}",
     "survived": _survived,
+    "replicas_lost": _replicas_lost,
     "stopped": _stopped,
     "restarting": lambda event: f"restarting: {first_line(event['why'])}",
     "complete": _complete,

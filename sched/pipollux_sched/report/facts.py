@@ -272,7 +272,7 @@ def continuations(job: JobRun) -> str:
     pairs = [(a, b) for a, b in pairwise(job.started) if b.first_step_number is not None]
     if not pairs:
         return "It ran without a restart." if job.started else "It was never started."
-    parts = [_changed(b) if b.live else _resumed(a, b) for a, b in pairs]
+    parts = [_changed(a, b) if b.live else _resumed(a, b) for a, b in pairs]
     what = "change" if any(b.live for _, b in pairs) else "restart"
     tail = f", and {count(len(parts) - 3, f'more {what}')}" if len(parts) > 3 else ""
     return f"It {'; '.join(parts[:3])}{tail}."
@@ -286,11 +286,12 @@ def _resumed(before: Generation, after: Generation) -> str:
     return f"{head}{verb} with step {amount(first)} and {count(after.num_replicas, 'replica')}"
 
 
-def _changed(after: Generation) -> str:
+def _changed(before: Generation, after: Generation) -> str:
     pause = after.pause_seconds
     cost = "" if pause is None else f", after a pause of {duration(pause)}"
     replicas = count(after.num_replicas, "replica")
-    return f"changed live to {replicas} at step {amount(after.first_step_number)}{cost}"
+    verb = "lost replicas and went on with" if before.outcome == "survived" else "changed live to"
+    return f"{verb} {replicas} at step {amount(after.first_step_number)}{cost}"
 
 
 MAX_ALLOCATIONS = 1000

@@ -77,7 +77,7 @@ def test_every_event_is_a_sentence(events: list[Event]) -> None:
     wanted = "changes live: replicas 3 on a and 4 on b are to join; replicas 0 and 1 are to leave"
     assert event_text(several) == wanted
     assert event_text({**SURVIVED, "pause_seconds": None, "step": None, "lost": [0, 2]}) == (
-        "lost replicas 0 and 2: 1 replica on node-b trains"
+        "goes on without replicas 0 and 2: 1 replica on node-b trains"
     )
 
 
@@ -177,11 +177,14 @@ def test_a_death_that_the_others_survive(events: list[Event]) -> None:
     assert (job.current.membership, job.current.nodes, job.phase) == (5, ("node-b",), "Running")
     assert job.generations[-2].outcome == "survived"
     assert (job.num_live_changes, job.num_restarts) == (2, 0)
-    words = event_text(SURVIVED)
-    assert (
-        words == "lost replica 0: 1 replica on node-b trains since step 69, after a pause of 400 ms"
+    assert event_text(SURVIVED) == (
+        "goes on without replica 0: 1 replica on node-b trains since step 69, after a pause of "
+        "400 ms"
     )
-    assert render_report([*until, SURVIVED])
+    lost: Event = {"type": "replicas_lost", "replicas": [0], "why": "node-a is dead"}
+    assert event_text(lost) == "replica 0 is lost: node-a is dead"
+    words = Page(render_report([*until, SURVIVED])).text("loss")
+    assert "lost replicas and went on with 1 replica at step 69, after a pause of 400 ms" in words
 
 
 def test_what_live_changes_had_made_is_held_at_the_moment(events: list[Event]) -> None:
