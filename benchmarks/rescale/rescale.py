@@ -4,7 +4,9 @@
 
 A job grows from one replica to three and shrinks again, a number of times; then, as often, two
 replicas are stopped and started again from their checkpoint. A pause is the time from the last step
-before a change to the first one after it, on a replica that stays, less a usual step.
+before a change to the first one after it, on a replica that stays, less a usual step. Then, as
+often, one of three is killed, at any moment of its step, and another one joins: from the kill to
+the end of the first step of those that are left.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import signal
 import socket
 import statistics
@@ -83,44 +86,95 @@ def pauses(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+class LiveJob:
+    """A job whose replicas are started one by one.
+
+    Args:
+        folder: an empty one.
+        layers: of the model.
+    """
+
+    def __init__(self, folder: Path, layers: int) -> None:
+        self.times, self._log = folder / "times", folder / "log"
+        self.times.mkdir()
+        self.rendezvous = MeetingFolder(folder / "rendezvous")
+        self._env = environment(self.times, layers, PIPOLLUX_RENDEZVOUS=str(self.rendezvous.folder))
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start a replica."""
+        with self._log.open("ab") as log:
+            command = [sys.executable, str(JOB)]
+            self.running.append(subprocess.Popen(command, env=self._env, stderr=log))
+
+    def settle(self, replicas: int) -> None:
+        """Return when so many have trained for a while."""
+
+        def count() -> int:
+            return sum(len(steps_of(path)) for path in self.times.iterdir())
+
+        until(lambda: self._members() == replicas)
+        counted = count()
+        until(lambda: count() > counted + 40 * replicas)
+
+    def _members(self) -> int:
+        bulletin = self.rendezvous.bulletin()
+        return len(bulletin.membership.replicas) if bulletin else 0
+
+    def __enter__(self) -> LiveJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+
+def measure_deaths(layers: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds from a kill to the end of a step of all that are left."""
+    found = defaultdict(list)
+    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers) as job:
+        job.start()
+        job.settle(1)
+        for number in range(rounds):
+            while len(job.running) < 3:
+                job.start()
+                job.settle(len(job.running))
+            rank = number % 3
+            ranks = {steps_of(job.times / str(x.pid))[-1].rank: x for x in job.running}
+            killed = ranks.pop(rank)
+            time.sleep(random.random() / 10)  # noqa: S311  # at any moment of a step
+            killed_at = time.time()
+            killed.kill()
+            job.settle(2)
+            firsts = [
+                next(
+                    step.time
+                    for step in steps_of(job.times / str(process.pid))
+                    if step.time > killed_at and step.replicas == 2
+                )
+                for process in ranks.values()
+            ]
+            found["replica 0" if rank == 0 else "another one"].append(max(firsts) - killed_at)
+            killed.wait()
+            job.running.remove(killed)
+    return found
+
+
 def measure_live(layers: int, rounds: int) -> dict[str, list[float]]:
-    with tempfile.TemporaryDirectory() as name:
-        times, meeting = Path(name, "times"), Path(name, "rendezvous")
-        times.mkdir()
-        rendezvous = MeetingFolder(meeting)
-        env = environment(times, layers, PIPOLLUX_RENDEZVOUS=str(meeting))
-        running: list[subprocess.Popen[bytes]] = []
-
-        def members() -> int:
-            bulletin = rendezvous.bulletin()
-            return len(bulletin.membership.replicas) if bulletin else 0
-
-        def settle(replicas: int) -> None:
-            until(lambda: members() == replicas)
-            counted = sum(len(steps_of(path)) for path in times.iterdir())
-            until(lambda: sum(len(steps_of(p)) for p in times.iterdir()) > counted + 40 * replicas)
-
-        def start() -> None:
-            with Path(name, "log").open("ab") as log:
-                running.append(subprocess.Popen([sys.executable, str(JOB)], env=env, stderr=log))
-
-        try:
-            start()
-            settle(1)
-            for _ in range(rounds):
-                for replicas in (2, 3):
-                    start()
-                    settle(replicas)
-                for replicas in (2, 1):
-                    bulletin = rendezvous.bulletin()
-                    if bulletin is not None:
-                        rendezvous.ask_to_leave(bulletin.membership.replicas[-1])
-                    settle(replicas)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        return pauses(times)
+    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers) as job:
+        job.start()
+        job.settle(1)
+        for _ in range(rounds):
+            for replicas in (2, 3):
+                job.start()
+                job.settle(replicas)
+            for replicas in (2, 1):
+                bulletin = job.rendezvous.bulletin()
+                if bulletin is not None:
+                    job.rendezvous.ask_to_leave(bulletin.membership.replicas[-1])
+                job.settle(replicas)
+        return pauses(job.times)
 
 
 def measure_restarts(layers: int, rounds: int) -> list[float]:
@@ -171,7 +225,11 @@ def main() -> None:
     print("| change | median | least, most | times |\n|---|---|---|---|")
     for name, seconds in measure_live(args.layers, args.rounds).items():
         show(f"{name}, live", seconds)
-    show("restart of 2", measure_restarts(args.layers, args.rounds))
+    restarts = measure_restarts(args.layers, args.rounds)
+    show("restart of 2", restarts)
+    for who, seconds in measure_deaths(args.layers, args.rounds).items():
+        show(f"kill -9 of {who} of 3", seconds)
+        print(f"{statistics.median(seconds) / statistics.median(restarts):.2f} of a restart")
 
 
 if __name__ == "__main__":

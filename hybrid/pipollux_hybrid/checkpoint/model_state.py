@@ -107,7 +107,7 @@ class ModelState(State):
         self._buffers = self._buffers or BufferCopies(self._module)
         buffers, groups = self._buffers.remember(), self._optimizer.param_groups
         rates = [
-            {name: copied(value) for name, value in group.items() if name != "params"}
+            {n: x.clone() if isinstance(x, Tensor) else x for n, x in group.items()}
             for group in groups
         ]
         schedule = copied(self._lr_scheduler.state_dict()) if self._lr_scheduler else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import CheckpointError
+from pipollux_hybrid.pipeline.batchnorm import deferred_layers
 
 __all__ = ["REMEMBERED_BYTES", "BufferCopies", "copied", "size_of", "unchanged"]
 
@@ -65,52 +66,57 @@ def size_of(value: Any) -> int:
 
 
 class BufferCopies:
-    """Copies of those buffers of a module that steps change.
+    """Copies of those buffers of a module that forwards change.
+
+    Running statistics that only the end of a step changes are left out.
 
     Args:
         module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (layer, name) for layer in module.modules() for name in layer._buffers if name
-        ]
+        deferred = set(deferred_layers(module))
+        layers = (layer for layer in module.modules() if layer not in deferred)
+        self._places = [(layer, name) for layer in layers for name in layer._buffers]
         self._seen: list[tuple[Tensor | None, int]] = []
         self._copies: dict[int, Tensor] = {}
 
     def remember(self) -> Callable[[], None]:
         """Copy what has changed since the last time; return what puts all buffers back."""
-        now = [(b, -1 if b is None else b._version) for b in self._buffers()]
-        if self._seen:
-            for index, ((buffer, version), before) in enumerate(zip(now, self._seen, strict=True)):
-                if buffer is not None and (buffer is not before[0] or version != before[1]):
-                    self._copy(index, buffer)
-        self._seen = now
+        seen, self._seen = self._seen, [(b, -1 if b is None else b._version) for b in self._now()]
+        copies: list[Tensor] = []
+        changed: list[Tensor] = []
+        for index, (before, now) in enumerate(zip(seen, self._seen, strict=False)):
+            if now[0] is None or _are_same(now, before):
+                continue
+            copy, buffer = self._copies.get(index), now[0].detach()
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                self._copies[index] = buffer.clone()
+            else:
+                copies.append(copy)
+                changed.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, changed)
         return self._restore
-
-    def _copy(self, index: int, buffer: Tensor) -> None:
-        copy = self._copies.get(index)
-        if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
-            self._copies[index] = buffer.detach().clone()
-        else:
-            copy.copy_(buffer.detach())
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for index, (now, (before, version)) in enumerate(
-            zip(list(self._buffers()), self._seen, strict=True)
-        ):
-            if now is before and (now is None or now._version == version):
+        for index, (now, before) in enumerate(zip(list(self._now()), self._seen, strict=True)):
+            if _are_same((now, -1 if now is None else now._version), before):
                 continue
-            layer, name = self._places[index]
-            if before is not None and index not in self._copies:
+            (layer, name), buffer = self._places[index], before[0]
+            if buffer is not None and index not in self._copies:
                 raise CheckpointError(
                     f"buffer {name!r} of a {type(layer).__name__} has changed in the step that is "
-                    "void, for the first time, and there is no copy of it"
+                    "void, and there is no copy of it"
                 )
-            layer._buffers[name] = before
-            if before is not None:
-                before.copy_(self._copies[index])
+            layer._buffers[name] = buffer
+            if buffer is not None:
+                buffer.copy_(self._copies[index])
 
-    def _buffers(self) -> Iterable[Tensor | None]:
+    def _now(self) -> Iterable[Tensor | None]:
         return (layer._buffers.get(name) for layer, name in self._places)
+
+
+def _are_same(one: tuple[Tensor | None, int], other: tuple[Tensor | None, int]) -> bool:
+    return one[0] is other[0] and one[1] == other[1]

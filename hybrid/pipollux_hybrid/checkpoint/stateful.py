@@ -74,7 +74,7 @@ class ObjectState(State):
 
         An average of the parameters is not updated in a void step, nor is a GradScaler.
         """
-        if isinstance(self._object, torch.amp.GradScaler):
+        if isinstance(self._object, (torch.amp.GradScaler, AveragedModel)):
             return lambda: None
         if self._tensors:
             return unchanged(self.name, self._tensors)

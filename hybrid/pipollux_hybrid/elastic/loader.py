@@ -6,7 +6,10 @@ reading the same stream on every replica (:mod:`~pipollux_hybrid.elastic.stream`
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from types import FrameType
@@ -24,6 +27,8 @@ from .stream import PartCollate, SampleStream
 __all__ = ["AdaptiveDataLoader"]
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`: the signal that a process gets when the thread that forked it ends."""
 FIXED = {
     "batch_size": "call autoscale_batch_size to have it adapt, or make another loader",
     "drop_last": "every sample is taken exactly once an epoch",
@@ -120,7 +125,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         self._stream = SampleStream(cast("IterableDataset[Any]", dataset)) if streams else None
         generator = ElasticSampler(1, shuffle=False, seed=seed).generator(0)
         options = {"generator": generator, **options}
-        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        self._worker_start = WorkerStart(options.get("worker_init_fn"))
+        options["worker_init_fn"] = self._worker_start
         if self._stream is not None:
             options["collate_fn"] = PartCollate(options.get("collate_fn") or default_collate)
             self._batches: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **options)
@@ -180,6 +186,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
     def _seed_workers(self) -> None:
         """Seed the workers: random transforms differ between replicas, epochs and segments."""
+        self._worker_start.ends_along = threading.current_thread() is threading.main_thread()
         place = self._epochs.epoch, self._context.env.rank, self._state.index
         # A tuple of integers hashes alike in every process.
         seed = hash((self._seed, *place)) % (1 << 63)
@@ -235,17 +242,24 @@ class WorkerStart:
     yet to agree on also reaches the processes that load data, and torch would have them die of it
     in the middle of a step.
 
+    But it ends with its replica, at once: it has inherited the connections with other replicas, and
+    these would wait for one that was killed for as long as they are open.
+
     Args:
         then: The user's own ``worker_init_fn``, given the worker's number.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
+        self.ends_along = False
+        """Whether the thread that forks it lives as long as the replica."""
 
     def __call__(self, worker_id: int) -> None:
         """Have the first SIGTERM, and Ctrl-C, mean nothing here: the replica ends its workers."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _pass_over)
+        if self.ends_along and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if self._then is not None:
             self._then(worker_id)
 

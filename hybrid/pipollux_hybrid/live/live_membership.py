@@ -27,10 +27,11 @@ import torch
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager
 from pipollux_hybrid.checkpoint.state import States
-from pipollux_hybrid.errors import CheckpointError, ConfigurationError
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership
+from pipollux_hybrid.job.peers import lost_peers
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
@@ -124,27 +125,17 @@ class LiveMembership:
         """
         forming, ctx, self._announced = self._announced, self._context, None
         assert forming is not None  # noqa: S101  # else it was not due
-        began_at = time.perf_counter()
-        metrics = ctx.component(Metrics)
-        metrics.flush()
-        for state in ctx.component(States).values():
-            state.sync()
-        newcomers = self._newcomers(forming)
-        if forming.rank is None:
-            # Replica 0 may still write a checkpoint, and another one is to write the next.
-            ctx.component(CheckpointManager).saver.wait()
-        ok = self._hand_over(forming, newcomers, position(ctx, place, description))
-        votes = ctx.control.gather(torch.tensor([int(ok)]))
-        metrics.interrupt_steps()
-        if not all(int(vote) for vote in votes):
+        began_at, newcomers = time.perf_counter(), self._newcomers(forming)
+        try:
+            agreed = self._agree(forming, newcomers, position(ctx, place, description))
+        except PeerLostError as error:
+            if not ctx.control.losses.note(error, voids=False):
+                raise
+            self.recovery.recover()
+            return True
+        if not agreed:
             self._watch.give_up(forming)
             return False
-        if forming.rank is None:
-            self._leave()
-        if newcomers and forming.control is not None:
-            forming.control.all_gather(
-                torch.tensor([1])
-            )  # they wait to hear that it has come about
         switch(ctx, self._watch, forming)
         self._store = forming.store
         self._watch.enter(forming)
@@ -155,6 +146,30 @@ class LiveMembership:
             now = f"{ctx.env.num_replicas} replicas train"
             now = "1 replica trains" if ctx.env.num_replicas == 1 else now
             say(f"{now} from step {ctx.step} on, after a pause of {seconds:.2f} s")
+        return True
+
+    def _agree(self, forming: Forming, newcomers: range, here: torch.Tensor) -> bool:
+        """Return whether the change comes about; until then everything is as before."""
+        ctx = self._context
+        metrics = ctx.component(Metrics)
+        metrics.flush()
+        for state in ctx.component(States).values():
+            state.sync()
+        if forming.rank is None:
+            # Replica 0 may still write a checkpoint, and another one is to write the next.
+            ctx.component(CheckpointManager).saver.wait()
+        ok = self._hand_over(forming, newcomers, here)
+        votes = ctx.control.gather(torch.tensor([int(ok)]))
+        metrics.interrupt_steps()
+        if not all(int(vote) for vote in votes):
+            return False
+        if forming.rank is None:
+            self._leave()
+        if newcomers and forming.control is not None:
+            try:  # they wait to hear that it has come about
+                forming.control.all_gather(torch.tensor([1]))
+            except RuntimeError as error:
+                raise lost_peers("while others joined", error) from error
         return True
 
     def _newcomers(self, forming: Forming) -> range:

@@ -199,7 +199,7 @@ class Recovery:
                     self._give_up("the others have gone on without this one, which was too slow")
                 else:
                     return forming, everyone
-            forming.drop()
+            self._watch.abandon(forming)
         self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
         raise AssertionError
 

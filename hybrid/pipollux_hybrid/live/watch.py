@@ -112,7 +112,13 @@ class MembershipWatch:
             self._suspended = True
             forming, self.forming = self.forming, None
         if forming is not None:
-            forming.drop()
+            self.abandon(forming)
+
+    def abandon(self, forming: Forming) -> None:
+        """Let go of a membership in which a replica was lost, and of where it met."""
+        forming.drop()
+        if forming.rank == 0:
+            self.rendezvous.remove_store(forming.membership.number)
 
     def resume(self, forming: Forming) -> None:
         """Go on with those that are left, in a membership that has come about."""

@@ -1,7 +1,7 @@
 """A training script whose replicas die, for tests of whole runs.
 
-``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas. To ``$RESULTS/PID.txt``
-goes a line of JSON before and after every pass of the loop's body.
+``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. To
+``$RESULTS/PID.txt`` goes a line of JSON before and after every pass of the loop's body.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.elastic.training import hold
-from tests.hybrid.live.changing_training import EPOCHS, SIZE, digest, make_loader
+from tests.hybrid.live.changing_training import EPOCHS, SIZE, digest, make_loader, meet_at
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 
@@ -34,9 +34,13 @@ RESULTS = Path(os.environ.get("RESULTS", "."))
 class Counter(pipollux.State):
     """Passes of the loop's body that count."""
 
-    def __init__(self) -> None:
+    def __init__(self, deaths: Deaths) -> None:
         super().__init__("counter.json")
+        self._deaths = deaths
         self.count = 0
+
+    def sync(self) -> None:
+        self._deaths.at("syncing")
 
     def save(self, fileobj: BinaryIO) -> None:
         fileobj.write(json.dumps(self.count).encode())
@@ -55,7 +59,7 @@ class Deaths:
         self.metrics = context().component(Metrics)
 
     def at(self, point: str) -> None:
-        if (self.metrics.step, point) in self._mine:
+        if {(self.metrics.step, point), (-1, point)} & self._mine:
             die()
 
     def hook(self, point: str) -> Callable[[Any], None]:
@@ -97,6 +101,10 @@ def fail_once(deaths: Deaths, step: int) -> None:
 def main() -> None:
     pipollux.init_process_group("gloo", timeout=60.0)
     kind = os.environ.get("DATA", "indices")
+    changes, alone = (
+        {int(step) for step in os.environ.get(name, "").split(",") if step}
+        for name in ("CHANGES", "CHANGES_IF_ALONE")
+    )
     options = os.environ.get("OPTIONS", "").split(",")
     torch.manual_seed(1)
     deaths = Deaths()
@@ -112,7 +120,7 @@ def main() -> None:
         module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
     )
     average = pipollux.register_for_checkpointing("ema", AveragedModel(module))
-    counter = Counter()
+    counter = Counter(deaths)
     pipollux.load_state(counter)
     accum = pipollux.Accumulator()
     next(iter(module.parameters())).register_hook(deaths.hook("backward"))
@@ -120,7 +128,7 @@ def main() -> None:
     if deaths.expected("forming"):
         threading.Thread(target=die_while_forming, daemon=True).start()
     if f"behind-{deaths.rank}" in options:
-        fail_once(deaths, 7)
+        fail_once(deaths, int(os.environ["BEHIND_AT"]))
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
 
     def write(**content: Any) -> None:
@@ -131,6 +139,9 @@ def main() -> None:
         model.train()
         for batch in loader:
             hold(deaths.metrics.step)
+            meet_at(deaths.metrics.step, changes)
+            if pipollux.num_replicas() == 1:
+                meet_at(deaths.metrics.step, alone)
             numbers, begins = batch[-1], deaths.metrics.step
             micro_step = context().batch.micro_step
             assert micro_step is not None

@@ -149,10 +149,19 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
 @pytest.mark.parametrize("kind", first(1, ["indices", "accumulation", "text", "stream", "workers"]))
 def test_those_to_whom_a_step_came_through_win(make_job: MakeJob, kind: str) -> None:
     """The sums of step 8 come through to one of two that are left, and it is not done again."""
-    job = make_job(DATA=kind, DIES="0:7:between", OPTIONS="behind-1")
+    job = make_job(DATA=kind, DIES="0:7:between", OPTIONS="behind-1", BEHIND_AT="7")
     job.begin(3)
     job.finish()
     assert job.check_done() == [(1, 3), (9, 2)], job.errors()
+
+
+def test_those_to_whom_the_last_step_of_a_loop_came_through_wait_for_the_others(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(DIES="0:17:between", OPTIONS="behind-2", BEHIND_AT="17")
+    job.begin(3)
+    job.finish()
+    assert job.check_done() == [(1, 3), (19, 2)], job.errors()
 
 
 @pytest.mark.parametrize("point", first(1, ["evaluation", "outside"]))
@@ -189,3 +198,43 @@ def test_what_cannot_be_had_again_ends_the_job_and_says_why(
     for program in job.programs[::2]:
         assert f"cannot go on without a restart: {why}" in program.errors
     job.programs.clear()
+
+
+def test_one_dies_while_another_one_joins(make_job: MakeJob) -> None:
+    """The newcomer joins those that are left, at the next opportunity."""
+    job = make_job(DIES="1:-1:syncing", CHANGES="5", CHANGES_IF_ALONE="20")
+    job.begin(2)
+    job.wait_until_at(5)
+    job.add()
+    job.finish()
+    assert [replicas for _, replicas in job.check_done()] == [2, 1, 2], job.errors()
+    left = {path.name for path in job.rendezvous.folder.iterdir() if path.name[0] != "."}
+    assert left <= {"proposal.json"}
+
+
+@pytest.mark.exhaustive
+def test_one_dies_while_a_checkpoint_is_written(make_job: MakeJob, tmp_path: Path) -> None:
+    settings = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    settings["PIPOLLUX_CHECKPOINT_INTERVAL"] = "0.001"
+    job = make_job(DIES="1:-1:syncing", **settings)
+    job.begin(3)
+    job.finish()
+    (_, before), (_, after) = job.check_done()
+    assert (before, after) == (3, 2)
+
+
+@pytest.mark.exhaustive
+def test_one_that_is_frozen_is_left_behind_and_ends(make_job: MakeJob) -> None:
+    job = make_job(PIPOLLUX_TIMEOUT="5")
+    (job.results / "hold-7").touch()
+    job.begin(3)
+    job.wait_for(lambda: len(list(job.results.glob("reached-7-*"))) == 3, "step 7")
+    frozen = job.programs.pop(1)
+    frozen.send_signal(signal.SIGSTOP)
+    (job.results / "hold-7").unlink()
+    job.wait_for(lambda: any(LOST.search(x) for x in job.errors()), "they go on")
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait() == 1
+    assert "have gone on without this one" in frozen.errors
+    job.finish()
+    assert job.check_done() == [(1, 3), (8, 2)], job.errors()
