@@ -100,7 +100,14 @@ def _head(job: JobDetails, now: float) -> RenderableType:
     ]
     if job.running_on != job.assigned:
         stages = job.running_stages or job.spec.get("num_stages", 1)
-        rows.append(("Still runs on", _where(job.running_on, stages)))
+        label = "Still runs on" if job.changing is None else "Trains on"
+        rows.append((label, _where(job.running_on, stages)))
+    if job.changing is not None:
+        rows.append(("Changing", clean(job.changing)))
+    if job.live is not None and job.live.replicas != list(range(len(job.running_on))):
+        both = zip(job.live.replicas, job.running_on, strict=True)
+        told = [f"{replica} on {clean(node)}" for replica, node in both]
+        rows.append(("Replicas", ", ".join(told)))
     if job.intent:
         rows.append(("Is stopped for", str(job.intent)))
     rows += [
@@ -155,19 +162,28 @@ def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:
 def _generations(generations: Sequence[GenerationView]) -> RenderableType | None:
     if not generations:
         return None
-    table = _table("Generation", "Where", "Created", "Restart", "First step", "Outcome")
+    changed = any(entry.membership > 1 for entry in generations)
+    live = ("Membership", "Pause") if changed else ()
+    table = _table(
+        *("Generation", *live[:1], "Where", "Created", "Restart", *live[1:]),
+        *("First step", "Outcome"),
+    )
     for entry in generations[-SHOWN_GENERATIONS:]:
-        restart = entry.restart_seconds
         table.add_row(
-            str(entry.generation),
+            *(str(entry.generation), *([str(entry.membership)] if changed else [])),
             Text(_where(entry.nodes, entry.num_stages)),
             spell_moment(entry.created_at).partition(" (")[0],
-            DASH if restart is None else seconds(restart),
+            _length(entry.restart_seconds),
+            *([_length(entry.pause_seconds)] if changed else []),
             DASH if entry.first_step is None else str(entry.first_step),
             _outcome(entry.outcome, entry.intent),
         )
     left = len(generations) - SHOWN_GENERATIONS
     return table if left <= 0 else Group(Text(f"{left} earlier ones", style="dim"), table)
+
+
+def _length(taken: float | None) -> str:
+    return DASH if taken is None else seconds(taken)
 
 
 def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
-from pipollux_sched.views.models import Alternative, ExplanationView
+from pipollux_sched.views.explanation import Alternative, ExplanationView
 
 from .console import TextFormat, print_data, print_result
 from .options import JobName, StateDirectory, TextOutput
@@ -44,6 +44,8 @@ def explanation_text(found: ExplanationView) -> RenderableType:
     if found.last_decision is not None:
         decision = _decision(found.last_decision)
         parts += [Text(), Text("Last decision", style="bold"), _inset(decision)]
+    if changes := list(_changes(found)):
+        parts += [Text(), Text("Changes", style="bold"), _inset(Text("\n".join(changes)))]
     if found.waits_for is not None:
         parts += [Text(), Text("Waits for", style="bold"), _inset(Text(clean(found.waits_for)))]
     if found.more is not None:
@@ -80,11 +82,29 @@ def _had(found: ExplanationView) -> str:
     return f"{found.name} had {replicas} on {spell_nodes(sorted(nodes))} at last."
 
 
+def _changes(found: ExplanationView) -> Iterator[str]:
+    """Tell of a change under way, and whether the next one would need a restart."""
+    if found.changing is not None:
+        yield f"Changing: {clean(found.changing)}."
+    following = found.next_change
+    if following is not None and following.why_restart is not None:
+        yield f"A change would be a restart: {clean(first_line(following.why_restart))}."
+    elif following is not None:
+        yield (
+            "A change would be live: replicas join and leave while the others train, if one stays "
+            "where it is and their number of stages stays, too."
+        )
+
+
 def _decision(decision: Mapping[str, Any]) -> Text:
     lines = [f"{spell_moment(decision['time'])}: {clean(decision['why'])}"]
+    if decision.get("why_restart"):
+        lines.append(f"A restart: {clean(first_line(decision['why_restart']))}.")
+    elif decision.get("live"):
+        lines.append("A live change: the others train while replicas join or leave.")
     after, before = decision["speedup"], decision.get("previous_speedup")
     if not decision["nodes"]:
-        return Text(lines[0])
+        return Text("\n".join(lines))
     if after is None:
         lines.append("Its speedup was not predicted: nothing had been measured yet.")
     else:

@@ -17,11 +17,11 @@ import typer
 from pipollux_sched.store import JobQuery, ListedPhase, StateDir, Store
 from pipollux_sched.views.cluster import cluster_view, list_nodes, node_usage
 from pipollux_sched.views.events import last_event_before
+from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_details, list_jobs
 from pipollux_sched.views.logs import LogPart, list_logs, read_log
 from pipollux_sched.views.models import (
     ClusterView,
-    ExplanationView,
     JobDetails,
     ListedJob,
     LogTail,

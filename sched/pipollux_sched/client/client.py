@@ -12,11 +12,11 @@ from urllib.parse import quote
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobQuery, ListedPhase, NodeCondition, StateDir
 from pipollux_sched.views.cluster import MOST_JOBS
+from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.logs import OFFSET_HEADER, LogPart
 from pipollux_sched.views.models import (
     ClusterView,
     DeletedJobView,
-    ExplanationView,
     JobCurves,
     JobDetails,
     JobView,

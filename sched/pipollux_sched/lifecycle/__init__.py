@@ -40,7 +40,7 @@ from .events import (
     Switched,
 )
 from .invariant import broken_rules
-from .live_changes import can_survive
+from .live_changes import can_survive, why_restart
 from .state import (
     CANCELLED,
     ChangeStage,
@@ -106,5 +106,6 @@ __all__ = [
     "backoff",
     "broken_rules",
     "can_survive",
+    "why_restart",
     "with_condition",
 ]

@@ -19,12 +19,20 @@ from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
-from pipollux_sched.lifecycle import Intent, JobState, Phase
+from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.utils.text import seconds
-from pipollux_sched.views.models import Alternative, ExplanationView, JobView, Limit, LimitKind
+from pipollux_sched.views.changes import change_under_way
+from pipollux_sched.views.explanation import (
+    Alternative,
+    ExplanationView,
+    Limit,
+    LimitKind,
+    NextChange,
+)
+from pipollux_sched.views.models import JobView
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
 """What is free on every node, by kind of resource."""
@@ -77,11 +85,27 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         speedup=found.speedup,
         batch_size=found.batch_size,
         last_decision=decisions[-1] if decisions else None,
+        changing=change_under_way(job.state),
+        next_change=next_change(job.state),
         more=found.more,
         fewer=found.fewer,
         limits=list(found.limits),
         waits_for=found.waits_for,
     )
+
+
+def next_change(state: JobState) -> NextChange | None:
+    """Return whether the next change of what a job runs on would be live.
+
+    That is if a replica stays where it is, with as many stages: any other change is a restart.
+
+    Returns:
+        None where nothing runs, or is being stopped.
+    """
+    if not state.running_on or state.intent is not None:
+        return None
+    why = why_restart(state, state.running_on, state.running_stages)
+    return NextChange(why is None, why)
 
 
 def _find_standing(store: Store, job: JobRecord) -> Standing:

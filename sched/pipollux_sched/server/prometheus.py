@@ -110,6 +110,7 @@ class SchedulerCollector(Collector):
             ("restarts", "Generations of jobs after their first.", counts.restarts),
             ("reallocations", "Running jobs that were moved.", counts.reallocations),
             ("failures", "Generations that failed by themselves.", counts.failures),
+            ("live_changes", "Changes of replicas while others trained on.", counts.live_changes),
         ):
             yield CounterMetricFamily(f"pipollux_{name}", words, value)
 

@@ -31,6 +31,8 @@ class GenerationCounts(NamedTuple):
     """Generations that were stopped for the job to go on elsewhere."""
     failures: int
     """Generations that failed by themselves."""
+    live_changes: int
+    """Memberships that began while their job trained: replicas joined, left or were lost."""
 
 
 def totals(session: Session, name: str | None = None) -> GenerationCounts:
@@ -42,6 +44,7 @@ def totals(session: Session, name: str | None = None) -> GenerationCounts:
         func.count().filter(begun) - func.count(distinct(row.job)),
         func.count().filter(row.intent == Intent.MOVE.value),
         func.count().filter(failed),
+        func.count().filter(~begun),
     ).select_from(row)
     if name is not None:
         query = query.where(row.job == name)

@@ -9,6 +9,7 @@ from typing import Protocol
 from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import JobRecord, ListedPhase, StaleGenerationError, Store
 
+from .changes import change_under_way
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 
 NUM_EVENTS = 10
@@ -54,10 +55,13 @@ def job_details(
         heard: last heartbeats of its replicas; None: those that the store keeps.
     """
     generations = store.generations(job.name)
+    num_starts = len({entry.generation for entry in generations})
     return JobDetails.of(
         job,
         number=store.overview.job_number(job.name),
-        num_restarts=max(len({entry.generation for entry in generations}) - 1, 0),
+        num_restarts=max(num_starts - 1, 0),
+        num_live_changes=len(generations) - num_starts,
+        changing=change_under_way(job.state),
         generations=[asdict(entry) for entry in generations],
         replicas=_replicas(store, heard, job),
         progress=next(iter(store.overview.points(job.name, 1)), None),

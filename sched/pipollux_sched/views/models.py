@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -178,11 +177,14 @@ class EventSummary(View):
 class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
-    Each of the last `events` has the form of `EventView`.
+    Each of the last `events` has the form of `EventView`. `changing`: a live change under way, in
+    words; null: there is none.
     """
 
     number: int
     num_restarts: int
+    num_live_changes: int
+    changing: str | None
     generations: list[GenerationView]
     replicas: list[ReplicaView]
     progress: Point | None
@@ -213,66 +215,6 @@ class DeletedJobView(View):
     phase: Phase
     reason: str
     left: list[str]
-
-
-class LimitKind(StrEnum):
-    """Kinds of limits on a job's allocation."""
-
-    SUSPENDED = "suspended"
-    STOPPING = "stopping"
-    STARTING = "starting"
-    WAITS_TO_RETRY = "waits_to_retry"
-    NOT_PREEMPTIBLE = "not_preemptible"
-    DRAINING = "draining"
-    MAX_REPLICAS = "max_replicas"
-    PROFILED = "profiled"
-    NO_ROOM = "no_room"
-    HARMFUL = "harmful"
-    NOT_WORTH_IT = "not_worth_it"
-    MIN_REPLICAS = "min_replicas"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One limit on a job's allocation."""
-
-    kind: LimitKind
-    text: str
-    """The limit as a sentence."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """The allocation of a job with one replica more or fewer."""
-
-    nodes: tuple[str, ...]
-    """Node of each replica; empty if no nodes could ever hold them."""
-    num_replicas: int
-    speedup: float | None
-    """Predicted, over one replica; None: unknown."""
-    batch_size: int | None
-    fits: bool
-    """Whether there is room for it now."""
-
-
-class ExplanationView(View):
-    """The explanation of a job's allocation; speedups are predicted, over one replica."""
-
-    name: str
-    phase: Phase
-    reason: str
-    message: str
-    nodes: list[str]
-    num_stages: int
-    assigned: list[str]
-    intent: Intent | None
-    speedup: float | None
-    batch_size: int | None
-    last_decision: dict[str, Any] | None
-    more: Alternative | None
-    fewer: Alternative | None
-    limits: list[Limit]
-    waits_for: str | None
 
 
 @dataclass(frozen=True)
@@ -350,15 +292,17 @@ class JobLine(View):
 
 
 class GenerationLine(View):
-    """Summary of a generation; `number` is that of its job."""
+    """Summary of a membership of a generation; `number` is that of its job."""
 
     job: str
     number: int
     generation: int
+    membership: int
     nodes: list[str]
     num_stages: int
     created_at: float
     first_step_at: float | None
+    pause_seconds: float | None
     stopping_at: float | None
     ended_at: float | None
     outcome: str | None

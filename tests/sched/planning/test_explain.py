@@ -12,11 +12,13 @@ from pipollux_perfmodel import SchedHints
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
-from pipollux_sched.lifecycle import Intent, JobState, Phase
+from pipollux_sched.lifecycle import Intent, JobState, LiveState, Phase
 from pipollux_sched.planning.explain import (
     Limit,
     LimitKind,
+    NextChange,
     ReplicaBounds,
+    next_change,
     pinned_because,
     standing,
 )
@@ -238,3 +240,30 @@ def test_nodes_that_drain_are_named_to_who_waits() -> None:
 def test_why_it_is_left_alone(state: JobState, kind: str | None) -> None:
     found = pinned_because(state)
     assert (None if found is None else found.kind.value) == kind
+
+
+RUNS = JobState(phase=Phase.RUNNING, running_on=("a",), training=True, live=LiveState(1, (0,), 1))
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "why"),
+    [
+        (replace(RUNS, live=replace(RUNS.live, why_not=None)), True, None),
+        (
+            replace(RUNS, live=replace(RUNS.live, why_not="a state says so")),
+            False,
+            "a state says so",
+        ),
+        (RUNS, False, "its replicas have not said that they can join and leave"),
+        (replace(RUNS, training=False), False, "it has not taken its first step"),
+    ],
+)
+def test_whether_its_next_change_would_be_live(
+    state: JobState, live: bool, why: str | None
+) -> None:
+    assert next_change(state) == NextChange(live, why)
+
+
+@pytest.mark.parametrize("state", [JobState(), replace(RUNS, intent=Intent.SUSPEND)])
+def test_no_change_is_told_of_where_nothing_runs_on(state: JobState) -> None:
+    assert next_change(state) is None

@@ -10,7 +10,7 @@ import pytest
 
 from pipollux_sched.client.client import Client
 from pipollux_sched.client.connection import ClientError
-from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from pipollux_sched.lifecycle import Allocate, Exited, LiveReady, Outcome, Parked, Switched
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, ServerInfo
@@ -184,6 +184,11 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
     job.put("/jobs/counted/hints?generation=1", content="[")
     with service.client("wrong") as stranger:
         stranger.get("/jobs")
+    for event in (
+        *(LiveReady(1), Allocate(["node-a", "node-b"], "it grows"), Parked(1, 1)),
+        *(Switched(1, 2, step=1, seconds=0.1), LiveReady(1, "it says so")),
+    ):
+        service.store.transition("counted", event)
     service.store.transition("counted", Allocate(["node-b"], "it is better"))
     service.store.transition("counted", Exited(1, Outcome.STOPPED, step=1))
     service.store.transition("counted", Exited(2, Outcome.FAILED, message="it fell over"))
@@ -201,6 +206,7 @@ def test_figures_for_prometheus(service: Service, client: Client) -> None:
         "pipollux_restarts_total": 1,
         "pipollux_reallocations_total": 1,
         "pipollux_failures_total": 1,
+        "pipollux_live_changes_total": 1,
         "pipollux_policy_seconds_count": 1,
         'pipollux_jobs{phase="Restarting"}': 1,
         'pipollux_jobs{phase="Running"}': -1,

@@ -9,6 +9,7 @@ import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
 from pipollux_sched.store import GenerationCounts, NoisePoint, Store
+from tests.sched.live_events import JOB, live_run
 from tests.sched.store.stores import Clock, point
 
 
@@ -31,7 +32,9 @@ def test_generations_and_phases(store: Store, clock: Clock) -> None:
     store.transition("cancelled", Cancel())
     store.transition("cancelled", Exited(1, Outcome.FAILED, message="it was killed"))
     overview = store.overview
-    assert overview.generation_counts() == GenerationCounts(restarts=1, reallocations=1, failures=1)
+    assert overview.generation_counts() == GenerationCounts(
+        restarts=1, reallocations=1, failures=1, live_changes=0
+    )
     phases = overview.jobs_by_phase()
     assert sum(phases.values()) == 4
     assert (phases["Created"], phases["Failed"]) == (1, 1)
@@ -39,6 +42,17 @@ def test_generations_and_phases(store: Store, clock: Clock) -> None:
     since = [(each.job, each.generation, n) for each, n in overview.generations_since(1010.0, 10)]
     assert since == [("moved", 2, 1)]
     assert [each.generation for each, _ in overview.generations_since(0.0, 1)] == [2], "the newest"
+
+
+def test_live_changes_are_no_restarts(store: Store, clock: Clock) -> None:
+    """They are counted by themselves, also those of a job that is deleted later."""
+    live_run(store, clock)
+    counts = GenerationCounts(restarts=1, reallocations=1, failures=0, live_changes=2)
+    assert store.overview.generation_counts() == counts
+    shown = [(one.generation, one.membership) for one, _ in store.overview.generations_since(0, 10)]
+    assert sorted(shown) == [(1, 1), (1, 2), (1, 4), (2, 1)]
+    store.deletions.begin(JOB)
+    assert store.overview.generation_counts() == counts
 
 
 def test_the_goodput_told_last(store: Store) -> None:

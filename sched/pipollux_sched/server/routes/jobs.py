@@ -13,11 +13,11 @@ from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
 from pipollux_sched.store import ListedPhase
+from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
 from pipollux_sched.views.models import (
     DeletedJobView,
-    ExplanationView,
     JobCurves,
     JobView,
     ListedJob,

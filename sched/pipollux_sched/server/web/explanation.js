@@ -10,6 +10,8 @@ export function explanation(why) {
   if (why.last_decision) {
     parts.push(h("h3", {}, "Last decision"), h("p", {}, decision(why.last_decision)));
   }
+  const changes = nextChange(why);
+  if (changes.length) parts.push(h("h3", {}, "Changes"), ...changes.map((words) => h("p", {}, words)));
   if (why.waits_for) parts.push(h("h3", {}, "Waits for"), h("p", {}, why.waits_for));
   if (why.more) parts.push(h("h3", {}, "What it has, and what it would have"), alternatives(why));
   if (why.limits.length) {
@@ -30,8 +32,17 @@ function had(last) {
   return `It had ${count(last.nodes.length, "replica")} on ${places(last.nodes)} at last.`;
 }
 
+/** Tell of a change under way, and whether the next one would need a restart. */
+function nextChange({ changing, next_change }) {
+  const found = changing ? [`Changing: ${changing}.`] : [];
+  if (next_change?.why_restart) found.push(`A change would be a restart: ${next_change.why_restart}.`);
+  else if (next_change) found.push("A change would be live: replicas join and leave while the others train, if one stays where it is and their number of stages stays, too.");
+  return found;
+}
+
 function decision(last) {
-  const first = `${moment(last.time)}: ${last.why}.`;
+  const kind = last.why_restart ? ` A restart: ${last.why_restart}.` : last.live ? " A live change: the others train while replicas join or leave." : "";
+  const first = `${moment(last.time)}: ${last.why}.${kind}`;
   if (last.speedup === null || last.speedup === undefined) {
     return `${first} Its speedup was not predicted: nothing had been measured yet.`;
   }

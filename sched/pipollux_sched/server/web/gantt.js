@@ -1,9 +1,9 @@
 // Gantt chart of the slots: a row for each slot of each node, a block for each replica.
 
 import { h } from "./dom.js";
-import { count, duration, moment, places } from "./format.js";
+import { count, duration, moment, places, seconds } from "./format.js";
 import { Timeline } from "./timeline.js";
-import { hasFailed, outcome } from "./words.js";
+import { hasFailed, outcome, titled } from "./words.js";
 
 const HEIGHT = 460; // of all rows, while each has room
 const EDGE = 26; // right of now
@@ -40,11 +40,12 @@ function shown({ key, generation, slot, slots, begin, number }, group, now) {
   const trained = Math.min(Math.max(generation.first_step_at ?? to, begin), to);
   const end = Math.min(Math.max(generation.stopping_at ?? to, trained), to);
   const tip = [
-    `${generation.job} · generation ${generation.generation}`,
+    `${generation.job} · ${titled(generation)}`,
     ["where", places(generation.nodes)],
     ["replicas × stages", `${generation.nodes.length} × ${generation.num_stages}`],
     ["from", moment(generation.created_at)],
     ["for", duration(to - generation.created_at)],
+    ...(generation.pause_seconds == null ? [] : [["changed live, paused for", seconds(generation.pause_seconds)]]),
     ["", state(generation)],
   ];
   const style = hasFailed(generation) ? "failed" : "";
@@ -52,6 +53,7 @@ function shown({ key, generation, slot, slots, begin, number }, group, now) {
 }
 
 function state(generation) {
+  if (generation.outcome === "changed") return "then replicas joined or left, and the others trained on";
   if (generation.ended_at !== null) return `ended: ${outcome(generation) ?? "not known how"}`;
   if (generation.stopping_at !== null) return "is being stopped";
   return generation.first_step_at === null ? "starts" : "trains";
@@ -59,25 +61,30 @@ function state(generation) {
 
 /**
  * Assign each replica the lowest free slots of its node, oldest generation first. Which of a node's
- * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots.
+ * slots a replica is drawn in is a matter of layout: the scheduler reports nodes, not slots. Those of
+ * a generation that changes live stay in their slots.
  */
 export function layOut(generations, nodes) {
   const taken = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots).fill(-Infinity)]));
+  const holders = new Map(Object.entries(nodes).map(([name, node]) => [name, Array(node.slots)]));
   const blocks = [];
   const ordered = [...generations].sort((a, b) => a.created_at - b.created_at);
   for (const generation of ordered) {
+    const own = `${generation.job} ${generation.generation}`;
     generation.nodes.forEach((node, replica) => {
       const ends = taken.get(node);
       if (!ends) return; // the node is gone
-      const order = ends.map((end, slot) => [end > generation.created_at ? end : -Infinity, slot]);
-      order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] : a[0] - b[0]));
-      const chosen = order.slice(0, generation.num_stages).map(([, slot]) => slot).sort((a, b) => a - b);
+      const stayed = (slot) => (holders.get(node)[slot] === own && ends[slot] === generation.created_at ? 0 : 1);
+      const order = ends.map((end, slot) => [end > generation.created_at ? end : -Infinity, stayed(slot), slot]);
+      order.sort((a, b) => (a[0] === b[0] ? a[1] - b[1] || a[2] - b[2] : a[0] - b[0]));
+      const chosen = order.slice(0, generation.num_stages).map((one) => one[2]).sort((a, b) => a - b);
       // It may be assigned while earlier generations still checkpoint: it holds the slots from then on.
       const left = chosen.map((slot) => ends[slot]).filter((end) => end < (generation.ended_at ?? Infinity));
       const begin = Math.max(generation.created_at, ...left);
       for (const slot of chosen) ends[slot] = generation.ended_at ?? Infinity;
+      for (const slot of chosen) holders.get(node)[slot] = own;
       for (const [slot, slots] of runs(chosen)) {
-        const key = `${generation.job} ${generation.generation} ${replica} ${slot}`;
+        const key = `${own} ${generation.membership} ${replica} ${slot}`;
         blocks.push({ key, generation, node, slot, slots, begin, number: generation.number });
       }
     });

@@ -5,9 +5,9 @@ import { Away, Refusal, ask } from "./api.js";
 import { Chart } from "./chart.js";
 import { colour, h, say } from "./dom.js";
 import { explanation } from "./explanation.js";
-import { DASH, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
+import { DASH, count, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
 import { Table } from "./table.js";
-import { Tiles, fillPlaces, outcome, phase, phaseMark, section } from "./words.js";
+import { Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
 
 const POINTS = 400;
 const LINES = 60;
@@ -39,7 +39,7 @@ export class JobPage {
     this.logs = [];
     this.why = h("div", { class: "why-it" });
     this.tiles = new Tiles(["Has", "Epoch", "Loss", "Goodput", "Batch size", "Restarts"]);
-    this.generations = new Table(GENERATIONS, { key: (generation) => generation.generation, most: 50, none: "none yet" });
+    this.generations = new Table(GENERATIONS, { key: ({ generation, membership }) => `${generation}.${membership}`, most: 50, none: "none yet" });
     this.conditions = new Table(CONDITIONS, { key: (condition) => condition.type });
     this.fault = h("p", { class: "fault", role: "alert", hidden: true });
     this.body = h("div", { hidden: true }, this.#body());
@@ -82,7 +82,7 @@ export class JobPage {
       h("header", { class: "head" }, h("h1", {}, this.name), this.mark, this.buttons),
       this.message,
       this.tiles.element,
-      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "started again")), h("div", { class: "curves" }, ...all)),
+      section("Progress", h("p", { class: "note" }, h("span", { class: "key restart" }, "started again"), " ", h("span", { class: "key change" }, "changed live")), h("div", { class: "curves" }, ...all)),
       section("What it has or had, and why", this.why),
       section("Generations", this.generations.element),
       section("Conditions", this.conditions.element),
@@ -96,7 +96,8 @@ export class JobPage {
     const text = phase(job);
     if (this.mark.textContent !== text) this.mark.replaceChildren(phaseMark(text));
     this.#showButtons(job);
-    say(this.message, job.message.split("\n", 1)[0]);
+    const changing = job.changing === null ? [] : [`Changing ${job.changing}.`];
+    say(this.message, [job.message.split("\n", 1)[0], ...changing].join(" · "));
     this.#figures(job);
     this.#curves(job);
     this.generations.update([...job.generations].reverse());
@@ -123,7 +124,7 @@ export class JobPage {
       Loss: [number(point.loss)],
       Goodput: [number(point.goodput), point.goodput == null ? "" : `samples/s${efficiency}`],
       "Batch size": [point.batch_size ? thousands(point.batch_size) : DASH, split(point)],
-      Restarts: [job.num_restarts],
+      Restarts: [job.num_restarts, job.num_live_changes ? `and ${count(job.num_live_changes, "live change")}` : ""],
     });
   }
 
@@ -133,7 +134,7 @@ export class JobPage {
     const begin = Math.min(...generations.map((one) => one.created_at), ...reported, this.live.now);
     // A node's clock may be ahead of the scheduler's: no report may be left out.
     const end = Math.max(job.ended_at ?? Math.max(this.live.now, begin + 10), ...reported);
-    const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: `generation ${one.generation}` }));
+    const marks = generations.slice(1).map((one) => ({ at: one.created_at, label: titled(one), live: one.membership > 1 }));
     const shape = { from: begin, to: end, marks };
     const { goodput, loss, step, batch, noise, slots } = this.charts;
     goodput.update([byTime(points, "goodput")], shape);
@@ -192,12 +193,12 @@ function held(generations, end) {
 }
 
 const GENERATIONS = [
-  { title: "Generation", head: true, text: (one) => String(one.generation) },
+  { title: "Generation", head: true, text: (one) => `${one.generation}${one.membership > 1 ? `, membership ${one.membership}` : ""}` },
   { title: "Created", kind: "short", text: (one) => moment(one.created_at) },
   { title: "R×K", kind: "n", text: (one) => `${one.nodes.length}×${one.num_stages}` },
   { title: "Nodes", text: (one) => places(one.nodes), fill: fillPlaces },
-  { title: "To first step", kind: "n short", text: (one) => (one.first_step_at === null ? DASH : seconds(one.first_step_at - one.created_at)) },
-  { title: "Restart took", kind: "n short", text: (one) => seconds(one.restart_seconds) },
+  { title: "To first step", kind: "n short", text: (one) => (one.first_step_at === null || one.membership > 1 ? DASH : seconds(one.first_step_at - one.created_at)) },
+  { title: "Restart or pause", kind: "n short", text: (one) => seconds(one.restart_seconds ?? one.pause_seconds) },
   { title: "Ran for", kind: "n short", text: (one) => (one.ended_at === null ? "runs" : duration(one.ended_at - one.created_at)) },
   { title: "Ended", text: (one) => outcome(one) ?? DASH },
   { title: "Because", text: (one) => one.intent ?? DASH },

@@ -14,6 +14,11 @@ export function hasFailed(generation) {
   return generation.outcome === "failed" && !generation.intent;
 }
 
+/** Return what a generation, or a later membership of one, is called. */
+export function titled({ generation, membership }) {
+  return `generation ${generation}${membership > 1 ? `, membership ${membership}` : ""}`;
+}
+
 /** Return how a generation ended, in words. */
 export function outcome(generation) {
   return generation.outcome === "failed" && generation.intent ? "ended unsaved" : generation.outcome;

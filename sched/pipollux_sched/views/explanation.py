@@ -1,0 +1,87 @@
+"""Response models of explanations: what a job has, why, and what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pipollux_sched.lifecycle import Intent, Phase
+
+from .models import View
+
+
+class LimitKind(StrEnum):
+    """Kinds of limits on a job's allocation."""
+
+    SUSPENDED = "suspended"
+    STOPPING = "stopping"
+    STARTING = "starting"
+    WAITS_TO_RETRY = "waits_to_retry"
+    NOT_PREEMPTIBLE = "not_preemptible"
+    DRAINING = "draining"
+    MAX_REPLICAS = "max_replicas"
+    PROFILED = "profiled"
+    NO_ROOM = "no_room"
+    HARMFUL = "harmful"
+    NOT_WORTH_IT = "not_worth_it"
+    MIN_REPLICAS = "min_replicas"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit on a job's allocation."""
+
+    kind: LimitKind
+    text: str
+    """The limit as a sentence."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The allocation of a job with one replica more or fewer."""
+
+    nodes: tuple[str, ...]
+    """Node of each replica; empty if no nodes could ever hold them."""
+    num_replicas: int
+    speedup: float | None
+    """Predicted, over one replica; None: unknown."""
+    batch_size: int | None
+    fits: bool
+    """Whether there is room for it now."""
+
+
+@dataclass(frozen=True)
+class NextChange:
+    """What the next change of a job's replicas would be."""
+
+    live: bool
+    """Whether replicas would join and leave while the others train."""
+    why_restart: str | None
+    """Why all of them would be stopped and started instead."""
+
+
+class ExplanationView(View):
+    """The explanation of a job's allocation; speedups are predicted, over one replica.
+
+    `changing`: a live change under way, in words; `next_change`: null where nothing runs, or is
+    being stopped. The `last_decision` has `live`, and `why_restart` where it was a restart.
+    """
+
+    name: str
+    phase: Phase
+    reason: str
+    message: str
+    nodes: list[str]
+    num_stages: int
+    assigned: list[str]
+    intent: Intent | None
+    speedup: float | None
+    batch_size: int | None
+    last_decision: dict[str, Any] | None
+    changing: str | None
+    next_change: NextChange | None
+    more: Alternative | None
+    fewer: Alternative | None
+    limits: list[Limit]
+    waits_for: str | None
