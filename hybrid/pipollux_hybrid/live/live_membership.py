@@ -12,7 +12,8 @@ either: the same states, random numbers and positions, to the last bit.
    formed the same, they change at this very boundary.
 4. All meet once more, over the new groups, and those that stay send the newcomers their states.
    Whatever goes wrong so far, the old ones go on.
-5. They vote over the old groups, and go over to the new ones; those that left end.
+5. They vote over the old groups, tell the newcomers, vote once more as one may be gone, and go over
+   to the new groups; those that left end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLost
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership
-from pipollux_hybrid.job.peers import lost_peers
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .forming import Forming
@@ -159,18 +159,11 @@ class LiveMembership:
             # Replica 0 may still write a checkpoint, and another one is to write the next.
             ctx.component(CheckpointManager).saver.wait()
         ok = self._hand_over(forming, newcomers, here)
-        votes = ctx.control.gather(torch.tensor([int(ok)]))
+        agreed = self._vote(ok) and self._vote(self._announce_to_newcomers(forming, newcomers))
         metrics.interrupt_steps()
-        if not all(int(vote) for vote in votes):
-            return False
-        if forming.rank is None:
+        if agreed and forming.rank is None:
             self._leave()
-        if newcomers and forming.control is not None:
-            try:  # they wait to hear that it has come about
-                forming.control.all_gather(torch.tensor([1]))
-            except RuntimeError as error:
-                raise lost_peers("while others joined", error) from error
-        return True
+        return agreed
 
     def _newcomers(self, forming: Forming) -> range:
         """Return the ranks of the newcomers, which come after those who stay."""
@@ -195,6 +188,21 @@ class LiveMembership:
                 say(f"no replica joins: {refusal}")
             return False
         except RuntimeError:  # a newcomer is gone, or hangs
+            return False
+        return True
+
+    def _vote(self, ok: bool) -> bool:
+        """Return whether all that train agree, those who leave, too."""
+        votes = self._context.control.gather(torch.tensor([int(ok)]))
+        return all(int(vote) for vote in votes)
+
+    def _announce_to_newcomers(self, forming: Forming, newcomers: range) -> bool:
+        """Tell those that join that it comes about; return whether they are still there."""
+        if forming.control is None or not newcomers:
+            return True
+        try:
+            forming.control.all_gather(torch.tensor([1]), MEETING_PATIENCE)
+        except RuntimeError:  # one of them died with the states
             return False
         return True
 

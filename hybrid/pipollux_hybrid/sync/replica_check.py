@@ -59,7 +59,6 @@ class ReplicaCheck:
         self._module = module
         self._control = control
         self._interval = interval
-        self._steps = 0
 
     def stepped(self, step: int) -> None:
         """Compare the replicas when due; all of them call it after the same optimizer step.
@@ -71,8 +70,7 @@ class ReplicaCheck:
             SynchronizationError: Replicas differ; it names the first tensor that does, the step,
                 the ranks and their digests, and it is raised on every replica.
         """
-        self._steps += 1
-        if self._interval and self._steps % self._interval == 0:
+        if self._interval and step % self._interval == 0:
             with self._control.losses.noting():
                 self.compare(step)
 

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import pipollux
@@ -27,6 +28,7 @@ from pipollux_hybrid.live.live_membership import live_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.elastic.elastic_training import Stream
 from tests.hybrid.elastic.training import hold
+from tests.hybrid.live.audit import contents
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 SIZE = 121
@@ -116,6 +118,7 @@ def main() -> None:
         module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
     )
     accum = pipollux.Accumulator()
+    average = pipollux.register_for_checkpointing("average", AveragedModel(module))
     if "DIES" in os.environ:
         threading.Thread(target=die_when_formed, daemon=True).start()
     if kind in ("bound", "shrinking"):
@@ -151,6 +154,9 @@ def main() -> None:
                 "rate": optimizer.param_groups[0]["lr"],
             }
             print(json.dumps(line), file=log, flush=True)
+            if str(metrics.step) == os.environ.get("AUDITED"):
+                words = contents([context(), model, loader, checked, accum, average])
+                (RESULTS / f"audit-{pipollux.replica_rank()}.json").write_text(json.dumps(words))
         model.eval()
         for (numbers,) in checked:
             with torch.no_grad():

@@ -1,0 +1,322 @@
+"""What replicas keep from step to step and no checkpoint has: what becomes of it when one joins.
+
+Two replicas that differ in something that they decide by diverge, or wait for each other, some
+steps later, where nobody looks for it. So each field of each object that lives from step to step
+stands in one table here, as one that is the same on all replicas after one has joined, or as a
+replica's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.extent import first
+from tests.hybrid.live.test_live_changes import MakeJob, make_job
+
+__all__ = ["make_job"]
+
+FIELDS: dict[str, tuple[str, str]] = {
+    # the class: (fields that are the same on all, fields that are a replica's own)
+    "Accumulator": (
+        "_blocks _context _epochs _state _visible",
+        "",
+    ),
+    "AccumulatorState": (
+        "_changes_to_save _is_large changes changes_before name read totals",
+        "_context pending",
+    ),
+    "AdaptiveBPTTIterator": (
+        "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _limits _live "
+        "_metrics _random _sample_length _state bptt_len tokens",
+        "",
+    ),
+    "AdaptiveDataLoader": (
+        "_batches _boundary _context _epoch_size _epochs _init_batch_size _limits _lists "
+        "_live _metrics _random _sample_length _sampler _seed _state _stream",
+        "",
+    ),
+    "AdaptiveOptimizer": (
+        "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _steps_used "
+        "optimizer",
+        "num_steps",
+    ),
+    "AsyncSaver": (
+        "",
+        "_failure _thread",
+    ),
+    "BatchConfig": (
+        "limits loop loss_scale num_microbatches proposed_microbatches scale",
+        "micro_step",
+    ),
+    "Bucket": (
+        "_flat _streams _views _work device late launched parameters pending stage",
+        "",
+    ),
+    "BufferSynchronizer": (
+        "_layers _num_replicas _seen",
+        "",
+    ),
+    "CheckpointManager": (
+        "",
+        "looked restored_from saved_step saver",
+    ),
+    "CommTimer": (
+        "",
+        "_cuda _events _latest _open _started",
+    ),
+    "ControlPlane": (
+        "_agreed _group _num_replicas _place _riding _timeout exchanges losses settings",
+        "_message last",
+    ),
+    "ElasticSampler": (
+        "num_samples seed shuffle",
+        "",
+    ),
+    "EpochState": (
+        "_is_large began entered epoch loops_done loops_to_skip name num_epochs",
+        "",
+    ),
+    "FolderArbiter": (
+        "",
+        "_folder",
+    ),
+    "GradientNoiseScale": (
+        "_sqr _var differenced init_batch_size num_samples preconditioned",
+        "",
+    ),
+    "GradientSynchronizer": (
+        "_averaged _batch_over_part _buffers _comm_timer _control _fresh _hooks _lock _losses "
+        "_measurable _measures _num_replicas _on_finished _on_gradient _plans _preconditioner "
+        "_reducer _reference _sqr _stages _synchronizes _task _watched _wire",
+        "_estimates _part _samples _unit",
+    ),
+    "HybridParallel": (
+        "_batch _check _complete _context _deferred _engine _layer_profile _metrics _no_sync "
+        "_noise _norm _optimizer _rule _same_samples _synchronizer balance",
+        "_result _timing _watch",
+    ),
+    "JobContext": (
+        "batch control heartbeat joined joins pipeline rejoined step watch",
+        "_components closers env",
+    ),
+    "Joining": (
+        "",
+        "_context _watch store",
+    ),
+    "KeptGradients": (
+        "",
+        "_hooked _optimizer _versions _warned",
+    ),
+    "LiveMembership": (
+        "",
+        "_announced _context _joining _store _watch recovery",
+    ),
+    "LoopState": (
+        "_is_large accum_steps atomic_bsz details identity index name",
+        "",
+    ),
+    "LossWatch": (
+        "",
+        "_since",
+    ),
+    "MeasuredNoise": (
+        "scale",
+        "",
+    ),
+    "Measurements": (
+        "",
+        "accum alone backward forward optim",
+    ),
+    "MeetingFolder": (
+        "",
+        "_beat _clock _mine _seen arbiter folder",
+    ),
+    "MembershipWatch": (
+        "_context _suspended forming membership parked place rendezvous timeout",
+        "_ending _highest _looking _not_before _retired _said _thread replica",
+    ),
+    "Metrics": (
+        "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
+        "progress rate_factor sample_length samples samples_left shape_chosen",
+        "_checkpoints _disturbed _last_save _launched _lock _losses _part _part_ended "
+        "_part_started _proposal _reporter _step_time _sync_time _timed profile",
+    ),
+    "NoiseMeter": (
+        "_batch _measured_at _noise _parameters _preconditioner _previous _steps",
+        "",
+    ),
+    "NormSum": (
+        "",
+        "_factor _total _waiting",
+    ),
+    "ParameterHooks": (
+        "",
+        "_arrivals _gradients _on_arrival _on_gradient",
+    ),
+    "ParameterWatch": (
+        "_count _known _layers _module _optimizer",
+        "_next _places",
+    ),
+    "PeerLoss": (
+        "expected hang_up recoverable void",
+        "error noted_at",
+    ),
+    "PeerWatch": (
+        "",
+        "_addresses _connections _end _ended _ended_here _env _hosts _lost _news _pause "
+        "_shared _thread timeout",
+    ),
+    "PipelineEngine": (
+        "_layout checkpoint devices stages",
+        "_copy_streams",
+    ),
+    "PipelineSpec": (
+        "checkpoint_mode devices fewest_samples microbatches_follow num_stages",
+        "",
+    ),
+    "RandomState": (
+        "_context _is_large _root name",
+        "_remembered _restored _states",
+    ),
+    "Recovery": (
+        "",
+        "_context _losses _replicas_watched _undo _watch store",
+    ),
+    "Reducer": (
+        "_bucket_bytes _bucket_of _buckets_wanted _dtype _hold _next _shared _surprising "
+        "_unused buckets overlap parameters",
+        "_counts _separate _weight",
+    ),
+    "ReplicaCheck": (
+        "_control _interval _module",
+        "",
+    ),
+    "ReplicaGroup": (
+        "process_group size",
+        "",
+    ),
+    "Reporter": (
+        "",
+        "_backoff _context _display _fault _held _hints _hints_of _last_point _listeners "
+        "_lock _losses _next_hints _points _retry_at _senders _stop _thread _timeline "
+        "_unshown _url",
+    ),
+    "RunningAverage": (
+        "total weight",
+        "",
+    ),
+    "SameSamples": (
+        "_context _digest _pending",
+        "",
+    ),
+    "SampleStream": (
+        "",
+        "_dataset _reader _request",
+    ),
+    "Stage": (
+        "_in_place device index output_name",
+        "",
+    ),
+    "StageProfiler": (
+        "",
+        "_countdown _devices _metrics _recording _step _timer _tracer",
+    ),
+    "StageTimer": (
+        "",
+        "_clock _counts _devices _handles _num_recomputed _spans _stages",
+    ),
+    "StepBoundary": (
+        "_agreed _context _live _metrics",
+        "",
+    ),
+    "StepProfile": (
+        "",
+        "_latest _lock _measurements _to_skip",
+    ),
+    "StepTimes": (
+        "",
+        "_disturbed _quiet",
+    ),
+    "Tracer": (
+        "",
+        "_context _next _path",
+    ),
+    "Undo": (
+        "",
+        "_context _random _remembered",
+    ),
+    "_Counts": (
+        "",
+        "forward open recomputed",
+    ),
+    "_Holder": (
+        "",
+        "live",
+    ),
+    "_Lists": (
+        "",
+        "source",
+    ),
+    "_Reader": (
+        "",
+        "_ahead _samples epoch index",
+    ),
+    "_Seen": (
+        "",
+        "beat since",
+    ),
+    "_Span": (
+        "",
+        "end microbatch phase stage start",
+    ),
+}
+"""Own are measured times, what only replica 0 shows and sends, connections, random numbers, a share
+of a batch, and what is made anew before it is used."""
+JOINED = 9
+"""A step after the newcomer's first one."""
+
+
+def parts(key: str) -> tuple[str, str]:
+    found = re.fullmatch(r"(\w+)\[\d+\]\.(.*)", key)
+    assert found is not None
+    return found[1], found[2]
+
+
+@pytest.mark.parametrize("kind", first(1, ["accumulation", "text", "stream", "workers"]))
+def test_of_each_field_it_is_known_whether_it_is_the_same_on_all_after_a_join(
+    make_job: MakeJob, kind: str
+) -> None:
+    """The comparison of replicas at every third step would wait for ever if they counted apart."""
+    job = make_job(DATA=kind, CHANGES="5", AUDITED=str(JOINED), PIPOLLUX_CHECK_REPLICAS="3")
+    job.begin(1)
+    job.wait_until_at(5)
+    job.add()
+    job.wait()
+    stays, joins = (
+        json.loads((job.results / f"audit-{rank}.json").read_text()) for rank in range(2)
+    )
+    found: dict[str, set[str]] = defaultdict(set)
+    for key in {**stays, **joins}:
+        kind_of, field = parts(key)
+        found[kind_of].add(field)
+    assert {"GradientSynchronizer", "NoiseMeter", "AdaptiveOptimizer", "Metrics"} <= found.keys()
+    for name, fields in found.items():
+        same, own = (set(words.split()) for words in FIELDS.get(name, ("", "")))
+        new = sorted(fields - same - own)
+        assert not new, (
+            f"{name}.{new[0]} is not in FIELDS: say there whether it is the same on all replicas "
+            "after one has joined (and see to it: save it in a State, or set it anew in "
+            "`rejoined`), or a replica's own, which nothing that replicas do together may follow"
+        )
+        gone = sorted((same | own) - fields)
+        assert not gone, f"{name} has no {gone[0]} any more: remove it from FIELDS"
+    for key, word in stays.items():
+        name, field = parts(key)
+        if field in FIELDS[name][0].split():
+            assert joins.get(key) == word, (
+                f"{key} differs between one that stays and one that joins"
+            )

@@ -1,0 +1,105 @@
+"""Jobs whose replicas come and go again and again: nothing is left of those that have gone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hybrid.live.changing_job import ChangingJob
+
+STEPS = 20
+"""Of a replica between two changes."""
+MEMORY = 8 * 1024
+"""Kilobytes that a process may have more after 50 changes than after 25."""
+
+
+class LastingJob(ChangingJob):
+    """A job that goes on until it is told to stop."""
+
+    script = Path(__file__).with_name("lasting_training.py")
+
+
+def lines_of(job: ChangingJob, pid: int) -> list[dict[str, Any]]:
+    """What a replica wrote of its steps; the last line may be under way."""
+    path = job.results / f"{pid}.txt"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def settle(job: ChangingJob, replicas: int) -> None:
+    """Return when so many replicas have trained together for a while."""
+
+    def trained() -> bool:
+        running = [program.pid for program in job.programs if program.poll() is None]
+        if len(running) != replicas:
+            return False
+        last = [lines_of(job, pid)[-STEPS:] for pid in running]
+        return all(
+            len(steps) == STEPS and {step["replicas"] for step in steps} == {replicas}
+            for steps in last
+        )
+
+    job.wait_for(trained, f"{replicas} replicas train")
+
+
+def stop(job: ChangingJob) -> None:
+    """Stop the job, and see that all of it ends."""
+    running = [program for program in job.programs if program.poll() is None]
+    running[0].send_signal(signal.SIGTERM)
+    assert [program.wait() for program in running] == [143] * len(running)
+    job.programs.clear()
+
+
+@pytest.mark.exhaustive
+def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
+    tmp_path: Path, repository: Path
+) -> None:
+    """The first two replicas leave; the third is replica 0 then, and others come and go."""
+    with LastingJob(tmp_path / "job", repository) as job:
+        job.begin(3)
+        settle(job, 3)
+        stays = job.programs[2].pid
+        for replicas in (2, 1):
+            job.ask_to_leave(0, replicas + 1)
+            settle(job, replicas)
+        for _ in range(24):
+            job.add()
+            settle(job, 2)
+            job.ask_to_leave(1, 2)
+            settle(job, 1)
+        stop(job)
+        lines = lines_of(job, stays)
+    phases = [list(group) for _, group in itertools.groupby(lines, lambda x: x["replicas"])]
+    assert [phase[0]["replicas"] for phase in phases] == [3, 2, *[1, 2] * 24, 1]
+    whole = [[line for line in phase if "threads" in line] for phase in phases]
+    for after_25, after_50 in ((whole[24], whole[48]), (whole[25], whole[49])):
+        for name in ("threads", "descriptors", "ports", "keys"):
+            before, now = (min(line[name] for line in x) for x in (after_25, after_50))
+            assert now <= before, f"{name}: {before} after 25 changes, {now} after 50"
+        before, now = (min(line["memory"] for line in x) for x in (after_25, after_50))
+        assert now - before < MEMORY, f"memory: {before} KiB after 25 changes, {now} after 50"
+        before, now = (min(line["objects"] for line in x) for x in (after_25, after_50))
+        assert now - before < 1000, f"objects: {before} after 25 changes, {now} after 50"
+    assert not [x.name for x in job.rendezvous.folder.iterdir() if "-" in x.name]
+
+
+@pytest.mark.exhaustive
+def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> None:
+    """Each newcomer takes the place of the one before; the folder holds no more than at first."""
+    with LastingJob(tmp_path / "job", repository) as job:
+        job.begin(1)
+        settle(job, 1)
+        sizes = []
+        for _ in range(12):
+            job.add()
+            settle(job, 2)
+            job.ask_to_leave(0, 2)
+            settle(job, 1)
+            sizes.append(sorted(x.name for x in job.rendezvous.folder.iterdir() if x.suffix))
+        stop(job)
+    assert [len(names) for names in sizes] == [len(sizes[0])] * len(sizes), sizes
