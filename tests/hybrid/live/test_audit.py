@@ -249,6 +249,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_context _random _remembered",
     ),
+    "WorkerStart": ("_then", "ends_along"),
     "_Counts": (
         "",
         "forward open recomputed",
