@@ -12,7 +12,7 @@ import pytest
 from pipollux_sched.backend import ReplicaKey
 from pipollux_sched.backend.base import Launch, Signal
 from pipollux_sched.backend.generation import RunningGeneration
-from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.lifecycle import Exited, LiveState, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError
 from tests.sched.backends import first_membership, seats
 from tests.waiting import until
@@ -139,6 +139,42 @@ def test_a_newer_generation_goes_on_where_the_older_stopped(scheduler: Scheduler
     assert scheduler.exited("toy") == Exited(2, Outcome.COMPLETE)
     said = scheduler.says(ReplicaKey("toy", 2, 0), "of generation 2")
     assert f"goes on from step {stopped.step}\n" in said
+
+
+@on("local", "memory", "slurm", "kubelets", rarely=("local",))
+def test_a_replica_joins_and_another_leaves_while_one_runs(
+    case: EngineCase, scheduler: Scheduler
+) -> None:
+    """Each has its own slots, and gives them back; the one that stays hears of nothing."""
+    program = scheduler.apply("toy", ["n1"], "--prints")
+    scheduler.started("toy")
+    first, second, third = (ReplicaKey("toy", 1, replica) for replica in range(3))
+    scheduler.says(first, "goes on from step 0")
+    scheduler.generations.start_replicas(program, 1, {1: "n2", 2: "n1"})
+    scheduler.poll()
+    for key in (second, third):
+        said = scheduler.says(key, "goes on from step")
+        environment = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
+        assert environment["PIPOLLUX_REPLICA"] == str(key.replica)
+        assert environment["PIPOLLUX_JOINS"] == "1"
+    assert scheduler.generations.free() == {"n1": SLOTS - 2, "n2": SLOTS - 1}
+    scheduler.generations.admit("toy", 1, [0, 1], can_survive=True)
+    scheduler.generations.end_replicas("toy", 1, [2], at_once=True)
+
+    def has_left() -> bool:
+        scheduler.poll()
+        return scheduler.generations.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
+
+    until(has_left, "its slots are free")
+    again = scheduler.again()
+    live = LiveState(2, (0, 1), 3, highest=2)
+    assert again.generations.adopt("toy", 1, program.supervisor_url, live) is None
+    assert again.generations.free() == {"n1": SLOTS - 1, "n2": SLOTS - 1}
+    for key in (first, second):
+        assert again.listing().replicas[key].ended is None
+    assert again.generations.stop("toy", 60.0)
+    assert again.exited("toy").outcome is Outcome.STOPPED
+    assert again.generations.free() == dict.fromkeys(NODES, SLOTS)
 
 
 @on_all

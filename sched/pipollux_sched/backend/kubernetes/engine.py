@@ -62,6 +62,7 @@ class KubernetesEngine(Engine):
     """
 
     name = "kubernetes"
+    grows = True
 
     def __init__(
         self,

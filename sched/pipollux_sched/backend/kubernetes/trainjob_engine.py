@@ -43,6 +43,7 @@ class TrainJobEngine(KubernetesEngine):
 
     name = "kubernetes"
     even = True
+    grows = False  # a TrainJob has as many pods as it was made with
 
     def _more_mirrors(self) -> list[Mirror[Any]]:
         label = {names.SCHEDULER_LABEL: self._options.scheduler}

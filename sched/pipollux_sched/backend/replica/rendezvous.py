@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
 from torch.distributed.elastic.rendezvous import (
@@ -42,8 +43,9 @@ class Rendezvous(StaticTCPRendezvous):
         address, port = self.master_addr, self.master_port
         if os.environ.get("PIPOLLUX_LIVE") == "1":
             # The script meets others again when some have joined or left.
-            os.environ["PIPOLLUX_ADDRESS"] = meeting.own_address()
-            meeting.use_interface_of(os.environ["PIPOLLUX_ADDRESS"])
+            with suppress(OSError):  # where the scheduler cannot be found now, nobody joins
+                os.environ["PIPOLLUX_ADDRESS"] = meeting.own_address()
+                meeting.use_interface_of(os.environ["PIPOLLUX_ADDRESS"])
         listener: socket.socket | None = None
         if port == 0 and self.world_size > 1:
             own = meeting.own_address()

@@ -82,6 +82,7 @@ class SlurmEngine(Engine):
     """
 
     name = "slurm"
+    grows = True
 
     def __init__(
         self,
