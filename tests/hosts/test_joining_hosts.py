@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.job import torchrun
 from tests.hybrid.live.changing_job import SCRIPT, ChangingJob
+from tests.hybrid.live.test_unplanned_death import SCRIPT as DYING
+from tests.hybrid.live.test_unplanned_death import DyingJob
 from tests.services import require_hosts
 
 pytestmark = pytest.mark.exhaustive
@@ -25,3 +28,33 @@ def test_another_host_joins_and_the_first_leaves(tmp_path: Path, repository: Pat
                 assert first.wait() == {"n1": 0}, first.logs
                 assert second.wait() == {"n2": 0}, second.logs
         assert job.check() == [(1, 1), (8, 2), (15, 1)]
+
+
+@pytest.mark.parametrize("lost", ["n3", "n1"])
+def test_those_on_other_hosts_go_on_without_a_lost_one(
+    tmp_path: Path, repository: Path, lost: str
+) -> None:
+    """It still sees the folder, and finds itself left out."""
+    require_hosts()
+    settings = {"CHANGES": "5,9", "PIPOLLUX_HOST_TIMEOUT": "4"}
+    with (
+        Hosts(3) as hosts,
+        DyingJob(tmp_path / "job", repository, **settings) as job,
+        ExitStack() as started,
+    ):
+        gate = job.results / "hold-15"
+        gate.touch()
+        agents = {}
+        for host, step in zip(hosts.names, (5, 9, None), strict=True):
+            run = torchrun(hosts, [host], DYING, tmp_path, job.environment)
+            agents[host] = started.enter_context(run)
+            if step is not None:
+                job.wait_until_at(step)
+        job.wait_for(lambda: len(list(job.results.glob("reached-15-*"))) == 3, "step 15")
+        hosts.link_down(lost)
+        gate.unlink()
+        codes = {host: agent.wait()[host] for host, agent in agents.items()}
+        logs = {host: agent.log(host) for host, agent in agents.items()}
+        assert codes == {host: int(host == lost) for host in hosts.names}, logs
+        assert "have gone on without this one" in logs[lost]
+        assert job.check_done() == [(1, 1), (8, 2), (12, 3), (16, 2)]

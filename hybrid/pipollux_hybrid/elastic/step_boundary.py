@@ -188,7 +188,7 @@ class StepBoundary:
                     raise
             recovered = self._live.recovery.recover()
             if recovered.behind and recovered.last is not None and not repeats:
-                return recovered.last
+                return ControlMessage(stop=recovered.last.stop)  # all else is of others
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._metrics

@@ -111,6 +111,10 @@ class PeerWatch:
         """Return the ranks of the replicas that have ended, or whose hosts are lost."""
         return {*self._ended, *self._lost}
 
+    def lost(self) -> set[int]:
+        """Return the ranks of the replicas whose hosts do not answer: they may be alive there."""
+        return {*self._lost}
+
     def hang_up(self) -> None:
         """End the connections that collectives have, so that whoever waits for this replica knows.
 

@@ -46,6 +46,8 @@ PATIENCE = 10.0
 """Seconds to wait where nothing says that anybody is still at work."""
 GRACE = 0.05
 """Seconds for others to say that they live, where it looks as if they had ended."""
+CUT_OFF_GRACE = 2.0
+"""The same where a host does not answer: its replicas may live, and see the others as lost."""
 POLL_INTERVAL = 0.01
 
 
@@ -72,7 +74,6 @@ class Recovery:
         self._watch = watch
         self._losses = ctx.control.losses
         self._undo: Undo | None = None
-        self._replicas_watched = 0
         self._losses.expected = watch.rendezvous.arbiter is not None
         self._losses.recoverable = self._can_go_on
         self._losses.hang_up = self._hang_up
@@ -94,7 +95,7 @@ class Recovery:
 
     def told(self) -> dict[str, Any]:
         """Return what all must know of this replica in case that it dies, for a control message."""
-        if self._undo is None or not self._undo.ready:
+        if self._undo is None or not self._can_go_on(True):
             return {}
         marks = self._undo.marks()
         return {
@@ -209,12 +210,14 @@ class Recovery:
         arbiter.report(lost, attempt, me, newest)
         while (decision := arbiter.decision(lost, attempt)) is None:
             waited = time.monotonic() - began_at
-            gone = self._gone(lost)
+            gone, unreachable = self._gone(lost), self._unreachable(lost)
             patience = self._watch.timeout if gone else PATIENCE
             reports = arbiter.reports(lost, attempt)
-            alive = [replica for replica in lost.replicas if replica in reports]
-            complete = waited > GRACE and not set(lost.replicas) - gone - set(alive)
-            if arbiter.survivors_decide and alive[:1] == [me] and (complete or waited > patience):
+            alive = [x for x in lost.replicas if x in reports and x not in unreachable]
+            missing = set(lost.replicas) - gone - set(alive)
+            complete = waited > (CUT_OFF_GRACE if unreachable else GRACE) and not missing
+            leads = alive[:1] == [me] and not _yields(lost, alive, reports)
+            if arbiter.survivors_decide and leads and (complete or waited > patience):
                 successor = Membership(self._next_number(reports), tuple(alive))
                 arbiter.decide(lost, attempt, successor)
             bulletin = self._watch.rendezvous.bulletin()
@@ -233,6 +236,10 @@ class Recovery:
     def _gone(self, lost: Membership) -> set[str]:
         watch = self._context.watch
         return {lost.replicas[rank] for rank in watch.gone()} if watch is not None else set()
+
+    def _unreachable(self, lost: Membership) -> set[str]:
+        watch = self._context.watch
+        return {lost.replicas[rank] for rank in watch.lost()} if watch is not None else set()
 
     def _meet(
         self, forming: Forming, me: dict[str, Any], lost: Membership
@@ -327,6 +334,13 @@ PENDING = (
     "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
     "be had again (call synchronized() in every step, or report_loss() instead)"
 )
+
+
+def _yields(lost: Membership, alive: list[str], reports: Mapping[str, int]) -> bool:
+    """Return whether others decide, who are alive, and on the larger side of a network in two."""
+    others = [replica for replica in lost.replicas if replica in reports and replica not in alive]
+    first = next(replica for replica in lost.replicas if replica in reports)
+    return len(others) > len(alive) or (len(others) == len(alive) and first in others)
 
 
 def _are_equal(last: ControlMessage | None, num_replicas: int) -> list[bool]:
