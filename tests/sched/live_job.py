@@ -27,6 +27,8 @@ PAUSE = float(os.environ.get("PAUSE", "0.02"))
 
 
 def main() -> None:
+    if "SCALARS" in os.environ:
+        os.environ["PIPOLLUX_TENSORBOARD_DIR"] = os.environ["SCALARS"]
     pipollux.init_process_group("gloo", timeout=120.0)
     if os.environ["PIPOLLUX_JOINS"] == "1" and "NEWCOMER" in os.environ:
         exec(os.environ["NEWCOMER"])  # noqa: S102  # what the test wants a newcomer to do

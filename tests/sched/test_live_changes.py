@@ -13,10 +13,15 @@ import psutil
 import pytest
 
 from pipollux_sched.lifecycle import ChangeStage, Phase
+from pipollux_sched.planning.explain import explanation
+from pipollux_sched.report.page import render_report
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.views.explanation import NextChange
+from pipollux_sched.views.jobs import job_details
 from tests.programs import Forked
 from tests.sched.processes import processes_of
+from tests.sched.report.page import charts
 from tests.sched.scripts import LIVE
 from tests.sched.test_scheduler import Jobs, Wish, scheduler_on, types
 from tests.waiting import until
@@ -100,14 +105,20 @@ def restarted(scheduler: Scheduler) -> list[int]:
 def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Path) -> None:
     """Also by the replica that was the first; what was measured is what the policy is told."""
     policy = Wish()
+    scalars = tmp_path / "scalars"
+    job = live_job(tmp_path, SCALARS=str(scalars))
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, live_job(tmp_path))
+        begin(scheduler, policy, job)
+        until(lambda: len(list(scalars.glob("*"))) == 1, "replica 0 writes scalars")
         change_to(scheduler, policy, A, B)
         change_to(scheduler, policy, B)
+        until(lambda: len(list(scalars.glob("*"))) == 2, "replica 1 goes on with them")
         until(lambda: scheduler.store.last_points()["live"].num_replicas == 1, "its steps are told")
         memberships = scheduler.store.generations("live")
         state = scheduler.jobs()["live"].state
         pauses = scheduler.store.pause_costs()
+        record = scheduler.store.job("live")
+        shown, why = job_details(scheduler.store, record), explanation(scheduler.store, record)
         until(lambda: scheduler._controller._backend.free()[A] == 2, "its slots are free")
         scheduler.control.cancel("live")
         assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
@@ -122,6 +133,11 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
     assert all(entry.ended_at == after.created_at for entry, after in pairwise(memberships))
     assert (state.live.replicas, state.live.num_ids, state.failures) == ((1,), 2, 0)
     assert 0 < pauses["live"] < 60
+    assert (shown.num_restarts, shown.num_live_changes, shown.changing) == (0, 2, None)
+    assert [(one.replica, one.node) for one in shown.replicas] == [(1, B)]
+    assert why.next_change == NextChange(live=True, why_restart=None)
+    assert why.last_decision is not None
+    assert (why.last_decision["live"], why.last_decision["why_restart"]) == (True, None)
     told = [kind for kind in types(events, "live") if kind not in ("timeline", "hints", "noise")]
     assert told == [
         *("submitted", "allocated", "started", "first_step"),
@@ -131,6 +147,9 @@ def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Pa
     ]
     allocated = [event["live"] for event in events if event["type"] == "allocated"]
     assert allocated == [False, True, True]
+    drawn = charts(render_report(events))
+    assert [len(piece["pieces"]) for piece in drawn["loss-0-by-time"]["panels"][0]["lines"]] == [1]
+    assert drawn["loss-0-by-time"]["bands"] == []
     steps = check_steps(tmp_path)
     sizes = [len(lines) for lines in steps.values()]
     assert {1, 2} <= set(sizes)

@@ -77,7 +77,8 @@ class Reporter:
         self._losses = LossWatch()
         self._fault = ""
         self._hints_of: Callable[[], SchedHints | None] = lambda: None
-        if env.tensorboard_dir is not None and env.rank == 0:
+        if env.tensorboard_dir is not None:
+            # Whoever is rank 0 opens it: that changes when the first replica leaves.
             self._listeners.append(ScalarWriter(env.tensorboard_dir))
         ctx.closers.append(self.close)
 
