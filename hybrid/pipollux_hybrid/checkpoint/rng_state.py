@@ -109,10 +109,11 @@ class RandomState(State):
         """Return checksums of the remembered generators; all replicas compare them."""
         if self._remembered is None:
             return (0, 0, 0)
-        cpu, (_, words, _), numpy = self._remembered
-        twister = zlib.crc32(numpy["state"]["key"].data) + numpy["state"]["pos"]
-        # A tuple of integers hashes alike in every process.
-        sums = zlib.crc32(cpu.numpy().data), hash(words), twister
+        cpu, (_, words, half), numpy = self._remembered
+        twister = zlib.crc32(numpy["state"]["key"].data), numpy["state"]["pos"]
+        # A tuple of numbers hashes alike in every process.
+        python, other = hash((words, half or 0.0)), hash((*twister, float(numpy["gauss"])))
+        sums = zlib.crc32(cpu.numpy().data), python, other
         return tuple(checksum & MARK for checksum in sums)
 
     def regroup(self, were_equal: Sequence[bool]) -> None:
