@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from pipollux_hybrid.live.meeting_folder import MeetingFolder
 
 JOB = Path(__file__).with_name("job.py")
 LIMIT = 300.0
+LARGE = 40
+"""Layers from which steps take so long that fewer of them are waited for."""
 CHANGES = {(1, 2): "1 to 2", (2, 3): "2 to 3", (3, 2): "3 to 2", (2, 1): "2 to 1"}
 
 
@@ -92,13 +96,18 @@ class LiveJob:
     Args:
         folder: an empty one.
         layers: of the model.
+        tree: of Pipollux's sources; None: what is installed.
     """
 
-    def __init__(self, folder: Path, layers: int) -> None:
+    def __init__(self, folder: Path, layers: int, tree: Path | None = None) -> None:
         self.times, self._log = folder / "times", folder / "log"
         self.times.mkdir()
         self.rendezvous = MeetingFolder(folder / "rendezvous")
         self._env = environment(self.times, layers, PIPOLLUX_RENDEZVOUS=str(self.rendezvous.folder))
+        if tree is not None:
+            rooms = (tree, tree / "hybrid", tree / "perfmodel")
+            self._env["PYTHONPATH"] = os.pathsep.join(map(str, rooms))
+        self._layers = layers
         self.running: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -113,13 +122,19 @@ class LiveJob:
         def count() -> int:
             return sum(len(steps_of(path)) for path in self.times.iterdir())
 
-        until(lambda: self._members() == replicas)
+        until(lambda: len(self.replicas()) == replicas)
         counted = count()
-        until(lambda: count() > counted + 40 * replicas)
+        steps = 12 if self._layers > LARGE else 40
+        until(lambda: count() > counted + steps * replicas)
 
-    def _members(self) -> int:
-        bulletin = self.rendezvous.bulletin()
-        return len(bulletin.membership.replicas) if bulletin else 0
+    def replicas(self) -> list[str]:
+        """Return the ids of those that train, as any version of the sources tells them."""
+        with suppress(OSError, ValueError):
+            found: list[str] = json.loads((self.rendezvous.folder / "job.json").read_text())[
+                "replicas"
+            ]
+            return found
+        return []
 
     def __enter__(self) -> LiveJob:
         return self
@@ -161,8 +176,8 @@ def measure_deaths(layers: int, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def measure_live(layers: int, rounds: int) -> dict[str, list[float]]:
-    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers) as job:
+def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers, tree) as job:
         job.start()
         job.settle(1)
         for _ in range(rounds):
@@ -170,11 +185,20 @@ def measure_live(layers: int, rounds: int) -> dict[str, list[float]]:
                 job.start()
                 job.settle(replicas)
             for replicas in (2, 1):
-                bulletin = job.rendezvous.bulletin()
-                if bulletin is not None:
-                    job.rendezvous.ask_to_leave(bulletin.membership.replicas[-1])
+                job.rendezvous.ask_to_leave(job.replicas()[-1])
                 job.settle(replicas)
         return pauses(job.times)
+
+
+def measure_in_turn(layers: int, rounds: int, tree: Path) -> None:
+    """Show the pauses of what is installed beside those of other sources, a round at a time."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, sources in (("beside", tree), ("here", None)):
+            for change, seconds in measure_live(layers, 1, sources).items():
+                found[f"{change}, {name}"] += seconds
+    for name, seconds in sorted(found.items()):
+        show(name, seconds)
 
 
 def measure_restarts(layers: int, rounds: int) -> list[float]:
@@ -221,8 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8, help="12 MiB of state each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", type=Path, help="another tree of sources, measured in turn")
     args = parser.parse_args()
     print("| change | median | least, most | times |\n|---|---|---|---|")
+    if args.beside is not None:
+        measure_in_turn(args.layers, args.rounds, args.beside)
+        return
     for name, seconds in measure_live(args.layers, args.rounds).items():
         show(f"{name}, live", seconds)
     restarts = measure_restarts(args.layers, args.rounds)

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -18,6 +19,7 @@ from pipollux_hybrid.job.groups import ReplicaGroup, form_group
 from pipollux_hybrid.job.membership import Membership
 
 from .meeting_place import MeetingPlace
+from .skeleton import Spare
 
 __all__ = ["Forming"]
 
@@ -35,10 +37,19 @@ class Forming:
         replica: The id of this replica; one that does not take part leaves.
         rendezvous: Where the replicas find each other.
         timeout: Seconds that later collectives wait.
+        outline: Returns what replica 0 tells those that join of the states to come, so that they
+            can make room; None: nothing.
+        prepare: What one that joins does with it.
     """
 
     def __init__(
-        self, membership: Membership, replica: str, rendezvous: MeetingPlace, timeout: float
+        self,
+        membership: Membership,
+        replica: str,
+        rendezvous: MeetingPlace,
+        timeout: float,
+        outline: Callable[[], bytes] | None = None,
+        prepare: Callable[[bytes], Spare] | None = None,
     ) -> None:
         self.membership = membership
         self.rank = membership.rank(replica)
@@ -51,7 +62,10 @@ class Forming:
         self.failure: Exception | None = None
         self.formed = self.rank is None
         """Whether this replica has met all others."""
+        self.spare: Spare = {}
+        """Memory that one that joins has made ready."""
         self.began_at = time.monotonic()
+        self._outline, self._prepare = outline, prepare
         self._rendezvous = rendezvous
         self._timeout = timeout
         if self.rank is not None:
@@ -78,6 +92,7 @@ class Forming:
             if group is not None:
                 group.process_group.abort()
         self.control = self.gradients = self.store = None
+        self.spare = {}
 
     def _run(self) -> None:
         try:
@@ -98,6 +113,7 @@ class Forming:
         self.store = self._meet(number, deadline)
         if size == 1:
             return
+        self._make_room(self.store)
         self.store.set(f"here-{self.rank}", "1")
         left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         self.store.wait([f"here-{rank}" for rank in range(size)], left)
@@ -106,6 +122,14 @@ class Forming:
         self.gradients = form_group(
             self.store, f"{self.name}-gradients", self.rank, size, **options
         )
+
+    def _make_room(self, store: Store) -> None:
+        """Have memory made ready before anybody waits for it."""
+        if self.rank == 0:
+            told = self._outline() if self._outline is not None else b""
+            store.set("outline", told)  # type: ignore[arg-type]  # torch takes bytes, too
+        elif self._prepare is not None and (told := store.get("outline")):
+            self.spare = self._prepare(told)
 
     def _meet(self, number: int, deadline: float) -> Store:
         patience = timedelta(seconds=PATIENCE)

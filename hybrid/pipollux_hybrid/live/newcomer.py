@@ -114,7 +114,7 @@ class Joining:
         ctx, control, rank = self._context, forming.control, forming.rank
         assert control is not None and rank is not None  # noqa: S101, PT018  # it has formed
         try:
-            taken = take(control, rank, ctx.component(States))
+            taken = take(control, rank, ctx.component(States), spare=forming.spare)
         except RefusedError as refusal:
             self._watch.give_up(forming)
             raise ConfigurationError(f"this replica cannot join the job: {refusal}") from None

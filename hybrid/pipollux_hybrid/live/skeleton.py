@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "fill", "find_room", "is_dense", "take_apart"]
+__all__ = ["Kind", "Spare", "fill", "find_room", "is_dense", "take_apart"]
 
 STANDS_FOR_A_TENSOR = "pipollux tensor"
 Path = tuple[Any, ...]
@@ -44,6 +44,10 @@ class Kind(NamedTuple):
     def make(self, device: str = "cpu") -> Tensor:
         """Return a tensor of it, with any elements."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+Spare = dict[Kind, list[Tensor]]
+"""Memory that was made ready for tensors that are to come."""
 
 
 def take_apart(content: Any, tensors: list[Tensor]) -> Any:

@@ -12,6 +12,8 @@ whatever goes wrong, those that stay go on as they were.
 from __future__ import annotations
 
 import io
+import logging
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +28,11 @@ from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_perfmodel.errors import PipolluxError
 
 from .pieces import Memory, Piece, Route, make_plan
-from .skeleton import Kind, fill, find_room, take_apart
+from .skeleton import Kind, Spare, fill, find_room, take_apart
 
-__all__ = ["RefusedError", "Route", "Sent", "Taken", "pack", "send", "take"]
+__all__ = ["RefusedError", "Route", "Sent", "Taken", "outline", "pack", "prepare", "send", "take"]
 
+_LOG = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Seconds that a piece may take, or an answer."""
 IN_FLIGHT = 4
@@ -148,7 +151,49 @@ def send(control: ReplicaGroup, rank: int, sent: Sent, route: Route) -> None:
     flow.finish()
 
 
-def take(control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: int = 0) -> Taken:
+def outline(states: Mapping[str, State]) -> bytes:
+    """Return what :func:`prepare` needs, in any thread while others train; empty: it is not known.
+
+    Args:
+        states: By their names; only what is the same on all is told.
+    """
+    told = io.BytesIO()
+    try:
+        sent = pack(states, leads=False)
+        kinds = [tuple(Kind.of(tensor)) for tensor in sent.tensors]
+        torch.save({"states": sent.states, "kinds": kinds}, told)
+    except Exception as error:  # the optimizer's state may come into being at this moment
+        _LOG.debug("nobody can make room for the states: %s", error)
+        return b""
+    return told.getvalue()
+
+
+def prepare(told: bytes, states: Mapping[str, State], seconds: float) -> Spare:
+    """Return memory for tensors that are to come, which costs more to get than to fill.
+
+    Args:
+        told: By :func:`outline`.
+        states: This replica's own; what is to be overwritten there needs no memory.
+        seconds: How long this may take.
+    """
+    began_at = time.monotonic()
+    header = torch.load(io.BytesIO(told), weights_only=True)
+    kinds = [Kind(*kind) for kind in header["kinds"]]
+    spare: Spare = {}
+    room = _own_room(states, header["states"], kinds)
+    for number, kind in enumerate(kinds):
+        if number not in room and time.monotonic() - began_at < seconds:
+            spare.setdefault(kind, []).append(kind.make().zero_())
+    return spare
+
+
+def take(
+    control: ReplicaGroup,
+    rank: int,
+    states: Mapping[str, State],
+    leader: int = 0,
+    spare: Spare | None = None,
+) -> Taken:
     """Receive states; all receivers of a route call it.
 
     Args:
@@ -156,6 +201,7 @@ def take(control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: 
         rank: Of this one.
         states: This replica's own, whose tensors are overwritten.
         leader: The first sender of the route.
+        spare: Memory that :func:`prepare` has made ready.
 
     Raises:
         RefusedError: A replica does not take what was sent.
@@ -164,17 +210,29 @@ def take(control: ReplicaGroup, rank: int, states: Mapping[str, State], leader: 
     header = _tell(control, rank, leader, None)
     kinds, equal = _kinds(header)
     _answer(control, _fault(states, header["states"], kinds))
-    room: dict[int, Tensor] = {}
-    for name, (form, skeleton) in header["states"].items():
-        if form == SKELETON:
-            room |= find_room(skeleton, states[name].content(), kinds)
-    tensors = [room[n] if n in room else kind.make() for n, kind in enumerate(kinds)]
+    room = _own_room(states, header["states"], kinds)
+    ready = {kind: list(tensors) for kind, tensors in (spare or {}).items()}
+    tensors = [
+        room[number] if number in room else ready[kind].pop() if ready.get(kind) else kind.make()
+        for number, kind in enumerate(kinds)
+    ]
     route = Route(*header["route"])
     plan = make_plan([kind.size for kind in kinds], equal, route)
     _receive(control, rank, plan, Memory(tensors), [x for x in route.receivers if x != rank])
     for tensor in room.values():
         torch.autograd.graph.increment_version(tensor)
     return Taken(header["states"], tensors)
+
+
+def _own_room(
+    states: Mapping[str, State], sent: Mapping[str, tuple[str, Any]], kinds: Sequence[Kind]
+) -> dict[int, Tensor]:
+    """Return which of this replica's own tensors are to be overwritten, by their numbers."""
+    room: dict[int, Tensor] = {}
+    for name, (form, skeleton) in sent.items():
+        if form == SKELETON and name in states:
+            room |= find_room(skeleton, states[name].content(), kinds)
+    return room
 
 
 class _Flow:

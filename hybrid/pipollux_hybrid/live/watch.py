@@ -12,15 +12,18 @@ import threading
 import time
 from typing import Any
 
+from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .eligibility import why_not_live
-from .forming import Forming
+from .forming import PATIENCE, Forming
 from .log import say
 from .meeting_place import MeetingPlace
+from .skeleton import Spare
+from .transfer import outline, prepare
 
 __all__ = ["INTERVAL", "MembershipWatch"]
 
@@ -172,7 +175,17 @@ class MembershipWatch:
         if refusal or never:
             self.rendezvous.refuse(proposal.number, never or refusal, for_good=never is not None)
         else:
-            self.forming = Forming(proposal, self.replica, self.rendezvous, self.timeout)
+            self.forming = Forming(
+                proposal,
+                self.replica,
+                self.rendezvous,
+                self.timeout,
+                outline=lambda: outline(self._context.component(States)),
+                prepare=self._prepare if current is None else None,
+            )
+
+    def _prepare(self, told: bytes) -> Spare:
+        return prepare(told, self._context.component(States), PATIENCE / 4)
 
     def _lead(self, current: Membership) -> None:
         """Tell newcomers where the job is, and propose what they and others have asked for."""

@@ -174,12 +174,15 @@ def exchange(num_senders: int, num_receivers: int, **other: Any) -> Any:
         train(*made)
         # What is not the same on all is replica 0's.
         average.module[0].bias.data.fill_(rank)
+        ctx.control.gather_bytes(transfer.outline(states))
         transfer.send(group, rank, transfer.pack(states, leads=rank == 0), route)
     else:
-        try:
-            transfer.take(group, rank, states).adopt(states)
-        except transfer.RefusedError as refusal:
-            return str(refusal)
+        told = ctx.control.gather_bytes(b"")[0]
+        spare = transfer.prepare(told, states, 60.0)
+        ready = {x.data_ptr() for tensors in spare.values() for x in tensors}
+        transfer.take(group, rank, states, spare=spare).adopt(states)
+        moments = {x["exp_avg"].data_ptr() for x in made[1].state.values()}
+        assert len(moments & ready) == len(moments), "they lie in the memory that was ready"
         assert own == [x.data_ptr() for x in made[0].parameters()], "they are still the same"
         assert made[0][4].weight is made[0][0].weight
     return state.content(), notes.text, average.state_dict(), len(states)
