@@ -184,7 +184,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Recovery": (
         "",
-        "_context _losses _replicas_watched _undo _watch store",
+        "_context _losses _undo _watch store",
     ),
     "Reducer": (
         "_bucket_bytes _bucket_of _buckets_wanted _dtype _hold _next _shared _surprising "
