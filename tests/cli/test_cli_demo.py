@@ -18,6 +18,7 @@ import yaml
 
 from tests.programs import run_pipollux
 from tests.sched.processes import processes_of
+from tests.sched.report.page import charts
 from tests.sched.scripts import TOY
 
 PROGRAM = str(Path(sys.executable).with_name("pipollux"))
@@ -178,14 +179,25 @@ def test_two_jobs_to_the_end(start: Callable[..., Run], tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_the_jobs_of_the_real_demonstration(start: Callable[..., Run]) -> None:
-    """Both train, on less data; how many replicas the pipeline gets is up to what it measures."""
+    """Both train, on less data; how many replicas the pipeline gets is up to what it measures.
+
+    Whenever it gets others, one of them trains on: its loss has no gap.
+    """
     characters = 240_000
 
     def change(jobs: Jobs) -> None:
         jobs[0]["args"] = ["--epochs", "2", "--characters", str(characters)]
         jobs[1]["args"] = ["--epochs", "8"]
 
-    events = ended_well(start(change))
+    run = start(change)
+    events = ended_well(run)
+    later = of(events, "allocated", "char-lm")[1:]
+    assert [event["live"] for event in later] == [True] * len(later)
+    assert len(of(events, "first_step", "char-lm")) == 1
+    loss = charts((run.output / "report.html").read_text())["loss-0-by-time"]
+    assert (loss["bands"], len(loss["panels"][0]["lines"][0]["pieces"])) == ([], 1)
+    changes = of(events, "changed", "char-lm")
+    assert run.printed().count("char-lm: changed live: ") == len(changes)
     samples = of(events, "progress", "char-lm")[-1]["samples"]
     windows = (characters - 1) // 64
     held_out = windows // 20

@@ -35,7 +35,8 @@ def demo(
 
     A transformer learns to write Python as a pipeline of two stages; a digit
     classifier arrives, takes its share and finishes; the transformer grows to
-    two pipeline replicas. It takes some minutes on two cores.
+    two pipeline replicas, and the first of them trains on meanwhile. It takes
+    some minutes on two cores.
 
     Ctrl-C ends every process, and what was done so far is still reported.
 

@@ -1,8 +1,8 @@
 """The demonstration: two real training jobs under the scheduler, watched and reported.
 
 The first job has the machine to itself. The second one arrives once the first is training, takes
-its share and finishes, and the first one grows. Nothing is staged: the scheduler decides as it
-always does, only at shorter intervals.
+its share and finishes, and the first one grows while it trains. Nothing is staged: the scheduler
+decides as it always does, only at shorter intervals.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ class LiveView:
         self._recorder = Recorder(max_points=KEPT_POINTS)
         self._messages: deque[Text] = deque(maxlen=num_messages)
         self._changed: dict[str, AllocationRecord] = {}
+        self._begun: list[Text] = []
         self._told: dict[str, float] = {}
         self._last_event = time.monotonic()
         self._state = threading.Lock()
@@ -162,13 +163,15 @@ class LiveView:
         out: list[RenderableType] = []
         if kind == "allocated" and name in self.run.jobs:
             self._changed[name] = self.run.jobs[name].allocations[-1]
-        else:
+        elif kind != "changing":
             out += self._take_allocations()
         told = event_text(event, every=kind == "cluster")
         if told is not None:
             line = self._line(event, f"{clean(name)}: {clean(told)}" if name else clean(told))
             self._messages.append(line)
-            if self._live is None and kind != "allocated":
+            if self._live is None and kind == "changing":
+                self._begun.append(line)
+            elif self._live is None and kind != "allocated":
                 out.append(line)
         if kind == "progress" and self._live is None and name in self.run.jobs:
             out += self._progress_line(event, self.run.jobs[name])
@@ -191,13 +194,15 @@ class LiveView:
         return [self._line(event, words)]
 
     def _take_allocations(self) -> list[RenderableType]:
-        """Return the table of the allocation if it has changed since it was last shown.
+        """Return the table of the allocation if it has changed, and the live changes it leads to.
 
-        The decisions of one round come as one event per job; the table waits for the event after.
+        The decisions of one round come as one event per job, or two where it is changed live; the
+        table waits for the event after.
         """
         changed, self._changed = self._changed, {}
+        begun, self._begun = self._begun, []
         if not changed:
-            return []
+            return [*begun]
         rows = []
         for job in self.run.jobs.values():
             if job.name in changed:
@@ -208,7 +213,7 @@ class LiveView:
             elif job.allocations and job.phase not in FINISHED:
                 rows.append(_row(job.allocations[-1], "unchanged", None))
         moment = max(a.time for a in changed.values()) - (self.run.start or 0.0)
-        return [allocation_table(rows, title=f"allocation at {clock(moment)}")]
+        return [allocation_table(rows, title=f"allocation at {clock(moment)}"), *begun]
 
     def _summary(self) -> Table:
         table = open_table(f"after {plain_spaces(duration(self.run.seconds))}")

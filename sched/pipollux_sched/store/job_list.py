@@ -6,7 +6,7 @@ in lists is a `ListedPhase`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -121,7 +121,7 @@ class Holder:
     job: str
     number: int
     nodes: tuple[str, ...]
-    """Of each replica."""
+    """Of each replica, also of those that are about to join."""
     num_stages: int
 
 
@@ -169,12 +169,22 @@ def count_by_phase(session: Session) -> dict[ListedPhase, int]:
 
 def holders(session: Session) -> list[Holder]:
     """Return the jobs that hold slots or were assigned them: at most one for each slot."""
-    query = select(JobRow.id, JobRow.name, JobRow.running_on, JobRow.assigned, _STAGES)
-    rows = session.execute(query.where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
+    columns = (JobRow.id, JobRow.name, JobRow.running_on, JobRow.live, JobRow.assigned, _STAGES)
+    rows = session.execute(select(*columns).where(_IS_LIVE, _REPLICAS > 0).order_by(JobRow.id))
     return [
-        Holder(name, number, tuple(running_on or assigned), num_stages)
-        for number, name, running_on, assigned, num_stages in rows
+        Holder(name, number, (*(running_on or assigned), *_newcomers(live)), num_stages)
+        for number, name, running_on, live, assigned, num_stages in rows
     ]
+
+
+def _newcomers(live: Mapping[str, Any] | None) -> Iterator[str]:
+    """Return the node of each replica that is about to join."""
+    change = None if live is None else live["change"]
+    if live is None or change is None:
+        return
+    for replica, node in zip(change["replicas"], change["nodes"], strict=True):
+        if replica not in live["replicas"]:
+            yield node
 
 
 def goodput(session: Session) -> tuple[float, int]:

@@ -213,6 +213,23 @@ def test_the_terminal_follows_it(events: list[Event]) -> None:
     assert row[8] == "2"
 
 
+def test_decisions_of_one_round_share_a_table(events: list[Event]) -> None:
+    """Also where one of them begins to change live at once; that is told below."""
+    changing = next(i for i, event in enumerate(events) if event["type"] == "changing")
+    decided = events[changing - 1]
+    other = {**decided, "job": "other", "live": False, "generation": 1, "why": "starts"}
+    console = Console(file=StringIO(), width=160)
+    with LiveView(console) as view:
+        for event in [*events[: changing + 1], other, *events[changing + 1 : changing + 3]]:
+            view.on_event(event)
+    assert isinstance(console.file, StringIO)
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    begun = lines.index("[0:20] live: changes live: replica 1 on node-b is to join")
+    assert lines.count("allocation at 0:20") == 1
+    above = lines[lines.index("allocation at 0:20") : begun]
+    assert any(line.startswith("other") for line in above)
+
+
 @pytest.mark.parametrize("kind", ["changing", "changed", "survived", "change_abandoned", "parked"])
 def test_fields_may_be_of_any_kind(events: list[Event], kind: str) -> None:
     odd: list[Any] = [None, "text", -1, 1e308, [], {}, True, [[1]], [{}], 10**400, ["a", 1]]
