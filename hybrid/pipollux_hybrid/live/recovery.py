@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -28,6 +28,7 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_perfmodel.errors import PipolluxError
 
 from .arbiter import Arbiter
 from .eligibility import why_not_live
@@ -117,7 +118,10 @@ class Recovery:
         ctx.control.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
-        forming, everyone = self._form(lost, me)
+        try:
+            forming, everyone = self._form(lost, me)
+        except OSError as error:
+            self._give_up(f"the place where they meet cannot be reached ({error})")
         reason = next((x["reason"] for x in everyone if x["reason"]), "")
         furthest = max(x["exchanges"] for x in everyone)
         behind = [rank for rank, x in enumerate(everyone) if x["exchanges"] < furthest]
@@ -128,10 +132,15 @@ class Recovery:
         if reason:
             self._give_up(reason)
         ahead = next(x for x in everyone if x["exchanges"] == furthest)
-        switch(ctx, self._watch, forming)
-        self.store = forming.store
-        self._take_over([x for x in range(len(everyone)) if x not in behind], behind)
-        self._go_on(ahead["equal"])
+        try:
+            switch(ctx, self._watch, forming)
+            self.store = forming.store
+            self._take_over([x for x in range(len(everyone)) if x not in behind], behind)
+            self._go_on(ahead["equal"])
+        except PipolluxError:
+            raise
+        except RuntimeError as error:  # of the library that carries messages
+            self._give_up(f"another one was lost before all were at one step ({error})")
         seconds = time.monotonic() - self._losses.noted_at
         self._watch.resume(forming)
         self._losses.clear()
@@ -174,7 +183,7 @@ class Recovery:
             "last": None if last is None else last.numbers(),
         }
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> NoReturn:
         error = self._losses.error
         raise PeerLostError(
             f"{error} The replicas that are left cannot go on without a restart: {reason}"
@@ -201,8 +210,7 @@ class Recovery:
                 else:
                     return forming, everyone
             self._watch.abandon(forming)
-        self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
-        raise AssertionError
+        return self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
 
     def _decided(self, arbiter: Arbiter, lost: Membership, attempt: int, newest: int) -> Membership:
         """Say that this replica lives; return who goes on."""
@@ -287,10 +295,6 @@ class Recovery:
                 send(group, rank, sent, Route(tuple(ahead), tuple(behind)))
         except (RefusedError, CheckpointError) as refusal:
             self._give_up(str(refusal))
-        except PeerLostError:
-            raise
-        except RuntimeError as error:
-            self._give_up(f"another one was lost before all were at one step ({error})")
 
     def _bound(self) -> str:
         """Return which state replicas that are behind cannot take over; empty: none."""
