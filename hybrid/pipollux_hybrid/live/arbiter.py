@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -144,9 +145,14 @@ class FolderArbiter:
                 path.unlink(missing_ok=True)
 
     def _write_once(self, name: str, content: str) -> None:
+        aside = self._folder / f".{name}-{secrets.token_hex(4)}"
+        aside.write_text(content)
         try:
-            file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.link(aside, self._folder / name)
         except FileExistsError:
             return
-        with os.fdopen(file, "w") as output:
-            output.write(content)
+        except OSError:  # storage that knows no links: it may be half written for a moment
+            with suppress(FileExistsError), (self._folder / name).open("x") as output:
+                output.write(content)
+        finally:
+            aside.unlink(missing_ok=True)

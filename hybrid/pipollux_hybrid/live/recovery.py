@@ -221,10 +221,12 @@ class Recovery:
             gone, unreachable = self._gone(lost), self._unreachable(lost)
             patience = self._watch.timeout if gone else PATIENCE
             reports = arbiter.reports(lost, attempt)
-            alive = [x for x in lost.replicas if x in reports and x not in unreachable]
+            alive = [x for x in lost.replicas if x in reports and x not in gone]
             missing = set(lost.replicas) - gone - set(alive)
             complete = waited > (CUT_OFF_GRACE if unreachable else GRACE) and not missing
-            leads = alive[:1] == [me] and not _yields(lost, alive, reports)
+            leads = alive[:1] == [me] and not _yields(
+                alive, [x for x in lost.replicas if x in reports and x in unreachable], lost
+            )
             if arbiter.survivors_decide and leads and (complete or waited > patience):
                 successor = Membership(self._next_number(reports), tuple(alive))
                 arbiter.decide(lost, attempt, successor)
@@ -340,11 +342,10 @@ PENDING = (
 )
 
 
-def _yields(lost: Membership, alive: list[str], reports: Mapping[str, int]) -> bool:
-    """Return whether others decide, who are alive, and on the larger side of a network in two."""
-    others = [replica for replica in lost.replicas if replica in reports and replica not in alive]
-    first = next(replica for replica in lost.replicas if replica in reports)
-    return len(others) > len(alive) or (len(others) == len(alive) and first in others)
+def _yields(alive: list[str], cut_off: list[str], lost: Membership) -> bool:
+    """Return whether those that are cut off decide: of a network in two, the larger side."""
+    first = next((replica for replica in lost.replicas if replica in (*alive, *cut_off)), None)
+    return len(cut_off) > len(alive) or (len(cut_off) == len(alive) and first in cut_off)
 
 
 def _are_equal(last: ControlMessage | None, num_replicas: int) -> list[bool]:

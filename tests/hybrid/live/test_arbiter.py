@@ -49,9 +49,8 @@ def test_only_the_last_loss_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_smaller_side_of_a_network_in_two_yields() -> None:
-    reports = {"a": 1, "b": 1, "c": 1}
-    assert _yields(LOST, ["a"], reports)
-    assert not _yields(LOST, ["b", "c"], reports)
-    two = {"a": 1, "b": 1}
-    assert not _yields(LOST, ["a"], two)
-    assert _yields(LOST, ["b"], two)
+    assert _yields(["a"], ["b", "c"], LOST)
+    assert not _yields(["b", "c"], ["a"], LOST)
+    assert not _yields(["a"], ["b"], LOST)
+    assert _yields(["b"], ["a"], LOST)
+    assert not _yields(["c"], [], LOST)
