@@ -16,6 +16,8 @@ Injection: TypeAlias = Callable[[World, random.Random], str | None]
 INJECTIONS: Mapping[str, tuple[int, Injection]] = {
     "scheduler killed": (3, scheduler.kill_scheduler),
     "scheduler killed in a move": (3, scheduler.kill_scheduler_in_a_move),
+    "scheduler killed in a live change": (3, scheduler.kill_scheduler_in_a_live_change),
+    "newcomer killed": (3, scheduler.kill_newcomer),
     "scheduler killed in a submission": (3, scheduler.kill_scheduler_in_a_submission),
     "scheduler killed as it starts, twice": (2, scheduler.kill_scheduler_as_it_starts),
     "scheduler and an agent killed": (2, scheduler.kill_scheduler_and_agent),

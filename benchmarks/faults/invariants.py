@@ -68,7 +68,7 @@ class Invariants:
         """No node holds more than it has."""
         held = dict.fromkeys(self.world.nodes, 0)
         for job in jobs:
-            for node in job.state.running_on:
+            for node in job.state.nodes_in_use:
                 held[node] += job.state.running_stages or job.spec["num_stages"]
         for node, slots in self.world.nodes.items():
             if held[node] > slots:
@@ -82,9 +82,9 @@ class Invariants:
             self._generations[job.name] = generation
             if generation < before:
                 yield f"{job.name}: generation {generation} after {before}"
-            numbers = [entry.generation for entry in generations[job.name]]
+            numbers = [(entry.generation, entry.membership) for entry in generations[job.name]]
             if numbers != sorted(set(numbers)):
-                yield f"{job.name}: started were generations {numbers}"
+                yield f"{job.name}: started were generations and memberships {numbers}"
             open_ones = [
                 entry.generation for entry in generations[job.name] if entry.ended_at is None
             ]
@@ -110,14 +110,15 @@ class Invariants:
     def _lives(self, job: JobRecord) -> bool:
         state, generation = job.state, str(job.state.generation)
         there = {
-            environment.get("RANK")
+            environment.get("PIPOLLUX_REPLICA")
             for environment in self.world.processes(job.name).values()
-            if environment.get("PIPOLLUX_GENERATION") == generation
+            if environment.get("PIPOLLUX_GENERATION") == generation and "RANK" in environment
         }
-        if {str(rank) for rank in range(len(state.running_on))} <= there:
+        if set(map(str, state.live.replicas)) <= there:
             return True
         now = self.world.jobs()[job.name].state
-        return (now.generation, now.reason, now.intent) != (state.generation, "Training", None)
+        before = state.generation, state.live.number, "Training", None
+        return (now.generation, now.live.number, now.reason, now.intent) != before
 
     def _damage(self) -> Iterator[str]:
         """The file of the store is whole, and no row refers to one that is not there."""

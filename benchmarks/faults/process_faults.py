@@ -83,7 +83,7 @@ def noticed(world: World, job: JobRecord) -> str:
     def has() -> bool:
         state = world.jobs()[job.name].state
         there = (state.generation, state.phase) == (job.state.generation, Phase.RUNNING)
-        return not there or bool(state.intent)
+        return not there or bool(state.intent) or state.live.number != job.state.live.number
 
     world.until(f"the scheduler knows of {job.name}", has)
     return job.name

@@ -20,6 +20,7 @@ from workload import COUNTING, Work
 from world import World
 
 from pipollux_sched.lifecycle import Intent
+from pipollux_sched.store import JobRecord
 
 MOST_UNDER_WAY = 10
 """Jobs that may be under way, those that wait after a failure included."""
@@ -67,6 +68,43 @@ def kill_scheduler_in_a_move(world: World, rng: random.Random) -> str | None:
     world.serve()
     world.set_node(node, "ready")
     return f"{job.name}, {'stopping' if moved else 'starting'}"
+
+
+def kill_scheduler_in_a_live_change(world: World, _: random.Random) -> str | None:
+    """SIGKILL of the scheduler while replicas are about to join or leave."""
+    job = _changing(world)
+    if job is None:
+        return None
+    world.kill()
+    world.serve()
+    change = job.state.live.change
+    return f"{job.name}, {change.stage if change else 'changed'}"
+
+
+def kill_newcomer(world: World, rng: random.Random) -> str | None:
+    """SIGKILL of a replica that is about to join others."""
+    job = _changing(world)
+    newcomers = {str(replica) for replica, _ in job.state.live.newcomers} if job else set()
+    found = [
+        pid
+        for pid, environment in world.processes(job.name if job else "").items()
+        if environment.get("PIPOLLUX_REPLICA") in newcomers and "RANK" in environment
+    ]
+    if job is None or not found:
+        return None
+    world.signal(rng.choice(found), signal.SIGKILL)
+    return job.name
+
+
+def _changing(world: World) -> JobRecord | None:
+    """Return a job that is being changed live, as soon as there is one."""
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        for job in world.under_way():
+            if job.state.live.change is not None:
+                return job
+        time.sleep(0.02)
+    return None
 
 
 def being_moved(world: World, job: str, node: str) -> bool:

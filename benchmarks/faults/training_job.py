@@ -50,14 +50,17 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, required=True)
     options = parser.parse_args()
     folder = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
-    rank, generation = int(os.environ["RANK"]), int(os.environ["PIPOLLUX_GENERATION"])
-    alone = hold_alone(folder, rank, generation)
+    replica, generation = (
+        int(os.environ["PIPOLLUX_REPLICA"]),
+        int(os.environ["PIPOLLUX_GENERATION"]),
+    )
+    alone = hold_alone(folder, replica, generation)
     if alone is None:
         return 3
     pipollux.init_process_group()
     torch.manual_seed(0)
     counts = train(options.epochs)
-    if rank == 0:
+    if pipollux.replica_rank() == 0:
         content = {"generation": generation, "epochs": counts}
         (folder / "counted.part").write_text(json.dumps(content))
         (folder / "counted.part").replace(folder / "counted.json")

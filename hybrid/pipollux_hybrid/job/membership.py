@@ -69,6 +69,8 @@ class Bulletin:
     place: JobPlace
     balance: tuple[int, ...] = ()
     """Layers of each stage, which all replicas have in common; empty before there is a model."""
+    cannot: str | None = None
+    """Why nobody can join; None: replicas can."""
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""

@@ -104,7 +104,8 @@ class SchedulerMeeting:
     def post(self, bulletin: Bulletin) -> None:
         """Tell where the job is."""
         epoch, loop = bulletin.place
-        self._say(epoch=epoch, loop=loop, balance=list(bulletin.balance))
+        cannot, balance = bulletin.cannot, list(bulletin.balance)
+        self._say(epoch=epoch, loop=loop, balance=balance, cannot=cannot)
 
     def retract(self) -> None:
         """Remove what nobody needs any more; the last heartbeat says that the script has ended."""

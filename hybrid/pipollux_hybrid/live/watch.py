@@ -191,7 +191,8 @@ class MembershipWatch:
         """Tell newcomers where the job is, and propose what they and others have asked for."""
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
-        self.rendezvous.post(Bulletin(current, self.place, balance))
+        cannot = why_not_live(self._context, joins=True)
+        self.rendezvous.post(Bulletin(current, self.place, balance, cannot))
         if cut is None or not self.rendezvous.self_governed:
             return
         joining = time.monotonic() >= self._not_before

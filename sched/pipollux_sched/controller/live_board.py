@@ -25,7 +25,9 @@ from pipollux_sched.lifecycle import (
 __all__ = ["LiveBoard", "LiveWord", "MeetingPoint", "ReplicaAnswer", "ScriptPlace"]
 
 SOON = 0.25
-"""Seconds between two heartbeats of replicas that take part in a change."""
+"""Seconds between two heartbeats of replicas that take part in a change, where they are few."""
+MOST_SOON = 8
+"""Replicas that each say something so soon; more do so less often, as a job has one rate."""
 LEADERS_INTERVAL = 1.0
 """Seconds between two heartbeats of replica 0, from whose answer the others learn of changes."""
 LEADERS_RATE = 100.0
@@ -123,7 +125,9 @@ class LiveBoard:
             place, known = self._places.get(job), self._stores.get(job)
             leaders = max(LEADERS_INTERVAL, len(self._places) / LEADERS_RATE)
         leads = replica == state.live.replicas[0] and state.live.why_not is None
-        again = SOON if change is not None else leaders if leads else None
+        again = leaders if leads else None
+        if change is not None:
+            again = SOON * max(1.0, state.live.num_ids / MOST_SOON)
         forming = change is not None and change.stage is ChangeStage.FORMING
         store = known[1] if known is not None and known[0] == state.generation else None
         here = place if place is not None and place.generation == state.generation else None

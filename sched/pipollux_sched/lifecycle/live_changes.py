@@ -34,7 +34,10 @@ from .steps import Transition, enter, stop
 START_LIMIT = 600.0
 """Seconds in which all newcomers must wait to take part."""
 MOST_FAILURES = 3
-"""Live changes in a row that did not come about after which the job is restarted instead."""
+"""Changes that did not come about, or losses, after which the job is restarted instead: a replica
+that joins and dies again and again is to count as a failure some time."""
+FORGOTTEN_AFTER = 600.0
+"""Seconds after which an earlier one does not count any more."""
 
 
 def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -> str | None:
@@ -128,6 +131,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         highest=max(live.highest, event.number),
         change=None,
     )
+    live = _counted(live, "it has lost replicas again and again", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."
     going_on = enter(
         state, state.phase, "Training", message, now, live=live, running_on=nodes, assigned=nodes
@@ -181,7 +185,7 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
     actions: tuple[Action, ...] = (Record("changed", state.generation, data),)
     if live.leavers:
         actions += (EndReplicas(state.generation, live.leavers, at_once=False),)
-    live = replace(live, number=change.number, replicas=change.replicas, failures=0, change=None)
+    live = replace(live, number=change.number, replicas=change.replicas, change=None)
     since = "" if event.step is None else f" since step {event.step}"
     message = f"Training{since} on {', '.join(change.nodes)}."
     return (
@@ -233,20 +237,27 @@ def again(state: JobState) -> tuple[Action, ...]:
 def _abandon(state: JobState, why: str, now: float) -> Transition:
     live, change = state.live, state.live.change
     assert change is not None  # noqa: S101  # the callers have looked
-    failures = live.failures + 1
-    why_not = live.why_not
-    if failures >= MOST_FAILURES:
-        why_not = f"{failures} live changes in a row did not come about, the last one as: {why}"
     coming = tuple(replica for replica, _ in live.newcomers)
     actions: tuple[Action, ...] = (
         Record("change_abandoned", state.generation, _told(change, why)),
     )
     if coming:
         actions += (EndReplicas(state.generation, coming, at_once=True),)
-    live = replace(live, failures=failures, why_not=why_not, change=None)
+    live = replace(
+        _counted(live, f"the last live change did not come about: {why}", now), change=None
+    )
     message = f"Training on {', '.join(state.running_on)}; a live change did not come about: {why}"
     kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
     return kept, actions
+
+
+def _counted(live: LiveState, why: str, now: float) -> LiveState:
+    """Count a failure; after too many a job is restarted instead of being changed live."""
+    failures = live.failures + 1 if now - live.failed_at < FORGOTTEN_AFTER else 1
+    why_not = live.why_not
+    if failures >= MOST_FAILURES:
+        why_not = f"{failures} times something went wrong; {why}"
+    return replace(live, failures=failures, failed_at=now, why_not=why_not)
 
 
 def _told(change: LiveChange, why: str) -> dict[str, object]:

@@ -108,7 +108,10 @@ class LiveState:
     why_not: str | None = "its replicas have not said that they can join and leave"
     """Why it cannot be changed live, so that it is restarted instead; None: it can."""
     failures: int = 0
-    """Live changes in a row that did not come about."""
+    """Live changes that did not come about, and times that replicas were lost, one soon after the
+    other."""
+    failed_at: float = 0.0
+    """When the last of them was, in seconds since the epoch."""
     change: LiveChange | None = None
     """The one under way."""
 

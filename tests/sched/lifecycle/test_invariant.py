@@ -46,6 +46,7 @@ from pipollux_sched.lifecycle import (
     StartReplicas,
     Stop,
     Submit,
+    Survived,
     Suspend,
     Switched,
     advance,
@@ -70,12 +71,14 @@ def events(generation: int) -> list[Event]:
         *(Exited(generation, outcome) for outcome in Outcome),
         Exited(generation, Outcome.FAILED, cannot_start=True),
         *(kind(generation, "why") for kind in (HeartbeatLost, Stalled, NodeLost, NotAdopted)),
+        *(HeartbeatLost(generation, "why", 0), NodeLost(generation, "why", "a")),
         *(kind(generation) for kind in (Retry, Adopt)),
         Started(generation, ()),
         FirstStep(generation, 1),
         *(LiveReady(generation, why_not) for why_not in (None, "it cannot")),
         *(kind(generation, replica) for kind in (Parked, lost) for replica in range(2)),
         *(Switched(generation, number, 7, 0.1) for number in (1, 2)),
+        *(Survived(generation, 3, (replica,), 7, 0.1) for replica in range(2)),
         *(ChangeRefused(generation, number, "no") for number in (1, 2)),
         ChangeRefused(generation, 2, "never", for_good=True),
         ChangeOverdue(generation, 2, "late"),
@@ -126,10 +129,14 @@ def check_live(before: JobState, after: JobState, actions: Sequence[Action]) -> 
             assert all(replica >= before.live.num_ids for replica, _ in action.replicas)
         if isinstance(action, EndReplicas):
             assert same
-            assert not set(action.replicas) & set(after.live.replicas)
-            was = before.live.leavers if not action.at_once else dict(before.live.newcomers)
-            assert set(action.replicas) == set(was)
-    if same and before.live.replicas != after.live.replicas:
+            if after.live != before.live:  # else they are lost, which the others are to say
+                assert not set(action.replicas) & set(after.live.replicas)
+            was = {*before.live.leavers} if not action.at_once else {*dict(before.live.newcomers)}
+            gone = set(before.live.replicas) - set(after.live.replicas)
+            assert set(action.replicas) in (was, was | gone)
+    if same and set(after.live.replicas) < set(before.live.replicas):
+        assert after.running_on == after.assigned
+    elif same and before.live.replicas != after.live.replicas:
         change = before.live.change
         assert change is not None
         assert change.stage is ChangeStage.FORMING
@@ -167,7 +174,7 @@ def renumbered(live: LiveState) -> LiveState:
         )
     replicas = tuple(ids[replica] for replica in live.replicas)
     highest = number + 1 if change else number
-    return LiveState(number, replicas, len(ids), highest, why_not, live.failures, change)
+    return LiveState(number, replicas, len(ids), highest, why_not, live.failures, change=change)
 
 
 def test_every_state_that_a_job_can_come_to_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
