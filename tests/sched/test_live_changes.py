@@ -177,7 +177,7 @@ def test_a_newcomer_that_fails_hurts_nobody(directory: Path, tmp_path: Path) -> 
     assert "RuntimeError: no memory here" in abandoned[0]
     moved = [event for event in events if event["type"] == "allocated"][-1]
     assert moved["live"] is False
-    assert moved["why_restart"].startswith("3 live changes in a row did not come about")
+    assert moved["why_restart"].startswith("3 times something went wrong; the last change did not")
     assert state.failures == 0
     check_steps(tmp_path)
 

@@ -28,7 +28,7 @@ from .events import (
     Survived,
     Switched,
 )
-from .state import ChangeStage, Intent, JobState, LiveChange, Phase
+from .state import ChangeStage, Intent, JobState, LiveChange, LiveState, Phase
 from .steps import Transition, enter, stop
 
 START_LIMIT = 600.0
@@ -243,9 +243,7 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
     )
     if coming:
         actions += (EndReplicas(state.generation, coming, at_once=True),)
-    live = replace(
-        _counted(live, f"the last live change did not come about: {why}", now), change=None
-    )
+    live = replace(_counted(live, f"the last change did not come about: {why}", now), change=None)
     message = f"Training on {', '.join(state.running_on)}; a live change did not come about: {why}"
     kept = enter(state, state.phase, "Training", message, now, live=live, assigned=state.running_on)
     return kept, actions
