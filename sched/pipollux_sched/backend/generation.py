@@ -148,8 +148,8 @@ class RunningGeneration:
         """Return the replicas, once each, that do not take part any more and have ended."""
         gone = [key for key in self._parting if self._states[key].ended]
         for key in gone:
+            self._fetch_log(key)
             del self._parting[key], self._states[key]
-            self._to_start.discard(key)
         self.launch = self.launch.without([key.replica for key in gone])
         return [key.replica for key in gone]
 
@@ -340,8 +340,7 @@ class RunningGeneration:
     def _exited(self) -> Exited:
         generation = self.launch.generation
         for key in self._states:
-            with suppress(BackendError):  # how it ended is known without its last lines
-                self._engine.fetch_log(key)
+            self._fetch_log(key)
         ends = {key: state.ended for key, state in self._members.items() if state.ended}
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
@@ -356,6 +355,10 @@ class RunningGeneration:
                 return Exited(generation, Outcome.STOPPED, step, message=lost)
         message, cannot_start = self._describe(ends)
         return Exited(generation, Outcome.FAILED, message=message, cannot_start=cannot_start)
+
+    def _fetch_log(self, key: ReplicaKey) -> None:
+        with suppress(BackendError):  # how it ended is known without its last lines
+            self._engine.fetch_log(key)
 
     def _agreed_step(self, ends: Mapping[ReplicaKey, Ended]) -> int | None:
         """Return the step at which the replicas agreed to stop, None if they did not.

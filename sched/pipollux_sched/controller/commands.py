@@ -282,7 +282,8 @@ class Control:
     def fetch_logs(self, name: str) -> None:
         """Bring the output of a job's replicas so far into their logs."""
         state = self._store.job(name).state
-        for replica in state.live.replicas:
+        newcomers = (replica for replica, _ in state.live.newcomers)
+        for replica in (*state.live.replicas, *newcomers):
             self._backend.fetch_log(name, state.generation, replica)
 
     def decide(self) -> None:
