@@ -54,6 +54,7 @@ class MembershipView(View):
     highest: int
     why_not: str | None
     failures: int
+    failed_at: float
     change: ChangeView | None
 
 
