@@ -110,6 +110,15 @@ def test_gantt_draws_each_replica_as_one_block_inside_its_node(html: str) -> Non
     assert {"char-lm submitted", "digits complete", "R = 1", "R = 2"} <= words
 
 
+def test_an_end_at_the_very_end_is_flagged(events: list[Event]) -> None:
+    """Rounding takes no flag beyond the axis, where it would not be drawn."""
+    log = [*events[:-1], {**events[-1], "time": START + 221.4057}]
+    gantt = charts(render_report(log))["gantt"]
+    last = gantt["flags"][-1]
+    assert last["words"] == "char-lm complete"
+    assert last["at"] <= gantt["x"]["high"]
+
+
 def test_slots_never_hold_two_replicas(events: list[Event]) -> None:
     placed = holds(run_of(events))
     assert len(placed) == 6

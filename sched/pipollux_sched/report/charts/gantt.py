@@ -127,13 +127,15 @@ def _training(hold: Hold) -> tuple[float, float]:
 
 
 def _flags(run: Run, colours: Mapping[str, int], begin: float) -> list[Flag]:
-    """Return when jobs were submitted and ended."""
+    """Return when jobs were submitted and ended; none is beyond the end of the axis."""
     flags = []
+    last = round((run.end or begin) - begin, 3)
     for job in run.jobs.values():
         name = clean(job.name, 18)
         for moment, what in ((job.submitted, "submitted"), (job.ended, job.phase.lower())):
             if moment is not None:
-                flags.append(Flag(round(moment - begin, 2), f"{name} {what}", colours[job.name]))
+                at = min(round(moment - begin, 2), last)
+                flags.append(Flag(at, f"{name} {what}", colours[job.name]))
     return sorted(flags, key=lambda flag: flag.at)
 
 
