@@ -194,10 +194,8 @@ def newcomer_of(directory: Path, scheduler: Scheduler) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [pytest.param(ChangeStage.STARTING, marks=pytest.mark.exhaustive), ChangeStage.FORMING],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [ChangeStage.STARTING, ChangeStage.FORMING])
 def test_a_newcomer_that_is_killed_is_replaced(
     directory: Path, tmp_path: Path, stage: ChangeStage
 ) -> None:
@@ -334,6 +332,7 @@ def test_a_replica_that_is_killed_costs_no_restart(
     check_steps(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
     directory: Path, tmp_path: Path
 ) -> None:
