@@ -338,7 +338,7 @@ class Recovery:
 
 PENDING = (
     "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
-    "be had again (call synchronized() in every step, or report_loss() instead)"
+    "be had again (call synchronized() in every step, or pipollux.report(loss=...) instead)"
 )
 
 
