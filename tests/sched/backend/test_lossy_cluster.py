@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipollux_sched.backend import BackendError, Generations, ReplicaKey, ReplicaProgram
-from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.lifecycle import (
+    ChangeStage,
+    Exited,
+    LiveChange,
+    LiveState,
+    NewcomerLost,
+    Outcome,
+    Started,
+)
 from pipollux_sched.store import StateDir
-from tests.sched.backend.cluster import NODES, Cluster
+from tests.sched.backend.cluster import NODES, Cluster, Replica
 from tests.sched.backends import first_membership
 
 FAULTS = ("", "", "", "lost", "unanswered", "late", "silent", "old")
@@ -56,6 +65,8 @@ class LossyCluster(RuleBasedStateMachine):
         """Replicas of each generation that was asked for and of whose end was not heard yet."""
         self.ends: dict[tuple[str, int], Exited] = {}
         self.started: set[tuple[str, int]] = set()
+        self.live: dict[tuple[str, int], LiveState] = {}
+        """Who takes part in each of these generations, and who is about to."""
         self.backend = self._new_backend()
 
     def _new_backend(self) -> Generations:
@@ -89,6 +100,58 @@ class LossyCluster(RuleBasedStateMachine):
             return
         self.generation[job] = number
         self.expected[job, number] = len(nodes)
+        self.live[job, number] = first_membership(len(nodes))
+        self._poll(faults)
+
+    @precondition(lambda self: self.started & self.expected.keys())
+    @rule(
+        data=st.data(),
+        nodes=st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=2),
+        faults=MESSAGES,
+    )
+    def join(self, data: st.DataObject, nodes: list[str], faults: list[str]) -> None:
+        """Replicas are to join those of a generation that runs."""
+        key = data.draw(st.sampled_from(sorted(self.started & self.expected.keys())))
+        live = self.live[key]
+        if live.change is not None:
+            return
+        ids = range(live.num_ids, live.num_ids + len(nodes))
+        change = LiveChange(
+            live.highest + 1,
+            (*live.replicas, *ids),
+            (*("a" for _ in live.replicas), *nodes),
+            ChangeStage.FORMING,
+        )
+        self.live[key] = replace(
+            live, num_ids=ids.stop, highest=change.number, change=change, why_not=None
+        )
+        program = ReplicaProgram(job=key[0], script=None)
+        self.backend.start_replicas(program, key[1], dict(zip(ids, nodes, strict=True)))
+        self._poll(faults)
+
+    @rule(faults=MESSAGES)
+    def all_change(self, faults: list[str]) -> None:
+        """Newcomers that run take part from now on, as those who train have met them."""
+        for (job, number), live in self._changing():
+            assert live.change is not None
+            all_ = [self._replica(job, number, replica) for replica in live.change.replicas]
+            if all(one and one.runs and one.ended is None for one in all_):
+                now = replace(live, replicas=live.change.replicas, change=None)
+                self.live[job, number] = now
+                self.backend.admit(job, number, now.replicas, can_survive=True)
+        self._poll(faults)
+
+    @precondition(lambda self: self.started & self.expected.keys())
+    @rule(data=st.data(), at_once=st.booleans(), faults=MESSAGES)
+    def one_leaves(self, data: st.DataObject, at_once: bool, faults: list[str]) -> None:
+        """It ends by itself, is killed at once, or was lost before anybody asked."""
+        key = data.draw(st.sampled_from(sorted(self.started & self.expected.keys())))
+        live = self.live[key]
+        if live.change is not None or len(live.replicas) == 1:
+            return
+        leaver = data.draw(st.sampled_from(live.replicas))
+        self.live[key] = replace(live, replicas=tuple(set(live.replicas) - {leaver}))
+        self.backend.end_replicas(*key, [leaver], at_once=at_once)
         self._poll(faults)
 
     @rule(job=JOBS, grace=st.sampled_from([0.0, 3.0, 30.0]), faults=MESSAGES)
@@ -135,10 +198,7 @@ class LossyCluster(RuleBasedStateMachine):
         """The next one adopts what it can, and ends the rest."""
         before, self.backend = self.backend, self._new_backend()
         for (job, number), _ in list(self.expected.items()):
-            if (
-                self.backend.adopt(job, number, "", first_membership(self.expected[job, number]))
-                is not None
-            ):
+            if self.backend.adopt(job, number, "", self.live[job, number]) is not None:
                 del self.expected[job, number]
         del before
         self.backend.recover(0.0)
@@ -155,7 +215,7 @@ class LossyCluster(RuleBasedStateMachine):
         held = Counter(
             (one.node, slot)
             for key, one in self.cluster.there.items()
-            if one.ended is None and (key[:2] in self.expected or key not in self.cluster.ambiguous)
+            if one.ended is None and (self._is_wanted(key) or key not in self.cluster.ambiguous)
             for slot in one.slots
         )
         assert max(held.values(), default=0) <= 1
@@ -181,6 +241,9 @@ class LossyCluster(RuleBasedStateMachine):
         truth = {key: one.ended for key, one in self.cluster.there.items()}
         for job, event, _ in self.backend.poll():
             key = job, event.generation
+            if isinstance(event, NewcomerLost):
+                self._abandon(key, event.replica)
+                continue
             if isinstance(event, Started):
                 assert key not in self.started
                 assert key not in self.ends
@@ -198,14 +261,37 @@ class LossyCluster(RuleBasedStateMachine):
         self, key: tuple[str, int], event: Exited, truth: Mapping[ReplicaKey, Any]
     ) -> None:
         ends = {one: end for one, end in truth.items() if one[:2] == key}
-        mine = list(ends.values())
         # One whose start was given up may still arrive.
-        sure = key in self.started or not self.cluster.ambiguous & ends.keys()
-        assert not sure or all(end is not None for end in mine)
+        first = self.expected[key]
+        given_up = {
+            one for one in self.cluster.ambiguous if key not in self.started or one.replica >= first
+        }
+        assert all(end is not None for one, end in ends.items() if one not in given_up)
         assert "gone without a word" not in event.message, "none vanishes here"
         if event.outcome is Outcome.COMPLETE:
-            assert len(mine) == self.expected[key]
+            mine = [ends[ReplicaKey(*key, replica)] for replica in self.live[key].replicas]
             assert all(end.status == 0 for end in mine)
+
+    def _abandon(self, key: tuple[str, int], replica: int) -> None:
+        """As the life cycle does when a newcomer is lost: the others go on without any."""
+        live = self.live[key]
+        coming = dict(live.newcomers)
+        if replica not in coming:
+            return
+        self.live[key] = replace(live, change=None)
+        self.backend.end_replicas(*key, list(coming), at_once=True)
+
+    def _changing(self) -> list[tuple[tuple[str, int], LiveState]]:
+        return [(key, self.live[key]) for key in self.expected if self.live[key].change is not None]
+
+    def _replica(self, job: str, number: int, replica: int) -> Replica | None:
+        return self.cluster.there.get(ReplicaKey(job, number, replica))
+
+    def _is_wanted(self, key: ReplicaKey) -> bool:
+        if key[:2] not in self.expected:
+            return False
+        live = self.live[key[:2]]
+        return key.replica in live.replicas or key.replica in dict(live.newcomers)
 
 
 LossyCluster.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
