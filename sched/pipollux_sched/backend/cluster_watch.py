@@ -67,6 +67,16 @@ class ClusterWatch:
         self._version = max(self._version, listing.version)
         return listing if newer else None
 
+    def first_listing(self) -> Listing:
+        """Return a listing for those who begin; an older one is then no news any more.
+
+        Raises:
+            ClusterUnavailableError: the cluster does not answer.
+        """
+        listing = self._engine.listing()
+        self._version = max(self._version, listing.version)
+        return listing
+
     def _note_away(self, error: ClusterUnavailableError) -> None:
         if not self._away:
             _LOG.warning("%s; what runs there runs on, and is looked after when it is back", error)

@@ -216,7 +216,7 @@ class Generations:
             None if it was adopted; else the reason why not, in one sentence.
         """
         launch = self._read_launch(job, generation)
-        listed = self._engine.listing().replicas
+        listed = self._cluster.first_listing().replicas
         refusal = why_not_adopted(launch, live.replicas, listed, supervisor_url)
         if refusal is not None or launch is None:
             return refusal

@@ -262,10 +262,11 @@ class LossyCluster(RuleBasedStateMachine):
     ) -> None:
         ends = {one: end for one, end in truth.items() if one[:2] == key}
         # One whose start was given up may still arrive.
-        first = self.expected[key]
-        given_up = {
-            one for one in self.cluster.ambiguous if key not in self.started or one.replica >= first
-        }
+        given_up = self.cluster.ambiguous & ends.keys()
+        if key in self.started:
+            given_up = {one for one in given_up if one.replica >= self.expected[key]}
+        elif given_up:
+            given_up = set(ends)
         assert all(end is not None for one, end in ends.items() if one not in given_up)
         assert "gone without a word" not in event.message, "none vanishes here"
         if event.outcome is Outcome.COMPLETE:
