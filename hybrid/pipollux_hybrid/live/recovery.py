@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
-from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
+from pipollux_hybrid.errors import CheckpointError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import Membership
@@ -256,7 +256,7 @@ class Recovery:
     ) -> list[dict[str, Any]] | None:
         """Return what each replica of a membership says of itself; None: not all have met."""
         members = set(forming.membership.replicas)
-        reason = me["reason"] or self._refusal(len(forming.membership.replicas))
+        reason = me["reason"] or self._watch.refusal(len(forming.membership.replicas))
         me = {**me, "reason": reason}
         while not forming.formed:
             if forming.failed or members & self._gone(lost):
@@ -269,15 +269,6 @@ class Recovery:
         except RuntimeError:
             return None
         return [json.loads(content) for content in found]
-
-    def _refusal(self, num_replicas: int) -> str:
-        limits = self._context.batch.limits
-        try:
-            if limits is not None:
-                limits.check(num_replicas)
-        except ConfigurationError as error:
-            return str(error)
-        return ""
 
     # --- after -------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ class MembershipWatch:
             self.forming = None  # who wanted to come or go does not any more
             return
         else:
-            refusal = self._refusal(len(proposal.replicas))
+            refusal = self.refusal(len(proposal.replicas))
         never = None if current is None else self._never(current, proposal.replicas)
         if refusal or never:
             self.rendezvous.refuse(proposal.number, never or refusal, for_good=never is not None)
@@ -201,7 +201,7 @@ class MembershipWatch:
         if never is not None and never not in self._said:
             self._said.add(never)
             say(never)
-        if never is not None or self._refusal(len(wanted)):
+        if never is not None or self.refusal(len(wanted)):
             wanted = current.replicas
         forming = self.forming
         proposed = current.replicas if forming is None else forming.membership.replicas
@@ -217,7 +217,7 @@ class MembershipWatch:
             return None
         return why_not_live(self._context, joins=not set(wanted) <= set(current.replicas))
 
-    def _refusal(self, num_replicas: int) -> str:
+    def refusal(self, num_replicas: int) -> str:
         """Return why batches cannot be cut for so many, or so few; empty: they can."""
         limits = self._context.batch.limits
         try:
