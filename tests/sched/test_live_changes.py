@@ -375,3 +375,24 @@ def test_a_job_with_too_few_replicas_left_is_stopped(directory: Path, tmp_path: 
         scheduler.control.cancel("live")
         assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)
     check_steps(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_when_all_are_frozen_the_job_restarts_from_its_checkpoint(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Each could be done without, as long as there is another one."""
+    policy = Wish()
+    with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
+        begin(scheduler, policy, live_job(tmp_path))
+        change_to(scheduler, policy, A, B)
+        for replica in (0, 1):
+            for process in replica_of(directory, replica):
+                process.suspend()
+        assert scheduler.wait(
+            lambda jobs: jobs["live"].state.generation == 2 and trains_on(A, B)(jobs), timeout=240
+        )
+        first = [entry for entry in scheduler.store.generations("live") if entry.generation == 1]
+        assert [entry.outcome for entry in first] == ["changed", "failed"]
+        scheduler.control.cancel("live")
+        assert scheduler.wait(lambda jobs: jobs["live"].phase.ended, timeout=240)

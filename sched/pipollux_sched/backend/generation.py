@@ -53,6 +53,7 @@ SIGNAL_INTERVAL = 2.0
 """Seconds after which a signal is repeated, as it may have been lost."""
 STOPPED = 143
 """Exit status of a replica that has stopped when asked to, by convention of the field."""
+NOBODY_LEFT = "All of its replicas were lost."
 _UNSEEN = ReplicaState("", waiting="It is being started.")
 
 
@@ -185,11 +186,7 @@ class RunningGeneration:
         self._start_rest()
 
     def step(self, listed: Mapping[ReplicaKey, ReplicaState]) -> Exited | None:
-        """Continue; return how the generation ended, None while anything of it is left.
-
-        Args:
-            listed: all replicas that the engine knows, each time newer than the last.
-        """
+        """Continue with a newer listing; return how it ended, None while anything is left."""
         self._note(listed)
         self._start_rest()
         self._watch_start()
@@ -342,6 +339,8 @@ class RunningGeneration:
         for key in self._states:
             self._fetch_log(key)
         ends = {key: state.ended for key, state in self._members.items() if state.ended}
+        if not ends:  # each was let go, so that the others could go on, and none has
+            return Exited(generation, Outcome.FAILED, message=self._why or NOBODY_LEFT)
         if not self._why:
             if all(end.status == 0 and not end.lost for end in ends.values()):
                 return Exited(generation, Outcome.COMPLETE)

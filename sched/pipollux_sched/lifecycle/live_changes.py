@@ -94,14 +94,16 @@ def can_survive(state: JobState, lost: Collection[int]) -> bool:
     """Return whether the replicas of a job can go on training without some of them."""
     live = state.live
     trains = state.training and state.intent is None and live.why_not is None
-    return trains and bool(set(live.replicas) - set(lost))
+    return trains and bool(set(live.replicas) - {*lost, *live.lost})
 
 
 def let_go(state: JobState, lost: Sequence[int], why: str) -> Transition:
     """End replicas that are lost, while the others go on: see `can_survive`."""
     data = {"why": why, "replicas": list(lost)}
     record = Record("replicas_lost", state.generation, data)
-    return state, (record, EndReplicas(state.generation, tuple(lost), at_once=True))
+    all_lost = tuple(sorted({*state.live.lost, *lost}))
+    noted = replace(state, live=replace(state.live, lost=all_lost))
+    return noted, (record, EndReplicas(state.generation, tuple(lost), at_once=True))
 
 
 def survived(state: JobState, event: Survived, now: float) -> Transition:
@@ -130,6 +132,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         replicas=event.replicas,
         highest=max(live.highest, event.number),
         change=None,
+        lost=tuple(replica for replica in live.lost if replica in event.replicas),
     )
     live = _counted(live, "it has lost replicas again and again", now)
     message = f"Training on {', '.join(nodes)}, without replicas that were lost."

@@ -114,6 +114,8 @@ class LiveState:
     """When the last of them was, in seconds since the epoch."""
     change: LiveChange | None = None
     """The one under way."""
+    lost: tuple[int, ...] = ()
+    """Ids of replicas that were ended, and without which the others have yet to go on."""
 
     @property
     def newcomers(self) -> tuple[tuple[int, str], ...]:

@@ -181,7 +181,7 @@ def _live_state(row: JobRow) -> LiveState:
         return LiveState(1, ids, len(ids), highest=1)
     data = dict(row.live)
     change = data.pop("change")
-    data["replicas"] = tuple(data["replicas"])
+    data["replicas"], data["lost"] = tuple(data["replicas"]), tuple(data["lost"])
     if change is not None:
         listed = {name: tuple(change[name]) for name in ("replicas", "nodes", "parked")}
         stage = ChangeStage(change["stage"])

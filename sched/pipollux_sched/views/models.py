@@ -55,6 +55,7 @@ class MembershipView(View):
     why_not: str | None
     failures: int
     failed_at: float
+    lost: list[int]
     change: ChangeView | None
 
 

@@ -291,3 +291,37 @@ def test_engines_by_name(state_dir: StateDir) -> None:
         make_engine("mesos", EngineOptions(state_dir=state_dir))
     with pytest.raises(BackendError, match="has no nodes; give it a cluster"):
         make_engine("local", EngineOptions(state_dir=state_dir))
+
+
+def test_a_generation_of_which_all_were_let_go_has_failed(
+    backend: Generations, cluster: Cluster
+) -> None:
+    """Each so that the others could go on; whatever their statuses, nobody has completed it."""
+    backend.apply(program("one"), 1, ["a", "b"])
+    run(backend, cluster)
+    backend.end_replicas("one", 1, [0], at_once=True)
+    assert backend.poll() == []
+    backend.end_replicas("one", 1, [1], at_once=True)
+    reports = [*backend.poll(), *backend.poll()]
+    assert exited(reports) == Exited(1, Outcome.FAILED, message="All of its replicas were lost.")
+    assert backend.free() == {name: node.slots for name, node in NODES.items()}
+
+
+def test_a_replica_that_has_failed_ends_the_others_unless_they_go_on(
+    backend: Generations, cluster: Cluster, clock: Clock
+) -> None:
+    """For a minute they may say so; then their generation ends as any other."""
+    for job, node in (("one", "a"), ("two", "b")):
+        backend.apply(program(job), 1, [node, node])
+        run(backend, cluster)
+        backend.admit(job, 1, [0, 1], can_survive=True)
+        cluster.end(ReplicaKey(job, 1, 1), 1)
+    assert backend.poll() == []
+    backend.end_replicas("one", 1, [1], at_once=True)
+    clock.now += 61.0
+    backend.poll()
+    clock.now += 61.0
+    reports = [*backend.poll(), *backend.poll()]
+    assert [report.job for report in reports] == ["two"]
+    assert backend.running() == {"one": (1, ("a",))}
+    assert cluster.alive() == {ReplicaKey("one", 1, 0)}

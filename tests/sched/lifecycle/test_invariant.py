@@ -130,8 +130,10 @@ def check_live(before: JobState, after: JobState, actions: Sequence[Action]) -> 
         if isinstance(action, EndReplicas):
             assert same
             newcomers, lost = set(dict(before.live.newcomers)), set(before.live.replicas)
-            if after.live == before.live:
+            before_now = before.live.replicas, before.live.change
+            if before_now == (after.live.replicas, after.live.change):
                 was = lost, "lost, which the others are to say"
+                assert lost - set(after.live.lost), "somebody goes on"
             elif action.at_once:
                 was = newcomers | (lost - set(after.live.replicas)), "not to take part"
             else:
