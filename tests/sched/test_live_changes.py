@@ -244,14 +244,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """Runs a scheduler that is killed when the change of a job has come so far."""
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param("starting", marks=pytest.mark.exhaustive),
-        "forming",
-        pytest.param("changed", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["starting", "forming", "changed"])
 def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, stage: str) -> None:
     """The next one goes on with it: newcomers are on their way, meet the others, or take part."""
     script = tmp_path / "killed.py"

@@ -29,6 +29,7 @@ from tests.sched.crowd import crowd
 from tests.sched.server.browser import Visit, chromium, find_chromium, visit
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
 from tests.services import service_missing
+from tests.waiting import until
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 # Texts that are wider than their place, in which nothing says so.
@@ -429,11 +430,16 @@ def test_a_live_change_is_shown_as_that(tab: Visit, service: Service) -> None:
     expect(shown.first).to_contain_text("250 ms")
     expect(page.locator(".why-it")).to_contain_text("A live change: the others train while")
     page.goto(f"{tab.url}/#/")
-    page.locator(".gantt").first.focus()
-    page.keyboard.press("End")
-    box = page.locator(".scroll .hover").first
-    expect(box).to_contain_text("live · generation 1, membership 2")
-    expect(box).to_contain_text("250 ms")
+    expect(page.locator(".gantt .train > rect").nth(1)).to_be_visible()
+
+    def told() -> bool:
+        """Ask for the last bar, again where the page has been drawn anew meanwhile."""
+        page.locator(".gantt").first.focus()
+        page.keyboard.press("End")
+        words = page.locator(".scroll .hover").first.inner_text()
+        return "live · generation 1, membership 2" in words and "250 ms" in words
+
+    until(told, "the bar is told")
     tab.check()
 
 
