@@ -91,11 +91,11 @@ def fail_once(deaths: Deaths, step: int) -> None:
     def ride(numbers: Any) -> Any:
         sums = original(numbers)
         if deaths.metrics.step == step:
-            control.ride = original  # type: ignore[method-assign]
+            control.ride = original  # type: ignore[method-assign]  # as below
             raise RuntimeError("Connection closed by peer")
         return sums
 
-    control.ride = ride  # type: ignore[method-assign]
+    control.ride = ride  # type: ignore[method-assign]  # of a process of this test's own
 
 
 def main() -> None:

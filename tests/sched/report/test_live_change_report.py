@@ -135,7 +135,7 @@ def test_who_stays_holds_its_slot_without_a_gap(events: list[Event]) -> None:
 
 
 def _tips(gantt: Event) -> list[Any]:
-    return json.loads(json.dumps(gantt["tips"]).replace("\\u202f", " "))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(gantt["tips"]).replace("\\u202f", " "))  # type: ignore[no-any-return]  # JSON
 
 
 def test_the_loss_curve_has_a_gap_at_the_restart_alone(events: list[Event]) -> None:
