@@ -62,8 +62,7 @@ class HybridParallel(ModuleWrapper):
     Args:
         module: The layers. Each takes and gives a PyTree of tensors of shape [batch, …].
         optimizer: An optimizer over ``module.parameters()``.
-        num_stages: Number K of stages. A scheduler's choice (``PIPOLLUX_NUM_STAGES``) overrides
-            it.
+        num_stages: Number K of stages; a scheduler's choice (``PIPOLLUX_NUM_STAGES``) goes first.
         balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
             ``"time"``, for the fastest iteration (the default with ``example_inputs``);
             ``"memory"``, for the smallest maximum of a stage's memory;
@@ -194,6 +193,7 @@ class HybridParallel(ModuleWrapper):
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
         load_state(ModelState(module, optimizer, lr_scheduler))
+        ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)

@@ -51,6 +51,9 @@ class JobContext:
     """Optimizer steps of the whole training, counted by the metrics; None before they are there."""
     joins: Bulletin | None = None
     """What a replica knows of the running job that it is about to join; None: it takes part."""
+    prepares: list[Callable[[int], Callable[[], None]]] = field(default_factory=list)
+    """Called in another thread, while this replica trains, with a number of replicas that is to
+    come: each gets what takes time. What it returns is called just before ``rejoined``."""
     rejoined: list[Callable[[], None]] = field(default_factory=list)
     """Called on all replicas after some have joined or left, when all have the same states."""
     joined: list[Callable[[], None]] = field(default_factory=list)

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -40,6 +40,8 @@ class Forming:
         outline: Returns what replica 0 tells those that join of the states to come, so that they
             can make room; None: nothing.
         prepare: What one that joins does with it.
+        prepares: Called with the number of replicas, they get what takes time, and return what is
+            to be called when the membership has come about.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Forming:
         timeout: float,
         outline: Callable[[], bytes] | None = None,
         prepare: Callable[[bytes], Spare] | None = None,
+        prepares: Sequence[Callable[[int], Callable[[], None]]] = (),
     ) -> None:
         self.membership = membership
         self.rank = membership.rank(replica)
@@ -65,7 +68,9 @@ class Forming:
         self.spare: Spare = {}
         """Memory that one that joins has made ready."""
         self.began_at = time.monotonic()
-        self._outline, self._prepare = outline, prepare
+        self.ready: list[Callable[[], None]] = []
+        """To be called when it has come about."""
+        self._outline, self._prepare, self._prepares = outline, prepare, prepares
         self._rendezvous = rendezvous
         self._timeout = timeout
         if self.rank is not None:
@@ -92,7 +97,7 @@ class Forming:
             if group is not None:
                 group.process_group.abort()
         self.control = self.gradients = self.store = None
-        self.spare = {}
+        self.spare, self.ready = {}, []
 
     def _run(self) -> None:
         try:
@@ -130,6 +135,7 @@ class Forming:
             store.set("outline", told)  # type: ignore[arg-type]  # torch takes bytes, too
         elif self._prepare is not None and (told := store.get("outline")):
             self.spare = self._prepare(told)
+        self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]
 
     def _meet(self, number: int, deadline: float) -> Store:
         patience = timedelta(seconds=PATIENCE)

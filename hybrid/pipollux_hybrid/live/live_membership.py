@@ -68,7 +68,6 @@ class LiveMembership:
         self._joining = Joining(ctx, watch)
         self.recovery = Recovery(ctx, watch)
         """Goes on with those that are left when others have died."""
-        self._store: object = None  # of the membership: it lives as long as its host holds it
 
     def arrive(self, place: JobPlace, description: str) -> bool:
         """Note the beginning of a loop; a newcomer joins here.
@@ -137,9 +136,8 @@ class LiveMembership:
             self._watch.give_up(forming)
             return False
         switch(ctx, self._watch, forming)
-        self._store = forming.store
         self._watch.enter(forming)
-        go_on(ctx, joined=bool(newcomers))
+        go_on(ctx, forming, joined=bool(newcomers))
         seconds = time.perf_counter() - began_at
         self._watch.rendezvous.entered(forming.membership, ctx.step or 0, seconds)
         if ctx.env.rank == 0:

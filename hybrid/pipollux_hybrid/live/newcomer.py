@@ -42,8 +42,6 @@ class Joining:
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
         self._context = ctx
         self._watch = watch
-        self.store: object = None
-        """Where the replicas of its membership met: kept, as it may be this process that has it."""
 
     def join(self, place: JobPlace, description: str) -> bool:
         """Wait at the beginning of a loop until this replica takes part.
@@ -125,9 +123,9 @@ class Joining:
             return Meeting.ELSEWHERE  # they have voted against it
         switch(ctx, self._watch, forming)
         taken.adopt(ctx.component(States))
-        ctx.joins, self.store = None, forming.store
+        ctx.joins = None
         self._watch.enter(forming)
-        go_on(ctx, joined=True)
+        go_on(ctx, forming, joined=True)
         self._watch.rendezvous.entered(forming.membership, ctx.step or 0, 0.0)
         return Meeting.TOGETHER
 

@@ -78,8 +78,6 @@ class Recovery:
         self._losses.expected = watch.rendezvous.arbiter is not None
         self._losses.recoverable = self._can_go_on
         self._losses.hang_up = self._hang_up
-        self.store: object = None
-        """Where the replicas of the membership met; it lives as long as its host holds it."""
 
     def remember(self) -> None:
         """Note what every state is at a step boundary, in case that the iteration is void."""
@@ -134,7 +132,6 @@ class Recovery:
         ahead = next(x for x in everyone if x["exchanges"] == furthest)
         try:
             switch(ctx, self._watch, forming)
-            self.store = forming.store
             self._take_over([x for x in range(len(everyone)) if x not in behind], behind)
             self._go_on(ahead["equal"])
         except PipolluxError:

@@ -30,16 +30,17 @@ def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
         watch.rendezvous.remove_store(forming.membership.number)
 
 
-def go_on(ctx: JobContext, *, joined: bool) -> None:
+def go_on(ctx: JobContext, forming: Forming, *, joined: bool) -> None:
     """Bring what no state holds to where a restart would bring it; all replicas call it.
 
     Args:
         ctx: The job's context.
+        forming: What has been made ready.
         joined: Whether there are newcomers among them.
     """
     ctx.component(Metrics).rejoin()
     ctx.batch.proposed_microbatches = 0
     for state in ctx.component(States).values():
         state.rejoined()
-    for call in (*ctx.rejoined, *(ctx.joined if joined else ())):
+    for call in (*forming.ready, *ctx.rejoined, *(ctx.joined if joined else ())):
         call()

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any
 
+from torch._C._distributed_c10d import Store
+
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
@@ -63,6 +65,8 @@ class MembershipWatch:
         """Where in its script this replica is."""
         self.parked = False
         """Whether it is a newcomer that waits there."""
+        self.store: Store | None = None
+        """Where the replicas of the membership met; it lives as long as its host holds it."""
         self.forming: Forming | None = None
         """What is about to come about."""
         self._context = ctx
@@ -97,7 +101,7 @@ class MembershipWatch:
     def enter(self, forming: Forming) -> None:
         """Take part in a membership that has come about."""
         self._forget(forming)
-        self.parked, self.membership = False, forming.membership
+        self.parked, self.membership, self.store = False, forming.membership, forming.store
         self.rendezvous.withdraw(self.replica)
 
     def retire(self, groups: list[Any]) -> None:
@@ -182,6 +186,7 @@ class MembershipWatch:
                 self.timeout,
                 outline=lambda: outline(self._context.component(States)),
                 prepare=self._prepare if current is None else None,
+                prepares=self._context.prepares,
             )
 
     def _prepare(self, told: bytes) -> Spare:

@@ -20,6 +20,8 @@ from .bucket import Bucket, make_buckets
 
 __all__ = ["Reducer"]
 
+MOST_AHEAD = 4 << 30
+"""Bytes of gradients for which buckets are made ahead: others wait for it, for some seconds."""
 HOLD = 20
 """Synchronisations for which buckets wait for the end of the backward after one was late."""
 
@@ -28,16 +30,17 @@ class Reducer:
     """Gradients that have arrived in the backward under way, and the buckets they fill.
 
     Args:
-        bucket_bytes: Bytes of a bucket on the wire.
         dtype: What gradients travel as; None: :func:`~pipollux_hybrid.sync.bucket.make_buckets`
-        chooses. buckets_wanted: Whether anything will travel; with one replica nothing does.
+            chooses.
+        bucket_bytes: Bytes of a bucket on the wire.
+        buckets_wanted: Whether anything will travel; with one replica nothing does.
     """
 
     def __init__(
-        self, bucket_bytes: int, dtype: torch.dtype | None, *, buckets_wanted: bool
+        self, dtype: torch.dtype | None, bucket_bytes: int, *, buckets_wanted: bool
     ) -> None:
-        self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
         self._buckets_wanted = buckets_wanted
         self.parameters: list[nn.Parameter] = []
         """Trainable parameters in this backward."""
@@ -73,10 +76,24 @@ class Reducer:
         """Return the number of gradients that the parameter has received."""
         return self._counts.get(parameter, 0)
 
-    def begin_again(self) -> None:
-        """Forget what was learnt of backwards, and keep the buckets, whose memory is there."""
-        self._counts = {}
-        self._unused, self._surprising, self._hold = set(), set(), 0
+    def successor(self, num_replicas: int) -> Reducer:
+        """Return one for another number of replicas, with the same buckets, as far as it has any.
+
+        What was learnt of backwards is forgotten, as after a restart.
+        """
+        successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=num_replicas > 1)
+        if num_replicas > 1 and self.buckets:  # whose memory is there
+            successor.parameters, successor.buckets = self.parameters, self.buckets
+            successor._bucket_of = self._bucket_of
+        return successor
+
+    def make_room(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Make the buckets of these parameters ahead; in any thread, before it is used.
+
+        The first write to memory costs ten times what the next ones do.
+        """
+        if sum(p.numel() * p.element_size() for stage in stages for p in stage) <= MOST_AHEAD:
+            self._lay_out(stages)
 
     def prepare_for_backward(
         self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
@@ -89,11 +106,7 @@ class Reducer:
             weight: What this replica's gradients are multiplied by when they are sent; None if this
                 backward does not synchronise.
         """
-        parameters = [parameter for stage in stages for parameter in stage]
-        if len(parameters) != len(self.parameters) or any(
-            a is not b for a, b in zip(parameters, self.parameters, strict=True)
-        ):
-            self._lay_out(stages, parameters)
+        self._lay_out(stages)
         self._counts = {}
         self._separate, self._shared = plan.num_separate, plan.shares_a_pass
         self._weight, self._next = weight, 0
@@ -159,9 +172,13 @@ class Reducer:
                 self.count(p) < self.passes for p in bucket.parameters if p not in self._unused
             )
 
-    def _lay_out(
-        self, stages: Sequence[Sequence[nn.Parameter]], parameters: list[nn.Parameter]
-    ) -> None:
+    def _lay_out(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Make the buckets of these parameters, if they are not there already."""
+        parameters = [parameter for stage in stages for parameter in stage]
+        if len(parameters) == len(self.parameters) and all(
+            a is b for a, b in zip(parameters, self.parameters, strict=True)
+        ):
+            return
         self.parameters = parameters
         self._unused &= set(parameters)
         if self._buckets_wanted:

@@ -98,7 +98,7 @@ class GradientSynchronizer:
         self._on_finished = on_finished
         self._buffers = buffers
         self._wire = reduce_dtype, bucket_bytes
-        self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
+        self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._lock = threading.Lock()
@@ -136,15 +136,23 @@ class GradientSynchronizer:
         """End the iteration after the optimizer's step."""
         self._averaged = False
 
+    def prepare(self, num_replicas: int) -> Callable[[], None]:
+        """Make ready for so many replicas, in any thread; return what takes that in use."""
+        reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
+        if num_replicas > 1 and not self._reducer.buckets:
+            reducer.make_room([[p for _, p in named if p.requires_grad] for named in self._stages])
+
+        def use() -> None:
+            if not self._reducer.buckets:
+                self._reducer = reducer
+
+        return use
+
     def rejoin(self, num_replicas: int) -> None:
         """Go on with another number of replicas, as if anew, between two iterations."""
-        reduce_dtype, bucket_bytes = self._wire
-        check_wire(reduce_dtype, bucket_bytes, num_replicas)
+        check_wire(*self._wire, num_replicas)
         self._num_replicas = num_replicas
-        if num_replicas > 1 and self._reducer.buckets:
-            self._reducer.begin_again()
-        else:
-            self._reducer = Reducer(bucket_bytes, reduce_dtype, buckets_wanted=num_replicas > 1)
+        self._reducer = self._reducer.successor(num_replicas)
         if self._buffers is not None:
             self._buffers.rejoin(num_replicas)
         if self._losses.void:

@@ -119,6 +119,9 @@ def main() -> None:
     model = pipollux.HybridParallel(
         module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
     )
+    # Where it is not enabled it hands everything on.
+    scaler = pipollux.GradScaler("cpu", 1024.0, growth_interval=3, enabled="scaler" in options)
+    pipollux.register_for_checkpointing("scaler", scaler)
     average = pipollux.register_for_checkpointing("ema", AveragedModel(module))
     counter = Counter(deaths)
     pipollux.load_state(counter)
@@ -150,9 +153,12 @@ def main() -> None:
             optimizer.zero_grad()
             output = model(numbers)
             deaths.at("forward")
-            F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
+            loss = F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             deaths.at("between")
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             if "accumulates" in options:
                 accum["count"] += len(counted)
             if "clamps" in options:
@@ -172,6 +178,7 @@ def main() -> None:
                 random=digest([torch.get_rng_state()]),
                 rate=optimizer.param_groups[0]["lr"],
                 count=counter.count,
+                scale=scaler.get_scale(),
             )
             deaths.at("after")
         deaths.at("outside")
@@ -188,6 +195,7 @@ def main() -> None:
             if "checks" in options:
                 assert accum["checked"] == SIZE
             accum.clear()
+        deaths.at("over")
     (RESULTS / f"ended-{pipollux.replica_rank()}").touch()
 
 

@@ -100,12 +100,12 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_result _timing _watch",
     ),
     "JobContext": (
-        "batch control heartbeat joined joins pipeline rejoined step watch",
+        "batch control heartbeat joined joins pipeline prepares rejoined step watch",
         "_components closers env",
     ),
     "Joining": (
         "",
-        "_context _watch store",
+        "_context _watch",
     ),
     "KeptGradients": (
         "",
@@ -113,7 +113,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "LiveMembership": (
         "",
-        "_announced _context _joining _store _watch recovery",
+        "_announced _context _joining _watch recovery",
     ),
     "LoopState": (
         "_is_large accum_steps atomic_bsz details identity index name",
@@ -137,7 +137,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "MembershipWatch": (
         "_context _suspended forming membership parked place rendezvous timeout",
-        "_ending _highest _looking _not_before _retired _said _thread replica",
+        "_ending _highest _looking _not_before _retired _said _thread replica store",
     ),
     "Metrics": (
         "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
@@ -184,7 +184,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Recovery": (
         "",
-        "_context _losses _undo _watch store",
+        "_context _losses _undo _watch",
     ),
     "Reducer": (
         "_bucket_bytes _bucket_of _buckets_wanted _dtype _hold _next _shared _surprising "

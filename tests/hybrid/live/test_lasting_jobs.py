@@ -55,12 +55,29 @@ def stop(job: ChangingJob) -> None:
     job.programs.clear()
 
 
+def check_holdings(phases: list[list[dict[str, Any]]], early: int, late: int) -> None:
+    """Check that a replica holds no more in a later phase than in an earlier one."""
+    held = [[line for line in phases[index] if "threads" in line] for index in (early, late)]
+    for name, more in {
+        **dict.fromkeys(("threads", "descriptors", "ports", "keys"), 0),
+        "memory": MEMORY,
+        "objects": 1000,
+    }.items():
+        before, now = (min(line[name] for line in lines) for lines in held)
+        assert now - before <= more, f"{name}: {before} in phase {early}, {now} in phase {late}"
+
+
+def phases_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The steps of a replica with the same number of others, in turn."""
+    return [list(group) for _, group in itertools.groupby(lines, lambda x: x["replicas"])]
+
+
 @pytest.mark.exhaustive
 def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
     tmp_path: Path, repository: Path
 ) -> None:
     """The first two replicas leave; the third is replica 0 then, and others come and go."""
-    with LastingJob(tmp_path / "job", repository) as job:
+    with LastingJob(tmp_path / "job", repository, SUMS="1") as job:
         job.begin(3)
         settle(job, 3)
         stays = job.programs[2].pid
@@ -74,24 +91,17 @@ def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
             settle(job, 1)
         stop(job)
         lines = lines_of(job, stays)
-    phases = [list(group) for _, group in itertools.groupby(lines, lambda x: x["replicas"])]
+    phases = phases_of(lines)
     assert [phase[0]["replicas"] for phase in phases] == [3, 2, *[1, 2] * 24, 1]
-    whole = [[line for line in phase if "threads" in line] for phase in phases]
-    for after_25, after_50 in ((whole[24], whole[48]), (whole[25], whole[49])):
-        for name in ("threads", "descriptors", "ports", "keys"):
-            before, now = (min(line[name] for line in x) for x in (after_25, after_50))
-            assert now <= before, f"{name}: {before} after 25 changes, {now} after 50"
-        before, now = (min(line["memory"] for line in x) for x in (after_25, after_50))
-        assert now - before < MEMORY, f"memory: {before} KiB after 25 changes, {now} after 50"
-        before, now = (min(line["objects"] for line in x) for x in (after_25, after_50))
-        assert now - before < 1000, f"objects: {before} after 25 changes, {now} after 50"
+    check_holdings(phases, 24, 48)
+    check_holdings(phases, 25, 49)
     assert not [x.name for x in job.rendezvous.folder.iterdir() if "-" in x.name]
 
 
 @pytest.mark.exhaustive
 def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> None:
     """Each newcomer takes the place of the one before; the folder holds no more than at first."""
-    with LastingJob(tmp_path / "job", repository) as job:
+    with LastingJob(tmp_path / "job", repository, SUMS="1") as job:
         job.begin(1)
         settle(job, 1)
         sizes = []
@@ -103,3 +113,27 @@ def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> N
             sizes.append(sorted(x.name for x in job.rendezvous.folder.iterdir() if x.suffix))
         stop(job)
     assert [len(names) for names in sizes] == [len(sizes[0])] * len(sizes), sizes
+
+
+@pytest.mark.exhaustive
+def test_after_eight_deaths_a_replica_holds_what_it_held_after_four(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Of two replicas one is killed, another one joins, and so on; no Accumulator has amounts."""
+    with LastingJob(tmp_path / "job", repository) as job:
+        job.begin(1)
+        settle(job, 1)
+        stays = job.programs[0].pid
+        for _ in range(8):
+            job.add()
+            settle(job, 2)
+            killed = job.programs.pop()
+            killed.send_signal(signal.SIGKILL)
+            assert killed.wait() == -signal.SIGKILL
+            settle(job, 1)
+        stop(job)
+        lines = lines_of(job, stays)
+    phases = phases_of(lines)
+    assert [phase[0]["replicas"] for phase in phases] == [1, *[2, 1] * 8]
+    check_holdings(phases, 8, 16)
+    check_holdings(phases, 7, 15)

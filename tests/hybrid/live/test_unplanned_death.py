@@ -40,8 +40,11 @@ class DyingJob(ChangingJob):
                 found[line["step"]].append(line)
         return {step: sorted(found[step], key=lambda x: x["rank"]) for step in sorted(found)}
 
-    def check_done(self) -> list[tuple[int, int]]:
+    def check_done(self, ended: int | None = None) -> list[tuple[int, int]]:
         """Check that every sample was taken once, and that replicas were equal after each step.
+
+        Args:
+            ended: Replicas that came to the end; None: those of the last step.
 
         Returns:
             The first steps with another number of replicas, and that number.
@@ -50,7 +53,7 @@ class DyingJob(ChangingJob):
         replicas: dict[int, int] = {}
         for step, lines in self.done().items():
             (replicas[step],) = {line["replicas"] for line in lines}
-            for what in ("parameters", "average", "rate", "count"):
+            for what in ("parameters", "average", "rate", "count", "scale"):
                 assert len({line[what] for line in lines}) == 1, (step, what)
             if not changes or changes[-1][1] != replicas[step]:
                 changes.append((step, replicas[step]))
@@ -63,7 +66,8 @@ class DyingJob(ChangingJob):
                 for number in x["takes"]
             )
             assert taken == Counter(range(SIZE))
-        assert len(list(self.results.glob("ended-*"))) == changes[-1][1]
+        found = len(list(self.results.glob("ended-*")))
+        assert found == (changes[-1][1] if ended is None else ended)
         return changes
 
     def said(self) -> list[tuple[str, int, int, int]]:
@@ -128,13 +132,14 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, kind: str, stages: str, who: str
 ) -> None:
     rank, before = map(int, who.split(" of "))
-    live = make_job(DATA=kind, STAGES=stages, DIES=f"{rank}:7:forward")
+    settings = {"DATA": kind, "STAGES": stages, "OPTIONS": "scaler"}
+    live = make_job(**settings, DIES=f"{rank}:7:forward")
     live.begin(before)
     live.finish()
     assert live.check_done() == [(1, before), (8, before - 1)], live.errors()
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
-    restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
+    restarted = make_job(**settings, PIPOLLUX_RENDEZVOUS="", **checkpoints)
     restarted.stop_at(5, before)
     restarted.begin(before - 1)
     restarted.finish()
@@ -170,6 +175,15 @@ def test_one_dies_outside_of_training(make_job: MakeJob, point: str) -> None:
     job.begin(3)
     job.finish()
     assert job.check_done() == [(1, 3), (19, 2)], job.errors()
+
+
+def test_one_dies_after_its_last_step(make_job: MakeJob) -> None:
+    """Nobody takes another step; what is under way at the end of the epochs is brought in."""
+    job = make_job(DIES="1:54:over")
+    job.begin(3)
+    job.finish()
+    assert job.check_done(ended=2) == [(1, 3)], job.errors()
+    assert [found[1:] for found in job.said()] == [(54, 2, 54)]
 
 
 def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> None:

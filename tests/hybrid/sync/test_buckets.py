@@ -50,6 +50,25 @@ def test_sixteen_bits_fit_twice_as_much_and_types_do_not_mix() -> None:
     assert make_buckets([[], []], 80, None) == []
 
 
+def test_buckets_of_replicas_to_come_are_made_ahead() -> None:
+    init_process_group("gloo")
+    module = make_model("transformer")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    synchronizer = HybridParallel(module, optimizer, num_stages=2)._synchronizer
+    use = synchronizer.prepare(2)
+    assert synchronizer._reducer.buckets == []
+    use()
+    made = synchronizer._reducer.buckets
+    assert sum(len(bucket.parameters) for bucket in made) == len(list(module.parameters()))
+    synchronizer.rejoin(2)
+    assert synchronizer._reducer.buckets is made
+    synchronizer.prepare(3)()
+    synchronizer.rejoin(3)
+    assert synchronizer._reducer.buckets is made
+    synchronizer.rejoin(1)
+    assert synchronizer._reducer.buckets == []
+
+
 def train(
     reduce_dtype: torch.dtype | None, bucket_bytes: int, dtype: torch.dtype, accumulate: bool
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
