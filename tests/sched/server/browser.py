@@ -16,6 +16,8 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+"""What a job may have for a message or in its log: words, and no more."""
 PATIENCE_MS = 120_000
 """How long something may take to show: machines that run tests are busy."""
 expect.set_options(timeout=PATIENCE_MS)

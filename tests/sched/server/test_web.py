@@ -4,79 +4,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from pipollux_sched.lifecycle import (
-    Allocate,
-    Exited,
-    LiveReady,
-    Outcome,
-    Parked,
     Phase,
-    Switched,
 )
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import NodeCondition, StateDir
-from tests.cli.kept import HINTS, point
 from tests.sched.crowd import crowd
-from tests.sched.server.browser import Visit, chromium, find_chromium, visit
+from tests.sched.server.browser import HOSTILE, Visit, visit
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
-from tests.services import service_missing
-from tests.waiting import until
 
-HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 # Texts that are wider than their place, in which nothing says so.
 CUT = """[...document.querySelectorAll("td, th, summary > *, .tiles dd, .phases a")]
   .filter((one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1)
   .map((one) => one.textContent)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:
-        service_missing("there is no Chromium on this machine")
-    with chromium(path) as browser:
-        yield browser
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with Service(tmp_path / "state") as service:
-        fill(service)
-        yield service
-
-
-@pytest.fixture
-def tab(browser: Browser, service: Service) -> Iterator[Visit]:
-    with visit(browser, service.server.url) as tab:
-        yield tab
-
-
-def fill(service: Service) -> None:
-    """A job that was moved once and trains, and one that failed with hostile words."""
-    store, now = service.store, time.time()
-    service.submit("grown", ["node-a"], max_replicas=4)
-    store.add_report("grown", 1, [point(step, now - 100 + step) for step in range(1, 21)])
-    store.put_hints("grown", 1, HINTS)
-    store.transition("grown", Allocate(["node-a"] * 2, "grows from 1 to 2 replicas"))
-    store.transition("grown", Exited(1, Outcome.STOPPED, step=20))
-    again = time.time()
-    points = [point(step, again + step - 20, replicas=2, loss=1.25) for step in range(21, 41)]
-    store.add_report("grown", 2, points)
-    store.put_hints("grown", 2, HINTS)
-    service.submit("hostile", ["node-b"], max_restarts=0)
-    store.transition("hostile", Exited(1, Outcome.FAILED, message=HOSTILE))
-    log = service.state_dir.log("hostile", 1, 0)
-    log.parent.mkdir(parents=True)
-    log.write_text(f"first line\n{HOSTILE}\n")
 
 
 def row(page: Page, name: str) -> list[str]:
@@ -360,86 +308,6 @@ def test_ticks_and_numbers(tab: Visit) -> None:
     assert found["times"] == [1005, 1020, 1035, 1050]
     assert found["numbers"] == ["0.0123", "1.50", "812", "12\u202f345", "1.25e-7", "0", "–"]
     assert found["spelt"] == ["3 m 07 s", "3 d 03 h", "12.3 ms", "1.5", "250\u202fk", "2.5\u202fM"]
-    tab.check()
-
-
-def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
-    """One job takes the lowest of three slots, another two; who comes later waits for its own."""
-    page = tab.open(ADMIN)
-    found = page.evaluate("""async () => {
-      const { layOut } = await import("/web/gantt.js");
-      const generations = [["late", 3, null, "a", 1], ["first", 0, 4, "a", 1],
-        ["wide", 1, null, "a", 2],
-        ["gone", 1, 2, "lost", 1]].map(([job, created_at, ended_at, node, num_stages]) =>
-          ({ job, generation: 1, created_at, ended_at, nodes: [node], num_stages }));
-      return layOut(generations, { a: { slots: 3 } })
-        .map((block) => [block.generation.job, block.slot, block.slots, block.begin]);
-    }""")
-    assert found == [["first", 0, 1, 0], ["wide", 1, 2, 1], ["late", 0, 1, 4]]
-    tab.check()
-
-
-def test_who_stays_is_drawn_where_it_was(tab: Visit) -> None:
-    """At a live change that leaves a lower slot free, too."""
-    page = tab.open(ADMIN)
-    found = page.evaluate("""async () => {
-      const { layOut } = await import("/web/gantt.js");
-      const generations = [["other", 1, 0, 3, ["a"]], ["live", 1, 1, 5, ["a"]],
-        ["live", 2, 5, null, ["a", "b"]]].map(([job, membership, created_at, ended_at, nodes]) =>
-          ({ job, generation: 1, membership, created_at, ended_at, nodes, num_stages: 1 }));
-      const blocks = layOut(generations, { a: { slots: 2 }, b: { slots: 1 } });
-      return [blocks.map((one) => [one.generation.job, one.node, one.slot, one.begin]),
-        new Set(blocks.map((one) => one.key)).size];
-    }""")
-    assert found == [
-        [["other", "a", 0, 0], ["live", "a", 1, 1], ["live", "a", 1, 5], ["live", "b", 0, 5]],
-        4,
-    ]
-    tab.check()
-
-
-def test_a_live_change_is_shown_as_that(tab: Visit, service: Service) -> None:
-    """No bar ends where nobody stopped, no curve breaks off, and no restart is counted."""
-    store, now = service.store, time.time()
-    service.submit("live", ["node-a"], max_replicas=4)
-    store.add_report("live", 1, [point(step, now - 20 + step) for step in range(1, 11)])
-    for event in (LiveReady(1), Allocate(["node-a", "node-b"], "grows from 1 to 2 replicas")):
-        store.transition("live", event)
-    page = tab.open(ADMIN, "/jobs/live")
-    expect(page.locator(".summary").first).to_have_text(
-        "grows from 1 to 2 replicas · Changing from 1 to 2 replicas; replica 1 on node-b is on its "
-        "way."
-    )
-    why = page.locator(".why-it")
-    expect(why).to_contain_text(
-        "Changing: from 1 to 2 replicas; replica 1 on node-b is on its way."
-    )
-    expect(why).to_contain_text("A change would be live")
-    for event in (Parked(1, 1), Switched(1, 2, step=10, seconds=0.25)):
-        store.transition("live", event)
-    again = time.time()
-    points = [point(step, again + 0.01 * step, replicas=2) for step in range(11, 21)]
-    store.add_report("live", 1, points)
-    expect(page.locator(".tiles")).to_contain_text("0 and 1 live change")
-    loss = page.get_by_role("img", name=re.compile("^Loss: from"))
-    expect(loss.locator(".change line")).to_have_count(1)
-    expect(loss.locator(".restart line")).to_have_count(0)
-    expect(loss.locator(".mean path")).to_have_count(1)
-    shown = page.locator("section", has_text="Generations").last.locator("tbody tr")
-    expect(shown.first.locator("th")).to_have_text("1, membership 2")
-    expect(shown.first).to_contain_text("250 ms")
-    expect(page.locator(".why-it")).to_contain_text("A live change: the others train while")
-    page.goto(f"{tab.url}/#/")
-    expect(page.locator(".gantt .train > rect").nth(1)).to_be_visible()
-
-    def told() -> bool:
-        """Ask for the last bar, again where the page has been drawn anew meanwhile."""
-        page.locator(".gantt").first.focus()
-        page.keyboard.press("End")
-        words = page.locator(".scroll .hover").first.inner_text()
-        return "live · generation 1, membership 2" in words and "250 ms" in words
-
-    until(told, "the bar is told")
     tab.check()
 
 
