@@ -22,7 +22,8 @@ def main() -> None:
     loader = pipollux.AdaptiveDataLoader(
         TensorDataset(torch.randn(1, width).expand(1_000_000, width)), batch_size=12
     )
-    model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
+    stages = int(os.environ["STAGES"])
+    model = pipollux.HybridParallel(module, optimizer, num_stages=stages, num_microbatches=stages)
     log = Path(os.environ["TIMES"], str(os.getpid())).open("a")  # noqa: SIM115  # to the end
     for _ in pipollux.remaining_epochs_until(1):
         for (inputs,) in loader:

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pipollux_hybrid.live.meeting_folder import MeetingFolder
 
@@ -38,13 +38,21 @@ LARGE = 40
 CHANGES = {(1, 2): "1 to 2", (2, 3): "2 to 3", (3, 2): "3 to 2", (2, 1): "2 to 1"}
 
 
+class DiedError(Exception):
+    """Replicas have ended that should train."""
+
+
 class Step(NamedTuple):
-    """A step of a replica: when it ended, and among how many."""
+    """A step of a replica: when it ended, and among how many.
+
+    In a step of torchft's there may be more in the group than `replicas` whose gradients count.
+    """
 
     time: float
     number: int
     rank: int
     replicas: int
+    group: int
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -55,11 +63,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def environment(folder: Path, layers: int, **more: str) -> dict[str, str]:
+def environment(folder: Path, layers: int, stages: int = 2, **more: str) -> dict[str, str]:
     return {
         **os.environ,
         "TIMES": str(folder),
         "LAYERS": str(layers),
+        "STAGES": str(stages),
         "PIPOLLUX_PROGRESS": "0",
         "OMP_NUM_THREADS": "1",
         **more,
@@ -67,8 +76,9 @@ def environment(folder: Path, layers: int, **more: str) -> dict[str, str]:
 
 
 def steps_of(path: Path) -> list[Step]:
-    rows = [line.split() for line in path.read_text().splitlines()]
-    return [Step(float(a), int(b), int(c), int(d)) for a, b, c, d in (row for row in rows if row)]
+    # The last line may be half written.
+    rows = [line.split() for line in path.read_text().rpartition("\n")[0].splitlines()]
+    return [Step(float(a), int(b), int(c), int(d), int((e or [d])[0])) for a, b, c, d, *e in rows]
 
 
 def pauses(folder: Path) -> dict[str, list[float]]:
@@ -76,12 +86,15 @@ def pauses(folder: Path) -> dict[str, list[float]]:
     longest: dict[tuple[int, str], float] = {}
     for path in folder.iterdir():
         steps = steps_of(path)
-        for before, after in itertools.pairwise(steps):
-            name = CHANGES.get((before.replicas, after.replicas))
+        for i, (before, first) in enumerate(itertools.pairwise(steps), 1):
+            name = CHANGES.get((before.group, first.group))
             if name is None:
                 continue
+            # While torchft gives a new one its state, the others do a step that it has no part in.
+            after = next(s for s in steps[i:] if s.replicas == first.group)
             near = [s for s in steps if abs(s.number - after.number) < 30]
             usual = statistics.median(b.time - a.time for a, b in itertools.pairwise(near))
+            usual *= after.number - before.number
             key = (after.number, name)
             longest[key] = max(longest.get(key, 0.0), after.time - before.time - usual)
     found = defaultdict(list)
@@ -97,13 +110,17 @@ class LiveJob:
         folder: an empty one.
         layers: of the model.
         tree: of Pipollux's sources; None: what is installed.
+        stages: of the pipeline.
     """
 
-    def __init__(self, folder: Path, layers: int, tree: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, layers: int, tree: Path | None = None, stages: int = 2
+    ) -> None:
         self.times, self._log = folder / "times", folder / "log"
         self.times.mkdir()
         self.rendezvous = MeetingFolder(folder / "rendezvous")
-        self._env = environment(self.times, layers, PIPOLLUX_RENDEZVOUS=str(self.rendezvous.folder))
+        meeting = str(self.rendezvous.folder)
+        self._env = environment(self.times, layers, stages, PIPOLLUX_RENDEZVOUS=meeting)
         if tree is not None:
             rooms = (tree, tree / "hybrid", tree / "perfmodel")
             self._env["PYTHONPATH"] = os.pathsep.join(map(str, rooms))
@@ -120,11 +137,13 @@ class LiveJob:
         """Return when so many have trained for a while."""
 
         def count() -> int:
+            if sum(process.poll() is None for process in self.running) < replicas:
+                raise DiedError
             return sum(len(steps_of(path)) for path in self.times.iterdir())
 
-        until(lambda: len(self.replicas()) == replicas)
+        until(lambda: count() > 0 and len(self.replicas()) == replicas)
         counted = count()
-        steps = 12 if self._layers > LARGE else 40
+        steps = 12 if self._layers > LARGE else 20
         until(lambda: count() > counted + steps * replicas)
 
     def replicas(self) -> list[str]:
@@ -136,7 +155,31 @@ class LiveJob:
             return found
         return []
 
-    def __enter__(self) -> LiveJob:
+    def leave(self) -> None:
+        """Have the last replica leave."""
+        self.rendezvous.ask_to_leave(self.replicas()[-1])
+
+    def kill(self, rank: int) -> float:
+        """Return the seconds from the kill to the end of a step of all that are left."""
+        ranks = {steps_of(self.times / str(x.pid))[-1].rank: x for x in self.running}
+        killed = ranks.pop(rank)
+        time.sleep(random.random() / 10)  # noqa: S311  # at any moment of a step
+        killed_at = time.time()
+        killed.kill()
+        killed.wait()
+        self.running.remove(killed)
+        self.settle(len(ranks))
+        firsts = [
+            next(
+                step.time
+                for step in steps_of(self.times / str(process.pid))
+                if step.time > killed_at and step.replicas == len(ranks)
+            )
+            for process in ranks.values()
+        ]
+        return max(firsts) - killed_at
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,23 +199,7 @@ def measure_deaths(layers: int, rounds: int) -> dict[str, list[float]]:
                 job.start()
                 job.settle(len(job.running))
             rank = number % 3
-            ranks = {steps_of(job.times / str(x.pid))[-1].rank: x for x in job.running}
-            killed = ranks.pop(rank)
-            time.sleep(random.random() / 10)  # noqa: S311  # at any moment of a step
-            killed_at = time.time()
-            killed.kill()
-            job.settle(2)
-            firsts = [
-                next(
-                    step.time
-                    for step in steps_of(job.times / str(process.pid))
-                    if step.time > killed_at and step.replicas == 2
-                )
-                for process in ranks.values()
-            ]
-            found["replica 0" if rank == 0 else "another one"].append(max(firsts) - killed_at)
-            killed.wait()
-            job.running.remove(killed)
+            found["replica 0" if rank == 0 else "another one"].append(job.kill(rank))
     return found
 
 
@@ -185,7 +212,7 @@ def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str
                 job.start()
                 job.settle(replicas)
             for replicas in (2, 1):
-                job.rendezvous.ask_to_leave(job.replicas()[-1])
+                job.leave()
                 job.settle(replicas)
         return pauses(job.times)
 
