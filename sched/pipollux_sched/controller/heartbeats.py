@@ -76,7 +76,7 @@ class _Generation:
 
         The time runs between heartbeats, not up to now: without heartbeats the step is unknown.
         """
-        if self.hang_timeout is None or self.highest is None:
+        if self.hang_timeout is None or self.highest is None or not self.last:
             return None
         seconds = max(moment for moment, _ in self.last.values()) - self.grown_at
         if seconds < self.hang_timeout:
@@ -193,7 +193,8 @@ class Heartbeats:
             return [
                 (job, known.number)
                 for job, known in self._jobs.items()
-                if known.finished >= known.last.keys()
+                if known.last
+                and known.finished >= known.last.keys()
                 and now - max(moment for moment, _ in known.last.values()) > limit_seconds
             ]
 

@@ -60,6 +60,18 @@ def test_a_job_that_is_forgotten_is_missed_no_more() -> None:
     assert [entry.job for entry in beats.lost(30.0)] == ["b"]
 
 
+def test_a_generation_of_which_no_replica_is_expected_any_more() -> None:
+    """One after the other was let go, and those to come have not yet been heard of."""
+    clock = Clock()
+    beats = Heartbeats(clock)
+    beats.note("a", 1, 0, 5, 30.0)
+    beats.forget("a", 1, 0)
+    clock.now += 60.0
+    assert beats.lingering(30.0) == []
+    assert beats.stalled() == []
+    assert beats.lost(30.0) == []
+
+
 BEATS = [
     # seconds, replica, step, hang_timeout of each beat; then step and seconds of what hangs
     ([(0, 0, 5, 30), (30, 0, 5, 30)], (5, 30)),
