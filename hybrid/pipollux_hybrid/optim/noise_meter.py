@@ -90,6 +90,7 @@ class NoiseMeter:
             result: Of the synchronisation.
             loss_scale: What the loss, and so every gradient, was multiplied by.
         """
+        self._take_weights()
         noise, limits = self._noise.scale, self._batch.limits
         if noise is None:
             noise = self._noise.scale = GradientNoiseScale(
@@ -101,6 +102,15 @@ class NoiseMeter:
             self._take(noise, result, loss_scale)
         elif self._differences():
             self._difference(noise, result.batch_size, loss_scale)
+
+    def _take_weights(self) -> None:
+        """Have all replicas take the weights of squares at the same steps, as they keep them.
+
+        One with a share of the batch has taken them in its backward, and one without has not.
+        """
+        for parameter, gradient in zip(self._parameters, self._gradients(), strict=True):
+            if gradient is not None:
+                self._preconditioner(parameter)
 
     def _is_due(self, step: int) -> bool:
         noise = self._noise.scale

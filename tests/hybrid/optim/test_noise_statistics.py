@@ -192,3 +192,31 @@ def test_successive_steps_take_a_moving_gradient_for_noise() -> None:
     assert bias > 0.2 * mean, "more than the widest interval, so the test can tell"
     inner = 2 * float((DELTA * (DELTA + 0.6)).sum())
     check(steps[::2], (inner, mean + bias))
+
+
+def _train_with_short_batches() -> list[list[float]]:
+    """Return the parameters after each step; the sixth batch is one sample, replica 0's."""
+    init_process_group("gloo")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(11, 3, dtype=torch.float64))
+    loader = AdaptiveDataLoader(data, batch_size=1)
+    loader.autoscale_batch_size(8, (1, 1))
+    model = HybridParallel(module, optimizer)
+    found = []
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            found.append([y for p in module.parameters() for y in p.detach().flatten().tolist()])
+    return found
+
+
+def test_a_replica_without_a_share_measures_in_the_same_geometry() -> None:
+    """In step 6 weights of squares are taken for the first time, and kept for some steps."""
+    ours, theirs = run_replicas(_train_with_short_batches, 2)
+    assert len(ours) == 12
+    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one == other, step
