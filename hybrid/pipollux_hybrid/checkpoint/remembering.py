@@ -68,7 +68,9 @@ def size_of(value: Any) -> int:
 class BufferCopies:
     """Copies of those buffers of a module that forwards change.
 
-    Running statistics that only the end of a step changes are left out.
+    Which these are is known after an iteration, so at first all are copied; then of those that have
+    not changed the small ones are kept. Running statistics that only the end of a step changes are
+    left out.
 
     Args:
         module: The module.
@@ -78,16 +80,19 @@ class BufferCopies:
         deferred = set(deferred_layers(module))
         layers = (layer for layer in module.modules() if layer not in deferred)
         self._places = [(layer, name) for layer in layers for name in layer._buffers]
-        self._seen: list[tuple[Tensor | None, int]] = []
+        self._seen: list[tuple[Tensor | None, int]] = [(None, -1)] * len(self._places)
         self._copies: dict[int, Tensor] = {}
+        self._times = 0
 
     def remember(self) -> Callable[[], None]:
         """Copy what has changed since the last time; return what puts all buffers back."""
         seen, self._seen = self._seen, [(b, -1 if b is None else b._version) for b in self._now()]
         copies: list[Tensor] = []
         changed: list[Tensor] = []
-        for index, (before, now) in enumerate(zip(seen, self._seen, strict=False)):
+        constant: list[int] = []
+        for index, (before, now) in enumerate(zip(seen, self._seen, strict=True)):
             if now[0] is None or _are_same(now, before):
+                constant.append(index)
                 continue
             copy, buffer = self._copies.get(index), now[0].detach()
             if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
@@ -97,7 +102,18 @@ class BufferCopies:
                 changed.append(buffer)
         if copies:
             torch._foreach_copy_(copies, changed)
+        self._times += 1
+        if self._times == 2:
+            self._drop(constant)
         return self._restore
+
+    def _drop(self, constant: list[int]) -> None:
+        """Let go of the copies of buffers that do not change, but of small ones."""
+        kept = 0
+        for index in constant:
+            kept += size_of(self._copies.get(index))
+            if kept > REMEMBERED_BYTES:
+                self._copies.pop(index, None)
 
     @torch.no_grad()
     def _restore(self) -> None:
