@@ -157,9 +157,14 @@ class MeetingFolder:
 
     def withdraw(self, replica: str) -> None:
         """Take back what a replica has asked for."""
-        for name in (f"{_NEWCOMER}{replica}.json", f"{_LEAVE}{replica}"):
-            with suppress(OSError):
-                (self.folder / name).unlink(missing_ok=True)
+        self.withdraw_application(replica)
+        with suppress(OSError):
+            (self.folder / f"{_LEAVE}{replica}").unlink(missing_ok=True)
+
+    def withdraw_application(self, replica: str) -> None:
+        """Take back that a replica wants to join, and nothing else."""
+        with suppress(OSError):
+            (self.folder / f"{_NEWCOMER}{replica}.json").unlink(missing_ok=True)
 
     def newcomers(self) -> list[Newcomer]:
         """Return those who want to join and are alive, in the order of their ids."""

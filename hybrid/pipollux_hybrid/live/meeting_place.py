@@ -52,6 +52,9 @@ class MeetingPlace(Protocol):
     def withdraw(self, replica: str) -> None:
         """Take back what a replica has asked for."""
 
+    def withdraw_application(self, replica: str) -> None:
+        """Take back that a replica wants to join, and nothing else."""
+
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
         """Return who is to take part, judging by who has asked to join or leave.
 

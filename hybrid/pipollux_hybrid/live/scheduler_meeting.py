@@ -132,6 +132,9 @@ class SchedulerMeeting:
     def withdraw(self, replica: str) -> None:
         """Do nothing: `entered` says it."""
 
+    def withdraw_application(self, replica: str) -> None:
+        """Do nothing: `entered` says it."""
+
     def wanted(self, current: Membership, *, joining: bool) -> tuple[str, ...]:
         """Return those who take part already: the scheduler decides."""
         del joining

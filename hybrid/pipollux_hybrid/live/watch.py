@@ -102,7 +102,7 @@ class MembershipWatch:
         """Take part in a membership that has come about."""
         self._forget(forming)
         self.parked, self.membership, self.store = False, forming.membership, forming.store
-        self.rendezvous.withdraw(self.replica)
+        self.rendezvous.withdraw_application(self.replica)  # not a wish to leave that has come now
 
     def retire(self, groups: list[Any]) -> None:
         """Let go of groups that are not used any more, a little later and in another thread."""

@@ -45,6 +45,15 @@ def test_what_is_posted_is_read(tmp_path: Path) -> None:
     assert (job.newcomers(), job.leavers()) == ([], set())
 
 
+def test_one_that_has_joined_may_have_been_asked_to_leave(tmp_path: Path) -> None:
+    """Whoever enters a membership takes back that it wants to join, and not a wish of others."""
+    folder = MeetingFolder(tmp_path)
+    folder.apply(Newcomer("c", "host"))
+    folder.ask_to_leave("c")
+    folder.withdraw_application("c")
+    assert (folder.newcomers(), folder.leavers()) == ([], {"c"})
+
+
 def test_who_does_not_write_any_more_is_dead(tmp_path: Path) -> None:
     """Clocks of hosts differ: what counts is that a file changes."""
     clock = Clock()

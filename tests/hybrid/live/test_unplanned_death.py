@@ -226,6 +226,18 @@ def test_one_dies_while_another_one_joins(make_job: MakeJob) -> None:
     assert left <= {"proposal.json"}
 
 
+def test_one_that_was_asked_to_leave_does_so_after_another_has_died(make_job: MakeJob) -> None:
+    """All are about to change when it dies; when step 8 is done again they wait for it anew."""
+    job = make_job(DIES="0:8:forward", CHANGES="7,8")
+    job.begin(3)
+    job.wait_until_at(7)
+    job.ask_to_leave(2, 3)
+    job.finish()
+    *before, (_, left) = job.check_done()
+    assert before == [(1, 3), (9, 2)], job.errors()
+    assert left == 1
+
+
 @pytest.mark.exhaustive
 def test_one_dies_while_a_checkpoint_is_written(make_job: MakeJob, tmp_path: Path) -> None:
     settings = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
