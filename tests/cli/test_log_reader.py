@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipollux_sched.backend.local.runner import RotatingLog
 from pipollux_sched.backend.replica.last_words import last_lines
+from pipollux_sched.backend.replica.runner import RotatingLog
 from pipollux_sched.cli.logs import LogReader
 from pipollux_sched.cli.reader import LocalReader
 from pipollux_sched.store import StateDir, Store

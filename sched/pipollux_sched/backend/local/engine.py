@@ -27,6 +27,7 @@ from pipollux_sched.backend.base import (
     Signal,
 )
 from pipollux_sched.backend.replica.command import agent_command
+from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 from pipollux_sched.store import StateDir
@@ -37,7 +38,6 @@ from .environment import marks, replica_environment
 from .generation_folder import GenerationFolder, LocalPlacement, remove, replicas_in
 from .ports import LOOPBACK, free_port
 from .replica import LocalReplica
-from .replica_process import ReplicaProcess
 
 __all__ = ["LocalEngine", "check_local"]
 

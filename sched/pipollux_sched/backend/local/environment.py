@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 import psutil
 
 from pipollux_sched.backend.base import Launch, Node, ReplicaKey, ReplicaProgram
+from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
-
-from .inherited import inherited
 
 
 class Devices:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import psutil
 
 from pipollux_sched.backend.base import Ended, ReplicaState, Signal
+from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.result import ReplicaResult
 
 from . import processes
-from .replica_process import ReplicaProcess
 
 __all__ = ["LINGER", "LocalReplica"]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
-from pipollux_sched.backend.local.replica_process import ReplicaProcess
+from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 
 from .ending import how_ended, why_gone
 from .nodes import is_silent

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipollux_sched.backend.base import Launch, ReplicaProgram
-from pipollux_sched.backend.local.inherited import inherited
+from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.variables import cpu_variables, replica_variables
 
 from . import step_main

@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.backend.local.environment import loopback_interface
-from pipollux_sched.backend.local.inherited import inherited
 from pipollux_sched.backend.local.ports import free_port
 from pipollux_sched.backend.replica import agent, rendezvous, script_main
+from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.result import ReplicaResult, ScriptError
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir

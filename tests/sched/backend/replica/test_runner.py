@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_sched.backend.local import runner
-from pipollux_sched.backend.local.replica_process import ReplicaProcess, read_status
+from pipollux_sched.backend.replica import runner
+from pipollux_sched.backend.replica.replica_process import ReplicaProcess, read_status
 from tests.waiting import until
 
 PATIENT = """
