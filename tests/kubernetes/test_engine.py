@@ -56,6 +56,19 @@ def test_a_generation_from_start_to_end(rig: Rig, client: Client) -> None:
     assert rig.state_dir.log(*keys[0]).exists()
 
 
+def test_a_replica_that_has_left_is_removed_before_the_others(rig: Rig, client: Client) -> None:
+    script = f'test "$PIPOLLUX_REPLICA" = 1 && echo left && exit 0; {RUNS}'
+    stays, left = rig.start(script, ["n1", "n2"])
+    rig.running(stays)
+    assert rig.ended(left).status == 0
+    assert rig.log(left) == "left\n"
+    for _ in range(2):
+        rig.engine.forget_replica(left)
+        until(lambda: set(rig.engine.listing().replicas) == {stays}, "its pod is gone")
+    assert [made.metadata.name for made in client.list(Pod)] == ["job-g1-r0"]
+    assert rig.state_dir.log(*left).read_text() == "left\n"
+
+
 def test_what_the_cluster_ends_is_lost(
     rig: Rig, cluster: Cluster, namespace: str, client: Client
 ) -> None:

@@ -327,6 +327,13 @@ class Engine(ABC):
         generation of the job, or `recover`, removes it.
         """
 
+    def forget_replica(self, key: ReplicaKey) -> None:  # noqa: B027  # most keep a few bytes of it
+        """Remove what is left of a replica that has left its generation and ended, except its log.
+
+        A generation may live for weeks while replicas come and go. It is asked once; what is left
+        all the same goes with the generation.
+        """
+
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
         """Return whether a generation's slots still stand for the devices that it runs on.
 

@@ -326,6 +326,8 @@ class Generations:
             launch = running.launch
             self._launches.note_launch(job, launch.generation, launch.to_json_object())
             self._ledger.release(job, parted)
+            for replica in parted:
+                self._engine.forget_replica(launch.key(replica))
 
     def _start_joining(self, job: str) -> None:
         """Start the replicas that are to join a job, if their slots are free."""

@@ -197,12 +197,26 @@ class KubernetesEngine(Engine):
             _LOG.warning("generation %d of job %s is not removed: %s", generation, job, error)
         self._forget_keys(job, generation)
 
+    def forget_replica(self, key: ReplicaKey) -> None:
+        """Remove the pod of a replica that has left: see `Engine`."""
+        pod = self._find(key)
+        try:
+            if pod is not None:
+                self._remove(pod)
+        except BackendError as error:
+            _LOG.warning("pod %s is not removed: %s", names.pod_name(key), error)
+        else:
+            self._forget_key(key)
+
     def _forget_keys(self, job: str, generation: int) -> None:
         self._prepared.discard((job, generation))
         for key in [key for key in (*self._ordered, *self._logs) if key[:2] == (job, generation)]:
-            self._ordered.discard(key)
-            self._logs.pop(key, None)
-            self._follower.drop(key)
+            self._forget_key(key)
+
+    def _forget_key(self, key: ReplicaKey) -> None:
+        self._ordered.discard(key)
+        self._logs.pop(key, None)
+        self._follower.drop(key)
 
     def fetch_log(self, key: ReplicaKey) -> None:
         """Bring the log of a replica: see `Engine`."""
