@@ -88,6 +88,7 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
         "PIPOLLUX_GENERATION": env.generation or None,
         "PIPOLLUX_TIMEOUT": env.timeout,
         "PIPOLLUX_HOST_TIMEOUT": env.host_timeout,
+        "PIPOLLUX_FROZEN_TIMEOUT": env.frozen_timeout,
     }
 
 

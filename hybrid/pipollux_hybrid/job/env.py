@@ -72,6 +72,9 @@ class JobEnvironment:
     host_timeout: float = 60.0
     """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it
     is like a slow one."""
+    frozen_timeout: float = 60.0
+    """Seconds after which a replica whose process gives no sign of life is lost, where others can
+    join without a scheduler (``PIPOLLUX_FROZEN_TIMEOUT``); 0: it is like a slow one."""
     rendezvous: Path | None = None
     """A folder in which replicas that come later find the job (``PIPOLLUX_RENDEZVOUS``)."""
     replica: int = 0
@@ -135,6 +138,7 @@ class JobEnvironment:
             num_threads=_threads(env),
             timeout=_seconds(env, "PIPOLLUX_TIMEOUT", 0.0) or None,
             host_timeout=_seconds(env, "PIPOLLUX_HOST_TIMEOUT", 60.0, or_none=True),
+            frozen_timeout=_seconds(env, "PIPOLLUX_FROZEN_TIMEOUT", 60.0, or_none=True),
             rendezvous=_path(env, "PIPOLLUX_RENDEZVOUS"),
             replica=_integer(env, "PIPOLLUX_REPLICA", rank, minimum=0),
             live=_switch(env, "PIPOLLUX_LIVE", default=False),

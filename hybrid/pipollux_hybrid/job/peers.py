@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +59,8 @@ class PeerWatch:
         self._lost: dict[int, float] = {}
         """Replicas whose hosts are lost, and the seconds since they were last heard of."""
         self._ended: set[int] = set()
+        self._frozen: dict[int, float] = {}
+        """Replicas whose processes are frozen, and the seconds since their last sign of life."""
         self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
         """Whole seconds between two probes."""
         before = _sockets()
@@ -108,12 +110,27 @@ class PeerWatch:
             connection.close()
 
     def gone(self) -> set[int]:
-        """Return the ranks of the replicas that have ended, or whose hosts are lost."""
-        return {*self._ended, *self._lost}
+        """Return the ranks of the replicas that have ended, or are lost."""
+        return {*self._ended, *self.lost()}
 
     def lost(self) -> set[int]:
-        """Return the ranks of the replicas whose hosts do not answer: they may be alive there."""
-        return {*self._lost}
+        """Return the ranks of the replicas that are frozen, or on hosts that do not answer.
+
+        They may live on.
+        """
+        return {*self._lost, *self._frozen}
+
+    def note_frozen(self, found: Mapping[int, float]) -> None:
+        """Note replicas whose processes are frozen, and have nobody wait for them any more.
+
+        Args:
+            found: The seconds since their last signs of life, by rank.
+        """
+        new = {rank: age for rank, age in found.items() if rank not in self.gone()}
+        if new:
+            self._frozen |= new
+            self.hang_up()
+            self._news.set()
 
     def hang_up(self) -> None:
         """End the connections that collectives have, so that whoever waits for this replica knows.
@@ -139,6 +156,12 @@ class PeerWatch:
             return (
                 f"{names} {verb} not been heard of for {max(self._lost.values()):.0f} s: {its}, or "
                 f"the network there, must be down. {self._advice()}"
+            )
+        if self._frozen:
+            gave = "gives" if len(self._frozen) == 1 else "give"
+            return (
+                f"{self._names(self._frozen)} {gave} no sign of life since "
+                f"{max(self._frozen.values()):.0f} s: stopped, or on a machine that gets nowhere"
             )
         if self._ended:
             verb = (

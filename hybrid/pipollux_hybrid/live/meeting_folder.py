@@ -4,6 +4,7 @@
     claim-N              the Nth run of a job in this folder
     newcomer-ID.json     a replica that wants to join, written anew by itself all the time
     leave-ID             a wish that a replica leaves
+    alive-ID.json        that the process of a replica which takes part is not frozen
     proposal.json        the membership that is to be formed
     store-N.json         where the replicas of membership N find each other
     lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
@@ -19,7 +20,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ __all__ = ["SILENCE", "MeetingFolder"]
 SILENCE = 10.0
 """Seconds without a change after which the writer of a file is taken for dead."""
 _JOB, _PROPOSAL = "job.json", "proposal.json"
-_NEWCOMER, _LEAVE, _CLAIM = "newcomer-", "leave-", "claim-"
+_NEWCOMER, _LEAVE, _CLAIM, _ALIVE = "newcomer-", "leave-", "claim-", "alive-"
 _OF_LOSSES = ("lost-*", "follows-*", "outcome-*")
 
 
@@ -95,7 +96,7 @@ class MeetingFolder:
         except FileExistsError:
             return False
         before = () if silent_run is None else (silent_run,)
-        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", "store-*.json", *_OF_LOSSES)
+        found = (f"{_NEWCOMER}*", f"{_LEAVE}*", f"{_ALIVE}*", "store-*.json", *_OF_LOSSES)
         for pattern in (*before, _JOB, _PROPOSAL, *found):
             for stale in self.folder.glob(pattern):
                 stale.unlink(missing_ok=True)
@@ -158,8 +159,9 @@ class MeetingFolder:
     def withdraw(self, replica: str) -> None:
         """Take back what a replica has asked for."""
         self.withdraw_application(replica)
-        with suppress(OSError):
-            (self.folder / f"{_LEAVE}{replica}").unlink(missing_ok=True)
+        for name in (f"{_LEAVE}{replica}", f"{_ALIVE}{replica}.json"):
+            with suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
 
     def withdraw_application(self, replica: str) -> None:
         """Take back that a replica wants to join, and nothing else."""
@@ -200,6 +202,18 @@ class MeetingFolder:
             return current.replicas
         coming = [x.replica for x in self.newcomers() if x.parked] if joining else []
         return (*staying, *(x for x in coming if x not in current.replicas))
+
+    def leave_sign(self, replica: str) -> None:
+        """Leave a sign that this replica's process is alive.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write_alive(f"{_ALIVE}{replica}.json", {})
+
+    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
+        """Return the last sign of each of these replicas, None where there is none."""
+        return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in replicas}
 
     def propose(self, membership: Membership) -> None:
         """Have a membership formed; replica 0 does so.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from pipollux_hybrid.job.membership import Bulletin, Membership, Newcomer
@@ -62,6 +63,16 @@ class MeetingPlace(Protocol):
             current: Who does now.
             joining: Whether anybody may join.
         """
+
+    def leave_sign(self, replica: str) -> None:
+        """Leave a sign that this replica's process is alive.
+
+        Raises:
+            OSError: It cannot be left.
+        """
+
+    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
+        """Return the last sign of each of these replicas, None where there is none."""
 
     def propose(self, membership: Membership) -> None:
         """Have a membership formed; replica 0 does so where the job governs itself.

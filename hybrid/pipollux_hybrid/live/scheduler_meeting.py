@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,13 @@ class SchedulerMeeting:
         """Return those who take part already: the scheduler decides."""
         del joining
         return current.replicas
+
+    def leave_sign(self, replica: str) -> None:
+        """Do nothing: heartbeats say it, and the scheduler ends what sends none."""
+
+    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
+        """Return that nothing is known: the scheduler looks after frozen replicas."""
+        return dict.fromkeys(replicas)
 
     def propose(self, membership: Membership) -> None:
         """Refuse: the scheduler proposes."""

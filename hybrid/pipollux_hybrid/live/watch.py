@@ -24,6 +24,7 @@ from .eligibility import why_not_live
 from .forming import PATIENCE, Forming
 from .log import say
 from .meeting_place import MeetingPlace
+from .signs_of_life import SignsOfLife
 from .skeleton import Spare
 from .transfer import outline, prepare
 
@@ -72,6 +73,7 @@ class MembershipWatch:
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
+        self._signs = SignsOfLife(ctx.env.frozen_timeout)
         self._looking = threading.Lock()
         self._suspended = False
         self._retired: list[Any] = []
@@ -147,6 +149,7 @@ class MembershipWatch:
                 with self._looking:
                     if not self._suspended:
                         self._look()
+                self._look_for_frozen()
             except OSError as error:  # of the folder; the next time it may be there
                 _LOG.debug("%s", error)
             except Exception:  # the next look may go better
@@ -188,6 +191,17 @@ class MembershipWatch:
                 prepare=self._prepare if current is None else None,
                 prepares=self._context.prepares,
             )
+
+    def _look_for_frozen(self) -> None:
+        """Leave a sign of life, and find out whose process leaves none."""
+        members, peers = self.membership, self._context.watch
+        if members is None or not self._signs.is_due():
+            return
+        self.rendezvous.leave_sign(self.replica)
+        others = [replica for replica in members.replicas if replica != self.replica]
+        frozen = self._signs.look(self.rendezvous.signs(others))
+        if peers is not None and not self._suspended:
+            peers.note_frozen({members.replicas.index(x): frozen[x] for x in frozen})
 
     def _prepare(self, told: bytes) -> Spare:
         return prepare(told, self._context.component(States), PATIENCE / 4)

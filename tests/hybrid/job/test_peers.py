@@ -89,7 +89,7 @@ def test_seconds_to_wait() -> None:
     assert JobEnvironment.read({}).host_timeout == 60
     env = JobEnvironment.read({"PIPOLLUX_TIMEOUT": "300", "PIPOLLUX_HOST_TIMEOUT": "0"})
     assert (env.timeout, env.host_timeout) == (300, 0)
-    for name in ("PIPOLLUX_TIMEOUT", "PIPOLLUX_HOST_TIMEOUT"):
+    for name in ("PIPOLLUX_TIMEOUT", "PIPOLLUX_HOST_TIMEOUT", "PIPOLLUX_FROZEN_TIMEOUT"):
         with pytest.raises(ConfigurationError, match=re.escape(f"{name}='soon': a positive")):
             JobEnvironment.read({name: "soon"})
     with pytest.raises(ConfigurationError, match="PIPOLLUX_TIMEOUT='0'"):

@@ -137,7 +137,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "MembershipWatch": (
         "_context _suspended forming membership parked place rendezvous timeout",
-        "_ending _highest _looking _not_before _retired _said _thread replica store",
+        "_ending _highest _looking _not_before _retired _said _signs _thread replica store",
     ),
     "Metrics": (
         "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
@@ -167,8 +167,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "PeerWatch": (
         "",
-        "_addresses _connections _end _ended _ended_here _env _hosts _lost _news _pause "
-        "_shared _thread timeout",
+        "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _news "
+        "_pause _shared _thread timeout",
     ),
     "PipelineEngine": (
         "_layout checkpoint devices stages",
@@ -216,6 +216,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "SampleStream": (
         "",
         "_dataset _reader _request",
+    ),
+    "SignsOfLife": (
+        "",
+        "_clock _interval _last _limit _seen",
     ),
     "Stage": (
         "_in_place device index output_name",
@@ -269,6 +273,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "_Seen": (
         "",
         "beat since",
+    ),
+    "_Sign": (
+        "",
+        "sign silent",
     ),
     "_Span": (
         "",

@@ -250,8 +250,9 @@ def test_one_dies_while_a_checkpoint_is_written(make_job: MakeJob, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_one_that_is_frozen_is_left_behind_and_ends(make_job: MakeJob) -> None:
-    job = make_job(PIPOLLUX_TIMEOUT="5")
+@pytest.mark.parametrize("found_by", ["PIPOLLUX_TIMEOUT", "PIPOLLUX_FROZEN_TIMEOUT"])
+def test_one_that_is_frozen_is_left_behind_and_ends(make_job: MakeJob, found_by: str) -> None:
+    job = make_job(**{found_by: "6"})
     (job.results / "hold-7").touch()
     job.begin(3)
     job.wait_for(lambda: len(list(job.results.glob("reached-7-*"))) == 3, "step 7")

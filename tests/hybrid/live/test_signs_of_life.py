@@ -1,0 +1,76 @@
+"""Which processes are taken for frozen, by a clock that the test turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from pipollux_hybrid.live.signs_of_life import SignsOfLife
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def look(seen: SignsOfLife, clock: Clock, seconds: int, **signs: object) -> dict[str, float]:
+    """Look each second for a while; return what was found last."""
+    found: dict[str, float] = {}
+    for _ in range(seconds):
+        clock.now += 1.0
+        assert seen.is_due()
+        found = seen.look(signs)
+    return found
+
+
+def test_one_that_leaves_no_new_sign() -> None:
+    clock = Clock()
+    seen = SignsOfLife(12.0, clock)
+    assert look(seen, clock, 13, a=1, b=1) == {}
+    assert look(seen, clock, 1, a=1, b=2) == {"a": 13.0}
+    assert look(seen, clock, 12, a=2, b=2) == {}
+    assert look(seen, clock, 1, a=2, b=2) == {"b": 13.0}
+    assert look(seen, clock, 1, a=2) == {"a": 13.0}, "b is left out by now"
+    assert look(seen, clock, 1, b=2) == {}, "what was known of it is forgotten"
+
+
+def test_one_that_has_never_left_a_sign_is_not_judged() -> None:
+    clock = Clock()
+    assert look(SignsOfLife(12.0, clock), clock, 100, a=None) == {}
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    """A replica that was frozen itself, or a folder that did not answer, condemns nobody."""
+    clock = Clock()
+    seen = SignsOfLife(12.0, clock)
+    look(seen, clock, 2, a=1)
+    clock.now += 1000.0
+    assert look(seen, clock, 10, a=1) == {}
+    assert look(seen, clock, 1, a=1) == {"a": 13.0}
+
+
+def test_it_looks_twelve_times_within_the_limit_and_never_without_one() -> None:
+    clock = Clock()
+    seen = SignsOfLife(60.0, clock)
+    assert seen.is_due()
+    seen.look({})
+    clock.now += 4.9
+    assert not seen.is_due()
+    clock.now += 0.2
+    assert seen.is_due()
+    assert not SignsOfLife(0.0, clock).is_due()
+
+
+def test_signs_in_a_folder(tmp_path: Path) -> None:
+    mine, theirs = MeetingFolder(tmp_path), MeetingFolder(tmp_path)
+    theirs.leave_sign("b")
+    first = mine.signs(["b", "c"])
+    theirs.leave_sign("b")
+    assert first["c"] is None
+    assert mine.signs(["b"])["b"] not in (None, first["b"])
+    theirs.withdraw("b")
+    assert mine.signs(["b"]) == {"b": None}
+    assert list(tmp_path.iterdir()) == []
