@@ -161,11 +161,13 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--only", action="append", choices=INJECTIONS, help="these faults alone")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="pipollux-faults-"))
-    run = Run(folder, options.seed, options.jobs, options.out)
+    chosen = {name: INJECTIONS[name] for name in options.only or INJECTIONS}
+    run = Run(folder, options.seed, options.jobs, options.out, injections=chosen)
     try:
         while run.total < options.faults:
             run.keep_busy()

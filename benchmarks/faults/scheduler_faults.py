@@ -83,17 +83,20 @@ def kill_scheduler_in_a_live_change(world: World, _: random.Random) -> str | Non
 
 def kill_newcomer(world: World, rng: random.Random) -> str | None:
     """SIGKILL of a replica that is about to join others."""
-    job = _changing(world)
-    newcomers = {str(replica) for replica, _ in job.state.live.newcomers} if job else set()
-    found = [
-        pid
-        for pid, environment in world.processes(job.name if job else "").items()
-        if environment.get("PIPOLLUX_REPLICA") in newcomers and "RANK" in environment
-    ]
-    if job is None or not found:
-        return None
-    world.signal(rng.choice(found), signal.SIGKILL)
-    return job.name
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        job = _changing(world)
+        newcomers = {str(replica) for replica, _ in job.state.live.newcomers} if job else set()
+        found = [
+            pid
+            for pid, environment in world.processes(job.name if job else "").items()
+            if environment.get("PIPOLLUX_REPLICA") in newcomers and "RANK" in environment
+        ]
+        if job is not None and found:
+            world.signal(rng.choice(found), signal.SIGKILL)
+            return job.name
+        time.sleep(0.05)  # its process is about to be started
+    return None
 
 
 def _changing(world: World) -> JobRecord | None:

@@ -92,8 +92,9 @@ def pauses(folder: Path) -> dict[str, list[float]]:
                 continue
             # While torchft gives a new one its state, the others do a step that it has no part in.
             after = next(s for s in steps[i:] if s.replicas == first.group)
-            near = [s for s in steps if abs(s.number - after.number) < 30]
-            usual = statistics.median(b.time - a.time for a, b in itertools.pairwise(near))
+            # What a step takes with the new number of replicas, and not with that before.
+            later = itertools.takewhile(lambda s, now=first.group: s.group == now, steps[i:])
+            usual = statistics.median(b.time - a.time for a, b in itertools.pairwise(later))
             usual *= after.number - before.number
             key = (after.number, name)
             longest[key] = max(longest.get(key, 0.0), after.time - before.time - usual)
