@@ -47,6 +47,7 @@ def test_every_command_over_https(cli: Cli, files: Certificates, tmp_path: Path)
         live_two_jobs(elsewhere, cli)
 
 
+@pytest.mark.exhaustive
 def test_a_job_reports_over_https_to_one_scheduler_after_the_other(
     cli: Cli, files: Certificates, repository: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_json_has_a_row_for_every_workload_and_policy(folder: Path) -> None:
     assert by_fifo["makespan_s"] == pytest.approx(1610)
 
 
+@pytest.mark.exhaustive
 def test_live_changes_take_the_place_of_restarts(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--policy", "exact", *SMALL, "-o", "json")
     plain, live = (
@@ -85,6 +86,7 @@ def without_clocks(text: str) -> list[dict[str, object]]:
     return [{key: row[key] for key in row if not key.startswith("policy_sec")} for row in rows]
 
 
+@pytest.mark.exhaustive
 def test_a_drawn_workload_is_the_same_for_a_seed_and_in_processes(folder: Path) -> None:
     args = ("--generate", "pipelines", "--num-jobs", "5", "--hours", "1", "--spot", "--failures")
     more = ("--policy", "fifo,tiresias", "-o", "json", *SMALL)

@@ -143,6 +143,7 @@ def details(app: TopApp) -> str:
     return capture.get()
 
 
+@pytest.mark.exhaustive
 def test_many_jobs(tmp_path: Path) -> None:
     """Searched, filtered, sorted, scrolled to the last; no more are read than are looked at."""
     directory = StateDir(tmp_path)

@@ -182,6 +182,7 @@ def test_fit_of_a_whole_profile(seven: PerfParams) -> None:
     assert errors(ours, exact).max() <= errors(their_fit(Job(seven, PLACES, BATCHES)), exact).max()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", first(1, [20, 40]))
 def test_fits_of_exact_data_are_better_than_theirs(count: int) -> None:
     worst = []

@@ -305,7 +305,8 @@ def has_replaced_one(jobs: Jobs) -> bool:
     return trains_on(A, B)(jobs) and 2 in state.live.replicas and state.generation == 1
 
 
-@pytest.mark.parametrize("replica", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_that_is_killed_costs_no_restart(
     directory: Path, tmp_path: Path, replica: int
 ) -> None:

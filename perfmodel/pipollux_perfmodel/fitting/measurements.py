@@ -139,7 +139,10 @@ def stage_shares(forward: ArrayLike, backward: ArrayLike, num_stages: int) -> St
         shares = np.repeat((FORWARD_SHARE, BACKWARD_SHARE), num_stages) / num_stages
     else:
         # Medians: one slow micro-batch says nothing about the stage that it hit.
-        shares = np.median(both[measured] / compute[measured, None], axis=0)
+        found = both[measured] / compute[measured, None]
+        shares = np.median(found, axis=0)
+        if not shares.any():  # each stage was idle in most points
+            shares = found.mean(axis=0)
         shares /= shares.sum()
     return StageShares(
         tuple(shares[:num_stages].tolist()),

@@ -84,6 +84,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
             assert line == other, step
 
 
+@pytest.mark.exhaustive
 def test_a_newcomer_that_dies_costs_the_others_nothing(make_job: MakeJob) -> None:
     job = make_job(CHANGES="20")
     (job.results / "hold-4").touch()

@@ -10,6 +10,7 @@ import pytest
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
+from pipollux_hybrid.live.__main__ import main
 from pipollux_hybrid.live.meeting_folder import SILENCE, MeetingFolder
 
 PLACE = JobPlace(epoch=3, loop=1)
@@ -118,28 +119,28 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
         MeetingFolder(tmp_path / "file")
 
 
-def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipollux_hybrid.live", *map(str, words)],
+        [sys.executable, "-m", "pipollux_hybrid.live", *words],
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_the_command_lists_replicas_and_has_them_leave(tmp_path: Path) -> None:
-    rendezvous = MeetingFolder(tmp_path)
-    found = command(tmp_path)
-    assert (found.returncode, found.stderr) == (1, f"no job meets in {tmp_path}\n")
+def test_the_command_lists_replicas_and_has_them_leave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendezvous, folder = MeetingFolder(tmp_path), str(tmp_path)
+    assert main([folder]) == 1
+    assert capsys.readouterr().err == f"no job meets in {tmp_path}\n"
     rendezvous.post(BULLETIN)
     rendezvous.apply(Newcomer("c", "host", parked=True))
-    found = command(tmp_path)
+    found = command(folder)
     assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join, on host\n"
-    assert command(tmp_path, "leave", "b").returncode == 0
+    assert main([folder, "leave", "b"]) == 0
     assert rendezvous.leavers() == {"b"}
-    found = command(tmp_path, "leave", "z")
-    assert (found.returncode, found.stderr) == (
-        2,
-        "z cannot leave: no such replica (there are a, b)\n",
-    )
-    assert "python -m pipollux_hybrid.live FOLDER" in command(tmp_path / "none").stderr
+    assert main([folder, "leave", "z"]) == 2
+    assert capsys.readouterr().err == "z cannot leave: no such replica (there are a, b)\n"
+    assert main([str(tmp_path / "none")]) == 2
+    assert "python -m pipollux_hybrid.live FOLDER" in capsys.readouterr().err

@@ -154,6 +154,7 @@ def test_estimates_are_unbiased(case: tuple[tuple[int, int, int], str]) -> None:
         check(steps, truth(DELTA))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("configuration", first(1, [(2, 2, 1), (1, 4, 0)]), ids=str)
 def test_estimates_are_unbiased_in_adams_geometry(configuration: tuple[int, int, int]) -> None:
     replicas, microbatches, accum_steps = configuration

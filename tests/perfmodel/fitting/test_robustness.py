@@ -18,7 +18,7 @@ from pipollux_perfmodel import (
 )
 from pipollux_perfmodel.fitting.fit import _LIMITS
 from pipollux_perfmodel.fitting.loss import NAMES
-from pipollux_perfmodel.fitting.measurements import make_profile
+from pipollux_perfmodel.fitting.measurements import make_profile, stage_shares
 from pipollux_perfmodel.fitting.report import make_report
 from tests.extent import examples
 from tests.perfmodel.measured import Steps, errors, measure, random_jobs
@@ -187,7 +187,7 @@ def anything(draw: st.DrawFn) -> dict[str, Any]:
     return data
 
 
-@examples(40, 400)
+@examples(40, 200)
 @given(anything())
 def test_any_measurements_give_parameters(data: dict[str, Any]) -> None:
     with warnings.catch_warnings():
@@ -348,3 +348,11 @@ def test_random_jobs_have_no_outliers() -> None:
     for job in random_jobs(10):
         steps = measure(job.truth, *job[1:], noise=0.05)
         assert fit_measurements(*steps[:5]).report.outliers == ()
+
+
+def test_stages_that_were_idle_in_most_points_share_by_their_means() -> None:
+    """Of three points each was one stage's: the median of every stage is nothing."""
+    times = np.eye(3)
+    forward, backward, _ = stage_shares(times, times, 3)
+    assert forward == pytest.approx((1 / 6,) * 3)
+    assert backward == pytest.approx((1 / 6,) * 3)

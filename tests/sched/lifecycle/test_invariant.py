@@ -182,6 +182,7 @@ def renumbered(live: LiveState) -> LiveState:
     return LiveState(number, replicas, len(ids), highest, why_not, live.failures, change=change)
 
 
+@pytest.mark.exhaustive
 def test_every_state_that_a_job_can_come_to_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """All histories of every length, as those that come to like states are gone on with once."""
     monkeypatch.setattr(live_changes, "MOST_FAILURES", 1)
