@@ -50,6 +50,7 @@ def main() -> None:
         "average", torch.optim.swa_utils.AveragedModel(module)
     )
     accum = pipollux.Accumulator()
+    gc.freeze()  # what is there by now, half a million objects, is not looked through each time
     process = psutil.Process()
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
     for _ in pipollux.remaining_epochs_until(1_000_000):

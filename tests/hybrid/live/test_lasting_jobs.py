@@ -110,7 +110,10 @@ def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> N
             settle(job, 2)
             job.ask_to_leave(0, 2)
             settle(job, 1)
-            sizes.append(sorted(x.name for x in job.rendezvous.folder.iterdir() if x.suffix))
+            names = {x.name for x in job.rendezvous.folder.iterdir() if x.suffix}
+            alive = {name for name in names if name.startswith("alive-")}
+            assert len(alive) <= 1, "of nobody who has left"
+            sizes.append(sorted(names - alive))
         stop(job)
     assert [len(names) for names in sizes] == [len(sizes[0])] * len(sizes), sizes
 
