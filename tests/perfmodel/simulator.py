@@ -5,7 +5,8 @@ drives the clock; after all that happens at one moment, every idle machine picks
 those that wait for it. Nothing here knows a formula or a time line. GPipe: first come first served,
 and the turn when all forwards are done. 1F1B: a stage takes a micro-batch in as long as fewer than
 K - k are in, else it sends the oldest back. Stages that take turns: all work waits for one machine,
-which follows one micro-batch through before it takes the next.
+which follows one micro-batch through before it takes the next; by GPipe there, and later back, by
+1F1B there and back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal, NamedTuple
 
-Kind = Literal["gpipe", "1f1b", "serial"]
+Kind = Literal["gpipe", "1f1b", "serial", "serial_1f1b"]
 Name = tuple[str, int, int]
 """(phase, stage, micro-batch); a copy's stage is the one that receives."""
 
@@ -137,7 +138,8 @@ class _Play:
     """Moves micro-batches through a shop."""
 
     def __init__(self, case: Case, kind: Kind) -> None:
-        self.case, self.kind = case, kind
+        self.case = case
+        self.one_f_one_b, self.takes_turns = "1f1b" in kind, "serial" in kind
         self.num_stages = len(case.forward)
         self.held = [0] * self.num_stages
         self.most_held = [0] * self.num_stages
@@ -148,10 +150,10 @@ class _Play:
             self.shop.at(0.0, partial(self._arrive, "forward", 0, i))
 
     def _choose(self, tasks: list[Task]) -> Task | None:
-        if self.kind == "serial":
+        if self.takes_turns:
             return min(tasks, key=lambda task: task.rank)
         phase, stage, _ = tasks[0].parts[-1][0]
-        if self.kind == "1f1b" and "transfer" not in phase:
+        if self.one_f_one_b and "transfer" not in phase:
             room = self.held[stage] < self.num_stages - stage
             more = self.taken_in[stage] < self.case.num_microbatches
             wanted = "forward" if room and more else "backward"
@@ -172,7 +174,7 @@ class _Play:
         if 0 <= neighbour < self.num_stages:
             seconds = self.case.transfer[min(stage, neighbour)]
             copy = (f"{phase}_transfer", stage, microbatch), seconds
-            if self.case.overlapping and self.kind != "serial":
+            if self.case.overlapping and not self.takes_turns:
                 send = Task((phase, neighbour, stage), [copy], partial(self.shop.queue, work))
                 self.shop.queue(send)
                 return
@@ -185,9 +187,9 @@ class _Play:
             seconds, rank = self.case.forward[stage], microbatch
         else:
             seconds = (self.case.last_backward if last else self.case.backward)[stage]
-            rank = -microbatch
+            rank = microbatch if self.one_f_one_b else -microbatch
         return Task(
-            "thread" if self.kind == "serial" else ("device", stage),
+            "thread" if self.takes_turns else ("device", stage),
             [((phase, stage, microbatch), seconds)],
             partial(self._done, phase, stage, microbatch),
             rank,
@@ -200,7 +202,7 @@ class _Play:
                 self._arrive("backward", stage - 1, microbatch)
         elif stage < self.num_stages - 1:
             self._arrive("forward", stage + 1, microbatch)
-        elif self.kind == "1f1b":
+        elif self.one_f_one_b:
             self._arrive("backward", stage, microbatch)
         else:
             self._turn()

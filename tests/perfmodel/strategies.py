@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GradParams, PerfParams
-from pipollux_perfmodel.timing.params import CHECKPOINTS
+from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES
 
 
 def _log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -53,6 +53,7 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         growth_n=draw(st.one_of(st.just(1.0), st.just(0.0), st.floats(-2.0, 2.0))),
         two_node_penalty=draw(st.one_of(st.just(0.0), st.floats(0.0, 3.0))),
         overhead=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
+        schedule=draw(st.sampled_from(SCHEDULES)),
     )
 
 

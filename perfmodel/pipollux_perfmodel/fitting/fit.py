@@ -22,6 +22,7 @@ from pipollux_perfmodel.timing.params import (
     FORWARD_SHARE,
     Checkpoint,
     PerfParams,
+    ScheduleKind,
     check_params,
     check_shares,
     even_shares,
@@ -96,6 +97,7 @@ def fit_perf_params(
     backward_shares: Sequence[float] | None = None,
     compute_time: ArrayLike | None = None,
     checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
 ) -> PerfParams:
     """Fit step time parameters to measurements; safe to call from several threads.
 
@@ -116,6 +118,7 @@ def fit_perf_params(
         compute_time: seconds of one micro-batch summed over stages, forward and backward, not a
             number where not measured; None: never measured. Not used with one stage.
         checkpoint: which micro-batches were recomputed.
+        schedule: "gpipe" or "1f1b", in which order the stages worked.
 
     Raises:
         ValueError: naming the argument that is empty, of another length, or out of range.
@@ -125,7 +128,7 @@ def fit_perf_params(
         >>> round(params.alpha_c, 3), round(params.beta_c, 3)
         (0.1, 0.01)
     """
-    shape = _shape(forward_shares, backward_shares, checkpoint)
+    shape = _shape(forward_shares, backward_shares, checkpoint, schedule)
     several = shape.num_stages > 1
     profile = make_profile(
         num_nodes,
@@ -151,6 +154,7 @@ def fit_measurements(
     backward: ArrayLike | None = None,
     num_stages: int = 1,
     checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
@@ -169,6 +173,7 @@ def fit_measurements(
         backward: the same for the backward, recomputation included.
         num_stages: K.
         checkpoint: which micro-batches were recomputed.
+        schedule: "gpipe" or "1f1b", in which order the stages worked.
 
     Raises:
         ValueError: naming the argument that is empty, of another shape, or out of range.
@@ -191,7 +196,7 @@ def fit_measurements(
         num_microbatches,
         compute,
     )
-    shape = _shape(forward_shares, backward_shares, checkpoint)
+    shape = _shape(forward_shares, backward_shares, checkpoint, schedule)
     params = _fit(profile, shape)
     return FitResult(params, make_report(params, profile, shape))
 
@@ -223,9 +228,12 @@ def _search_all(rows: Rows, begin: StartingPoint, passes: Sequence[_Pass]) -> St
 
 
 def _shape(
-    forward: Sequence[float] | None, backward: Sequence[float] | None, checkpoint: Checkpoint
+    forward: Sequence[float] | None,
+    backward: Sequence[float] | None,
+    checkpoint: Checkpoint,
+    schedule: ScheduleKind,
 ) -> PerfParams:
-    """Return parameters with nothing but the shares and the checkpoint mode."""
+    """Return parameters with nothing but the shares, the checkpoint mode and the schedule."""
     if (forward is None) != (backward is None):
         missing = "forward_shares" if forward is None else "backward_shares"
         raise ValueError(f"{missing} is missing; give both or none")
@@ -233,7 +241,12 @@ def _shape(
     check_shares(*shares)
     nothing = PerfParams(EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, EPSILON, 1.0)
     return check_params(
-        nothing._replace(forward_shares=shares[0], backward_shares=shares[1], checkpoint=checkpoint)
+        nothing._replace(
+            forward_shares=shares[0],
+            backward_shares=shares[1],
+            checkpoint=checkpoint,
+            schedule=schedule,
+        )
     )
 
 

@@ -87,7 +87,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(profile: Profile, shape: PerfParams) -> Rows:
-    """Return the constants of a search; `shape` has the shares and the checkpoint mode."""
+    """Return the constants of a search; `shape` has shares, checkpoint mode and schedule."""
     num_microbatches, replicas = profile.num_microbatches, profile.num_replicas
     serial, ideal = (
         pipeline_factor(shape._replace(overlap=overlap), num_microbatches) for overlap in (0.0, 1.0)

@@ -58,7 +58,7 @@ def start(profile: Profile, shape: PerfParams) -> StartingPoint:
 
     Args:
         profile: the measurements.
-        shape: its shares and checkpoint mode are those of the job.
+        shape: its shares, checkpoint mode and schedule are those of the job.
     """
     known = identifiable(profile, shape)
     values = dict(zip(NAMES, NEUTRAL, strict=True))

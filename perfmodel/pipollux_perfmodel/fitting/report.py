@@ -75,7 +75,7 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
     Args:
         params: what was fitted.
         profile: what it was fitted to.
-        shape: shares and checkpoint mode of the job.
+        shape: shares, checkpoint mode and schedule of the job.
     """
     accum, optim = _errors(params, profile)
     outlying = _outlying(accum) | _outlying(optim)

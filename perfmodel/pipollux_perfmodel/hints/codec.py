@@ -29,6 +29,7 @@ from pipollux_perfmodel.timing.params import (
     Checkpoint,
     GradParams,
     PerfParams,
+    ScheduleKind,
     check_params,
     check_shares,
 )
@@ -78,6 +79,7 @@ class PerfParamsObject(BaseModel):
     growth_n: float = 1.0
     two_node_penalty: Annotated[float, Field(ge=0)] = 0.0
     overhead: _Seconds = 0.0
+    schedule: ScheduleKind = "gpipe"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

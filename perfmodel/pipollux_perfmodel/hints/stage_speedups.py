@@ -2,8 +2,9 @@
 
 The number of stages that runs is known by its own measurements. Any other is priced from the
 profile of the layers, which is first made as slow as the stages that run were measured to be
-(`correct_profile`); network, γ and ω, which layers do not tell, are those of the run. What is
-optimistic about the model (a job of one stage has never seen ω) stays so until it has been tried.
+(`correct_profile`); network, γ, ω and the schedule, which layers do not tell, are those of the run.
+What is optimistic about the model (a job of one stage has never seen ω) stays so until it has been
+tried.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING
 from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
-from pipollux_perfmodel.partitioning.memory import stage_memory
 from pipollux_perfmodel.partitioning.partition import partition
 from pipollux_perfmodel.partitioning.stage_plan import (
     StagePlan,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .hints import SchedHints  # imports pydantic
 
 FIRST_PER_STAGE = 4
-"""Micro-batches per stage from which GPipe's bubble is small (Huang et al., 2019, section 2.3)."""
+"""Micro-batches per stage from which the bubble is small (Huang et al., 2019, section 2.3)."""
 
 
 def stage_speedups(
@@ -89,7 +89,7 @@ class _Pricing:
             return None
         counts = self._microbatches(num_stages)
         plan = self._cut(profile, num_stages, counts[-1])
-        if plan is None or not all(self._fits(profile, plan, count) for count in counts):
+        if plan is None or not all(self._fits(plan, count) for count in counts):
             return None
         if self.measured.num_stages > 1 and not self.measured.gradient_shares:
             # The network was fitted as what the backward does not hide.
@@ -115,17 +115,13 @@ class _Pricing:
             # The arguments are checked, so there are fewer layers than stages or too little memory.
             return None
 
-    def _fits(self, profile: LayerProfile, plan: StagePlan, num_microbatches: int) -> bool:
+    def _fits(self, plan: StagePlan, num_microbatches: int) -> bool:
         """Return whether every batch that the job may choose fits: then memory does not matter."""
         limit = self.hints.memory_limit
         if limit is None:
             return True
         micro_bsz = self._most_micro_bsz(num_microbatches)
-        checkpoint = self.measured.checkpoint
-        needed = stage_memory(
-            profile, plan.balance, micro_bsz, num_microbatches, checkpoint=checkpoint
-        )
-        return bool(needed.max() <= limit)
+        return bool(plan.memory(micro_bsz, num_microbatches).max() <= limit)
 
     def speedup(
         self, num_stages: int, plan: StagePlan | None, base_goodput: float | None

@@ -17,9 +17,11 @@ A = bytes per sample that autograd keeps for the stage, I = those of its input. 
                           so it and a recomputed one are there at once; I + A for c = 1
                    A for M = 1, as nothing is recomputed
 
-GPipe here is torchgpipe's order, last micro-batch back first; 1F1B is PipeDream-Flush's (Narayanan
-et al., ICML'21). Left out: what a kernel needs while it runs, boundary buffers in flight, and what
-the allocator loses to fragments. Leave the limit some margin for them.
+GPipe here is torchgpipe's order, last micro-batch back first. torch's own, with a process per
+stage, takes the last one back last, so under except_last it is there when others are recomputed,
+and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al., ICML'21). Left out: what a
+kernel needs while it runs, boundary buffers in flight, and what the allocator loses to fragments.
+Leave the limit some margin for them.
 
 Arguments broadcast, so that one call answers for many candidates.
 """
@@ -33,13 +35,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
-from pipollux_perfmodel.timing.timeline import ScheduleKind
+from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
-
-SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
-"""The orders of a stage's forwards and backwards."""
 
 _ROUNDING = 1e-12
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipollux_perfmodel.timing.params import Checkpoint
-from pipollux_perfmodel.timing.timeline import ScheduleKind
+from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, Link
 from .memory import check_choices, check_limit, kept_bytes, state_bytes

@@ -22,9 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipollux_perfmodel.timing.params import Checkpoint, PerfParams, check_params
+from pipollux_perfmodel.timing.params import (
+    Checkpoint,
+    PerfParams,
+    ScheduleKind,
+    check_params,
+)
 from pipollux_perfmodel.timing.step_time import stage_times
-from pipollux_perfmodel.timing.timeline import ScheduleKind
 
 from .layer_profile import Floats, Layer, LayerProfile, Link, check_balance, stage_ranges
 from .memory import check_choices, largest_micro_bsz, stage_memory
@@ -38,11 +42,14 @@ class StagePlan:
     balance: tuple[int, ...]
     """Number of layers of each stage, K entries."""
     perf_params: PerfParams
-    """Step time parameters of the cut; its checkpoint mode is among them."""
+    """Step time parameters of the cut; its checkpoint mode and its schedule are among them."""
     profile: LayerProfile
     """The layers."""
-    schedule: ScheduleKind = "gpipe"
-    """Order of forwards and backwards."""
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        """Order of forwards and backwards."""
+        return self.perf_params.schedule
 
     def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
         """Return bytes that each stage holds, shape (K, *broadcast shape of b and M)."""
@@ -76,7 +83,7 @@ def plan_stages(
     micro_bsz: float,
     memory_limit: float | None = None,
     checkpoint: Checkpoint = "never",
-    schedule: ScheduleKind = "gpipe",
+    schedule: ScheduleKind | None = None,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> StagePlan:
@@ -86,11 +93,11 @@ def plan_stages(
         profile: what the layers cost.
         num_stages: K.
         num_microbatches: M that the cut is made for.
-        base: where network, γ and ω come from.
+        base: where network, γ and ω come from, and the schedule where none is given.
         micro_bsz: b that the cut is made for.
         memory_limit: bytes of each stage's device; None: no limit.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b".
+        schedule: "gpipe" or "1f1b"; None: that of `base`.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute.
 
@@ -104,6 +111,7 @@ def plan_stages(
         >>> plan.balance, plan.perf_params.beta_c
         ((2, 2), 12.0)
     """
+    schedule = schedule or base.schedule
     balance = partition(
         profile,
         num_stages,
@@ -120,10 +128,11 @@ def plan_stages(
         balance,
         base,
         checkpoint=checkpoint,
+        schedule=schedule,
         link=link,
         transfers_overlap=transfers_overlap,
     )
-    return StagePlan(tuple(balance), params, profile, schedule)
+    return StagePlan(tuple(balance), params, profile)
 
 
 def price_stages(
@@ -132,6 +141,7 @@ def price_stages(
     base: PerfParams,
     *,
     checkpoint: Checkpoint,
+    schedule: ScheduleKind | None = None,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> PerfParams:
@@ -142,12 +152,13 @@ def price_stages(
         balance: number of layers of each stage, K entries.
         base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
         checkpoint: which micro-batches are recomputed.
+        schedule: "gpipe" or "1f1b"; None: that of `base`.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute, or occupy the device that receives.
 
     Raises:
-        ValueError: when the balance does not fit the profile, no layer takes any time, or `base` or
-            `checkpoint` is out of range.
+        ValueError: when the balance does not fit the profile, no layer takes any time, or `base`,
+            `checkpoint` or `schedule` is out of range.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2), Layer(0, 1, 0, 4)])
@@ -156,7 +167,8 @@ def price_stages(
         (0.25, 0.5)
     """
     check_balance(balance, profile.num_layers)
-    check_choices(checkpoint, "gpipe")
+    schedule = schedule or base.schedule
+    check_choices(checkpoint, schedule)
     alphas = _stage_costs(profile, balance, "alpha", checkpoint)
     betas = _stage_costs(profile, balance, "beta", checkpoint)
     alpha_c, beta_c = math.fsum(alphas), math.fsum(betas)
@@ -179,6 +191,7 @@ def price_stages(
             beta_t=beta_t,
             transfers_overlap=transfers_overlap,
             checkpoint=checkpoint,
+            schedule=schedule,
             gradient_shares=_shares(parameters, math.fsum(parameters)),
             # Layers are lines: fixed and per-sample cost add up.
             gamma_c=1.0,

@@ -1,1 +1,1 @@
-"""Step times: GPipe over the stages, the network, the optimizer."""
+"""Step times: GPipe or 1F1B over the stages, the network, the optimizer."""

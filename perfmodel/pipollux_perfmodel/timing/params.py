@@ -22,6 +22,10 @@ Checkpoint = Literal["never", "except_last", "always"]
 """Which micro-batches are recomputed in the backward (torchgpipe's names)."""
 CHECKPOINTS: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 
+ScheduleKind = Literal["gpipe", "1f1b"]
+"""In which order a stage works on its micro-batches."""
+SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+
 
 class PerfParams(NamedTuple):
     """Step time parameters of a job.
@@ -89,6 +93,9 @@ class PerfParams(NamedTuple):
     overhead: float = 0.0
     """Seconds of a forward and backward beside its micro-batches (loading, the loss, launching),
     whatever their number and size: T_pipe = overhead + …"""
+    schedule: ScheduleKind = "gpipe"
+    """In which order a stage works: "gpipe", all forwards first, the last micro-batch back first;
+    or "1f1b", backwards as soon as can be, which needs a process per stage."""
 
     @property
     def num_stages(self) -> int:
@@ -136,6 +143,8 @@ def check_params(params: PerfParams) -> PerfParams:
         )
     if params.checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint is {params.checkpoint!r}; give one of {CHECKPOINTS}")
+    if params.schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {params.schedule!r}; give one of {SCHEDULES}")
     _check_range("overlap", params.overlap, 0.0, 1.0)
     _check_range("gamma_c", params.gamma_c, 1.0, math.inf)
     _check_range("contention", params.contention, 0.0, math.inf)

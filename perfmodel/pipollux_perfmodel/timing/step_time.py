@@ -1,7 +1,8 @@
-"""Step time of a GPipe pipeline with data parallelism.
+"""Step time of a pipeline with data parallelism.
 
-The compute term is GPipe's (`gpipe`), the network term and the γ-norm that joins the two are
-Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few numbers more.
+The compute term is GPipe's (`gpipe`) or 1F1B's (`one_f_one_b`), the network term and the γ-norm
+that joins the two are Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few
+numbers more.
 
     K, R, M   stages, replicas, micro-batches          n   nodes that the replicas lie on
     b         samples per micro-batch                  s   accumulation steps
@@ -12,7 +13,7 @@ Pollux's (Qiao et al., OSDI'21, section 3.2, as in AdaptDL), each with a few num
 
     C(b)      = (alpha_c, beta_c·b)_gamma_c · (1 + κ·(R/n - 1))
     f_k, g_k  = φ_k·C(b), ψ_k·C(b)
-    fin_i     = (1 - ω)·(stages taking turns) + ω·(GPipe), both by `gpipe`
+    fin_i     = (1 - ω)·(stages taking turns) + ω·(GPipe or 1F1B)
     T_pipe    = overhead + fin_0
     T_net     = (alpha_n + beta_n·max(((R - 1)^p - 1)/p, ε))·(1 + δ·[n = 2])   n > 1
                 alpha_r + beta_r·max(R - 2, ε)                                 n = 1, R > 1
@@ -28,17 +29,21 @@ less. Without gradient shares, as in AdaptDL, E is T_net and H is 0.
 
 Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
 
-    F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))
+    F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))                      by GPipe
+
+and with these alone every schedule is one number, for all its times grow in proportion to C(b).
 
 Every function broadcasts over its arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from . import one_f_one_b
 from .gpipe import (
     Numbers,
     StageTimes,
@@ -98,8 +103,8 @@ def stage_times(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
 
 def pipeline_factor(params: PerfParams, num_microbatches: Numbers) -> Numbers:
     """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
-    if params.checkpoint == "except_last":
-        return _final_times(params, _unit_times(params), num_microbatches)[0]
+    if params.schedule != "gpipe" or params.checkpoint == "except_last":
+        return _unit_final_times(params, num_microbatches)[0]
     slowest = max(params.forward_shares) + max(params.backward_shares)
     one_by_one, ideal = num_microbatches, 1 + (num_microbatches - 1) * slowest
     return (1 - params.overlap) * one_by_one + params.overlap * ideal
@@ -203,10 +208,33 @@ def _last_backward(
     return [np.maximum(g - f, 0.0) for f, g in zip(forward, backward, strict=True)]
 
 
+def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Numbers]:
+    """Return fin_i in multiples of C(b), where copies are free."""
+    unit = _unit_times(params)
+    if params.schedule == "gpipe":
+        return _final_times(params, unit, num_microbatches)
+    shares = tuple(tuple(map(float, part)) for part in unit[:3])
+    counts, inverse = np.unique(num_microbatches, return_inverse=True)
+    of_count = [one_f_one_b.final_times_of_one(*shares, count) for count in counts.tolist()]
+    shape = np.shape(num_microbatches)
+    ideal = [row[inverse].reshape(shape)[()] for row in np.array(of_count).T]
+    return _overlapped(params, one_f_one_b.serial_final_times(unit, num_microbatches), ideal)
+
+
 def _final_times(params: PerfParams, times: StageTimes, num_microbatches: Numbers) -> list[Numbers]:
-    """Return fin_i of every stage, between stages taking turns and GPipe."""
-    ideal = final_times(times, num_microbatches, params.transfers_overlap)
-    serial = serial_final_times(times, num_microbatches)
+    """Return fin_i of every stage, between stages taking turns and the schedule."""
+    if params.schedule == "gpipe":
+        ideal = final_times(times, num_microbatches, params.transfers_overlap)
+        serial = serial_final_times(times, num_microbatches)
+    else:
+        ideal = one_f_one_b.final_times(times, num_microbatches, params.transfers_overlap)
+        serial = one_f_one_b.serial_final_times(times, num_microbatches)
+    return _overlapped(params, serial, ideal)
+
+
+def _overlapped(
+    params: PerfParams, serial: Sequence[Numbers], ideal: Sequence[Numbers]
+) -> list[Numbers]:
     overlap = params.overlap
     return [(1 - overlap) * a + overlap * b for a, b in zip(serial, ideal, strict=True)]
 
@@ -219,14 +247,42 @@ def _all_final_times(
 ) -> list[Numbers]:
     if is_uniform(params):
         whole = compute_time(params, micro_bsz) * slow
-        unit = _final_times(params, _unit_times(params), num_microbatches)
+        unit = _unit_final_times(params, num_microbatches)
         return [share * whole + params.overhead for share in unit]
+    if params.schedule == "gpipe":
+        final = _slowed_final_times(params, micro_bsz, num_microbatches, slow)
+    elif params.alpha_t or params.beta_t:
+        final = _of_distinct(params, micro_bsz, num_microbatches, slow)
+    else:
+        final = [slow * t for t in _of_distinct(params, micro_bsz, num_microbatches, 1.0)]
+    return [seconds + params.overhead for seconds in final]
+
+
+def _slowed_final_times(
+    params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, slow: Numbers
+) -> list[Numbers]:
+    """Return fin_i of every stage where compute is slowed down and copies are not."""
     times = stage_times(params, micro_bsz)
     same = times.last_backward is times.backward
     forward, backward, last = ([t * slow for t in part] for part in times[:3])
     slowed = StageTimes(forward, backward, backward if same else last, times.transfer)
-    final = _final_times(params, slowed, num_microbatches)
-    return [seconds + params.overhead for seconds in final]
+    return _final_times(params, slowed, num_microbatches)
+
+
+def _of_distinct(
+    params: PerfParams, micro_bsz: Numbers, num_microbatches: Numbers, slow: Numbers
+) -> list[Numbers]:
+    """Return the same, each pipeline looked at once: candidates of a search repeat a few b."""
+    sizes, counts, slowed = np.broadcast_arrays(micro_bsz, num_microbatches, slow)
+    keys = np.stack((sizes, counts, slowed)).reshape(3, -1)
+    # One column after the other, for unique rows take ten times as long to find.
+    code = np.zeros(keys.shape[1], np.int64)
+    for key in keys:
+        number = np.unique(key, return_inverse=True)[1]
+        code = code * (int(number.max(initial=0)) + 1) + number
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    final = _slowed_final_times(params, *keys[:, first])
+    return [np.asarray(t)[inverse].reshape(sizes.shape)[()] for t in final]
 
 
 def _overlapped_optim_time(params: PerfParams, final: list[Numbers], network: Numbers) -> Numbers:

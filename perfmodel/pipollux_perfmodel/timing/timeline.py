@@ -10,7 +10,9 @@ micro-batches, equal times:
     stage 2   .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
 
 The dots are the bubble, (K - 1)/(M + K - 1) of all. With stage times f_k and g_k the whole takes
-Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1.
+Σf + (M - 1)·max f + Σg + (M - 1)·max g, the `T_pipe` of `step_time` at ω = 1. This is torchgpipe's
+order. torch's own GPipe, with a process per stage, takes micro-batches back in the order in which
+they came; that takes exactly as long unless the last one is cheaper to take back.
 
 1F1B (PipeDream-Flush, Narayanan et al., ICML'21): stage k does min(M, K - 1 - k) forwards to warm
 up, then one forward and one backward in turn, then the backwards that are left, micro-batches in
@@ -34,9 +36,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from .params import ScheduleKind
+
 Phase = Literal["forward", "backward"]
 TransferPhase = Literal["forward_transfer", "backward_transfer"]
-ScheduleKind = Literal["gpipe", "1f1b"]
 
 
 class StageEvent(NamedTuple):

@@ -79,6 +79,28 @@ def test_overlap_is_recovered(overlap: float, told_by: str) -> None:
     assert found.forward_shares == truth.forward_shares
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("overlap", [0.35, 1.0])
+def test_1f1b_is_recovered_where_it_is_known_to_have_run(
+    overlap: float, checkpoint: Checkpoint
+) -> None:
+    truth = TRUTH._replace(
+        overlap=overlap,
+        checkpoint=checkpoint,
+        schedule="1f1b",
+        # GPipe would take a third longer.
+        forward_shares=(0.3, 0.05, 0.05),
+        backward_shares=(0.1, 0.2, 0.3),
+    )
+    data = measure(truth, [2, 4, 8], [2, 8, 32])
+    found = fit_perf_params(**data, checkpoint=checkpoint, schedule="1f1b")
+    assert found.schedule == "1f1b"
+    assert found.overlap == pytest.approx(overlap, abs=0.01)
+    assert worst_error(found, data) < 5e-3
+    taken_for_gpipe = fit_perf_params(**data, checkpoint=checkpoint)
+    assert worst_error(taken_for_gpipe, data) > 5e-3
+
+
 def test_overlap_is_one_where_nothing_tells_it() -> None:
     data = measure(TRUTH._replace(overlap=0.2), [4], [2, 8, 32])
     del data["compute_time"]

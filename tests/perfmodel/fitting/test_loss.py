@@ -17,7 +17,7 @@ from pipollux_perfmodel.fitting.loss import (
     with_values,
 )
 from pipollux_perfmodel.fitting.measurements import Profile
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint
 from pipollux_perfmodel.timing.step_time import (
     compute_time,
     network_time,
@@ -66,7 +66,10 @@ def random_shape(rng: np.random.Generator, checkpoint: Checkpoint) -> PerfParams
     stages = int(rng.integers(1, 5))
     shares = tuple(rng.dirichlet(np.ones(2 * stages)).tolist())
     return BLANK._replace(
-        forward_shares=shares[:stages], backward_shares=shares[stages:], checkpoint=checkpoint
+        forward_shares=shares[:stages],
+        backward_shares=shares[stages:],
+        checkpoint=checkpoint,
+        schedule=SCHEDULES[rng.integers(2)],
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, PerfParams
-from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
+from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
 from pipollux_perfmodel.partitioning.stage_plan import StagePlan, plan_stages
 from tests.extent import examples
 from tests.perfmodel.strategies import allocations, grad_params, pipelines
@@ -215,9 +215,12 @@ def plans(draw: st.DrawFn) -> list[StagePlan]:
     layer = st.builds(Layer, seconds, seconds, seconds, seconds, many, many, many, many)
     profile = LayerProfile.from_layers(draw(st.lists(layer, min_size=2, max_size=5)), 10.0)
     stages = range(1, min(3, profile.num_layers) + 1)
-    mode = draw(st.sampled_from(["never", "except_last", "always"]))
+    how: dict[str, Any] = {
+        "checkpoint": draw(st.sampled_from(["never", "except_last", "always"])),
+        "schedule": draw(st.sampled_from(["gpipe", "1f1b"])),
+    }
     return [
-        plan_stages(profile, num_stages, 4, SEVEN, micro_bsz=4, checkpoint=mode)
+        plan_stages(profile, num_stages, 4, SEVEN, micro_bsz=4, **how)
         for num_stages in draw(st.lists(st.sampled_from(stages), min_size=1, unique=True))
     ]
 
@@ -306,6 +309,50 @@ def test_scarce_memory_takes_more_stages_or_micro_batches() -> None:
     assert goodput[-1] == 0.0  # parameters alone need 4000 bytes
     only_two = goodput_fn.optimize(1, 2, memory_limit=8_500.0, **{**ask, "plans": cuts[:2]})
     assert only_two.num_stages == 2
+
+
+def test_1f1b_runs_larger_batches_where_gpipe_does_not_fit() -> None:
+    layer = Layer(1e-3, 1e-3, 1e-3, 2e-3, 1000.0, 2000.0, 10.0, 1.0)
+    profile = LayerProfile((layer,) * 4)
+    gpipe = plan_stages(profile, 4, 8, SEVEN, micro_bsz=4)
+    # The request of the parameters counts where none is given.
+    other = plan_stages(profile, 4, 8, SEVEN._replace(schedule="1f1b"), micro_bsz=4)
+    assert (gpipe.schedule, other.schedule) == ("gpipe", "1f1b")
+    ask: dict[str, Any] = {
+        "max_batch_size": 512,
+        "num_microbatches": 32,
+        "memory_limit": float(gpipe.memory(4, 32).max()),
+    }
+    goodput_fn = GoodputFunction(gpipe.perf_params, (1.0, 1000.0), 64)
+    one, two = (goodput_fn.optimize(1, 1, plans=[plan], **ask) for plan in (gpipe, other))
+    # Activations of 32 micro-batches, or of the first stage's 4: eight times as many samples.
+    assert (one.atomic_bsz, two.atomic_bsz) == (32 * 4, 512)
+    assert two.goodput > 1.1 * one.goodput
+    # So it runs with a limit that leaves no room for the other.
+    ask["memory_limit"] = float(other.memory(2, 32).max())
+    one, two = (goodput_fn.optimize(1, 1, plans=[plan], **ask) for plan in (gpipe, other))
+    assert one.goodput == 0
+    assert two.atomic_bsz == 64
+    assert two.goodput > 0
+
+
+@pytest.mark.parametrize("copies", [None, Link(1e-3, 1e4)])
+@pytest.mark.parametrize("contention", [0.0, 0.3])
+def test_searches_look_at_each_micro_batch_size_once(
+    copies: Link | None, contention: float
+) -> None:
+    """1F1B is played for a few sizes where GPipe's formula takes all: with the same answer."""
+    layers = [Layer(1e-3, k * 1e-3, 1e-3, 2e-3, 1e3, 2e3, 10.0, 1.0) for k in (1, 3, 2, 2)]
+    base = SEVEN._replace(schedule="1f1b", contention=contention)
+    plan = plan_stages(LayerProfile(tuple(layers)), 3, 8, base, micro_bsz=4, link=copies)
+    goodput_fn = GoodputFunction(plan.perf_params, (1.0, 8.0), 32)
+    nodes, sizes = np.array([1, 1, 2]), np.arange(32, 160, 16)[:, None]
+    found = goodput_fn.step_time(nodes, [1, 2, 6], sizes, 1, [4, 8, 8])
+    for row, column in np.ndindex(8, 3):
+        place = int(nodes[column]), (1, 2, 6)[column], int(sizes[row, 0]), 1, (4, 8, 8)[column]
+        alone = goodput_fn.step_time(*place)
+        for many, one in zip(found, alone, strict=True):
+            assert np.broadcast_to(many, (8, 3))[row, column] == pytest.approx(one, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,20 @@ def test_adaptdls_seven_are_read_as_they_are() -> None:
     assert {name: written[name] for name in SEVEN} == SEVEN
 
 
+def test_a_schedule_is_gpipes_where_none_is_told() -> None:
+    assert perf_params_from_json(TWO).schedule == "gpipe"
+    assert "schedule" not in perf_params_to_json(perf_params_from_json(TWO))
+    other = {**TWO, "schedule": "1f1b"}
+    assert perf_params_from_json(other).schedule == "1f1b"
+    assert perf_params_to_json(perf_params_from_json(other))["schedule"] == "1f1b"
+    old = SchedHints.from_json_object({"numStages": 2, "perfParams": SEVEN}).perf_params
+    new = {**SEVEN, "schedule": "1f1b"}
+    told = SchedHints.from_json_object({"numStages": 2, "perfParams": new}).perf_params
+    assert old is not None
+    assert old.schedule == "gpipe"
+    assert told == old._replace(schedule="1f1b")
+
+
 @examples(50, 400)
 @given(pipelines(), st.integers(1, 8))
 def test_hints_carry_pipelines(params: PerfParams, num_microbatches: int) -> None:
@@ -119,6 +133,7 @@ def test_is_a_field_of_any_model(params: PerfParams) -> None:
         ({**SEVEN, "two_node_penalty": -1}, "two_node_penalty is -1"),
         ({**SEVEN, "overhead": -1}, "overhead is -1"),
         ({**SEVEN, "checkpoint": "sometimes"}, "checkpoint is 'sometimes'; .*'except_last'"),
+        ({**SEVEN, "schedule": "2f2b"}, "schedule is '2f2b'; .*'gpipe' or '1f1b'"),
         ({**SEVEN, "shared_link": "perhaps"}, "shared_link is 'perhaps'"),
         ({**SEVEN, "forward_shares": [0.3]}, "backward_shares 0 entries; give one of each"),
         ({**TWO, "forward_shares": [0.2, 0.2]}, "sum to 1.1; divide each by the total"),

@@ -17,6 +17,7 @@ from pipollux_perfmodel import (
     stage_memory,
     stage_speedups,
 )
+from pipollux_perfmodel.timing.params import SCHEDULES
 
 LAYERS = LayerProfile.from_layers(
     [Layer(1e-4, 1e-3, 1e-4, 2e-3, parameter_bytes=1e6, activation_bytes=1e4) for _ in range(8)]
@@ -101,6 +102,22 @@ def test_whatever_batch_the_job_chooses_has_to_fit() -> None:
     assert list(stage_speedups(hints(2, memory_limit=0.999 * needed), 2, [4])) == [2]
     modest = hints(2, memory_limit=0.999 * needed, local_bsz_bounds=(16, 128))
     assert list(stage_speedups(modest, 2, [4])) == [2, 4]
+
+
+def test_1f1b_fits_where_gpipe_does_not() -> None:
+    """What runs is 1F1B, so the others would be, with the activations of a few micro-batches."""
+    small = {
+        schedule: float(stage_memory(LAYERS, [2] * 4, 256 / 8, 8, schedule=schedule).max())
+        for schedule in SCHEDULES
+    }
+    assert small["1f1b"] < small["gpipe"]
+    limit = 0.99 * small["gpipe"]
+    gpipe = hints(2, memory_limit=limit)
+    assert gpipe.perf_params is not None
+    params = gpipe.perf_params._replace(schedule="1f1b")
+    other = hints(2, memory_limit=limit, perf_params=params)
+    assert list(stage_speedups(gpipe, 2, [4])) == [2]
+    assert list(stage_speedups(other, 2, [4])) == [2, 4]
 
 
 def test_without_layers_only_its_own_and_what_runs() -> None:

@@ -18,8 +18,7 @@ from pipollux_perfmodel.partitioning.memory import (
     largest_micro_bsz,
     stage_memory,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
-from pipollux_perfmodel.timing.timeline import ScheduleKind
+from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint, ScheduleKind
 from tests.extent import examples
 
 MODES = list(product(CHECKPOINTS, SCHEDULES))

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
-from pipollux_perfmodel.partitioning.memory import SCHEDULES, stage_memory
+from pipollux_perfmodel.partitioning.memory import stage_memory
 from pipollux_perfmodel.partitioning.partition import partition
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
-from pipollux_perfmodel.timing.timeline import ScheduleKind
+from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint, ScheduleKind
 from tests.extent import examples
 
 

@@ -174,7 +174,8 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
     cut = partition(profile, 4, 6, 60.0, micro_bsz=2.0, schedule="1f1b", **how)
     assert cut != partition(profile, 4, 6, micro_bsz=2.0, schedule="1f1b", **how)
     assert list(plan.balance) == cut
-    assert plan.perf_params == price_stages(profile, cut, BASE, **how)
+    assert plan.perf_params == price_stages(profile, cut, BASE, schedule="1f1b", **how)
+    assert plan.schedule == "1f1b"
     assert plan.perf_params.checkpoint == "except_last"
     assert not plan.perf_params.transfers_overlap
     modes: dict[str, Any] = {"checkpoint": "except_last", "schedule": "1f1b"}

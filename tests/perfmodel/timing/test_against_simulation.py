@@ -15,12 +15,12 @@ from pipollux_perfmodel.timing.gpipe import (
     network_end,
     serial_final_times,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, PerfParams
+from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, PerfParams, ScheduleKind
 from pipollux_perfmodel.timing.step_time import step_time
-from pipollux_perfmodel.timing.timeline import Schedule, ScheduleKind, bubble_fraction
-from tests.perfmodel.simulator import Case, last_all_reduce, simulate
+from pipollux_perfmodel.timing.timeline import Schedule, bubble_fraction
+from tests.perfmodel.simulator import Case, Kind, last_all_reduce, simulate
 
-KINDS: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+SERIAL: dict[ScheduleKind, Kind] = {"gpipe": "serial", "1f1b": "serial_1f1b"}
 
 
 def close(found: ArrayLike, expected: ArrayLike, case: object) -> None:
@@ -127,7 +127,7 @@ def test_many_pipelines_at_once_are_each_as_simulated(num_stages: int, overlappi
         close(serial[:, i], simulate(case, "serial").final, case)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_time_lines_are_as_simulated(kind: ScheduleKind) -> None:
     rng = np.random.default_rng(30)
     for _ in range(500):
@@ -175,6 +175,8 @@ def draw_params(rng: np.random.Generator) -> PerfParams:
         params = params._replace(alpha_t=tuple(copies[0]), beta_t=tuple(copies[1]))
     if rng.random() < 0.7:
         params = params._replace(gradient_shares=draw_shares(rng, num_stages))
+    if rng.random() < 0.5:
+        params = params._replace(schedule="1f1b")
     return params
 
 
@@ -207,8 +209,8 @@ def test_step_time_is_as_simulated() -> None:
         time = step_time(params, num_nodes, num_replicas, num * micro_bsz, 2, num)
         slow = 1 + params.contention * (num_replicas / num_nodes - 1)
         case = described_case(params, micro_bsz, slow, num)
-        serial = np.array(simulate(case, "serial").final)
-        ideal = np.array(simulate(case).final)
+        serial = np.array(simulate(case, SERIAL[params.schedule]).final)
+        ideal = np.array(simulate(case, params.schedule).final)
         final = (1 - params.overlap) * serial + params.overlap * ideal
         close(time.accum_time, final[0], params)
         # Without shares all of the network comes after stage 0, whose gradients are last.
@@ -223,18 +225,19 @@ def test_step_time_is_as_simulated() -> None:
         close(time.total, 2 * time.accum_time + time.optim_time, params)
 
 
-def test_overlap_is_a_straight_line_from_taking_turns_to_gpipe() -> None:
+def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule() -> None:
     rng = np.random.default_rng(50)
     for _ in range(200):
         params = draw_params(rng)
         case = described_case(params, 4.0, 1.0, 6)
-        serial, ideal = simulate(case, "serial").final[0], simulate(case).final[0]
+        serial = simulate(case, SERIAL[params.schedule]).final[0]
+        ideal = simulate(case, params.schedule).final[0]
         for overlap in (0.0, 0.25, 0.5, 1.0):
             time = step_time(params._replace(overlap=overlap), 1, 1, 24, 0, 6)
             close(time.accum_time, serial + overlap * (ideal - serial), params)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("num_stages", range(1, 9))
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 12])
 def test_equal_stages_take_the_same_by_either_schedule(
@@ -270,7 +273,7 @@ def test_1f1b_is_never_slower_whatever_the_stage_times(num_stages: int) -> None:
 
 def both_makespans(case: Case) -> tuple[float, float]:
     """(GPipe's, 1F1B's)."""
-    gpipe, other = (schedule(case, kind).makespan for kind in KINDS)
+    gpipe, other = (schedule(case, kind).makespan for kind in SCHEDULES)
     return gpipe, other
 
 
