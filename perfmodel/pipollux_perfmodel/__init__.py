@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
     from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
     from pipollux_perfmodel.partitioning.partition import least_memory, partition
+    from pipollux_perfmodel.partitioning.schedules import ScheduleOption, compare_schedules
     from pipollux_perfmodel.partitioning.stage_plan import (
         StagePlan,
         correct_profile,
@@ -62,11 +63,13 @@ __all__ = [
     "RegimeError",
     "SchedHints",
     "Schedule",
+    "ScheduleOption",
     "SpeedupFunction",
     "StageEvent",
     "StagePlan",
     "StepTime",
     "bubble_fraction",
+    "compare_schedules",
     "correct_profile",
     "even_shares",
     "fit_like_adaptdl",
@@ -96,6 +99,7 @@ _HOMES = {
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
     "partitioning.memory": ("largest_micro_bsz", "stage_memory"),
     "partitioning.partition": ("least_memory", "partition"),
+    "partitioning.schedules": ("ScheduleOption", "compare_schedules"),
     "partitioning.stage_plan": (
         "StagePlan",
         "correct_profile",

@@ -52,13 +52,15 @@ class _Three(NamedTuple):
 class Optimum(_Three):
     """The best configuration of an allocation, or arrays of those.
 
-    A tuple (goodput, atomic_bsz, accum_steps), as AdaptDL returns it, with two attributes more.
+    A tuple (goodput, atomic_bsz, accum_steps), as AdaptDL returns it, with three attributes more.
     """
 
     num_microbatches: Numbers
     """M of the best configuration."""
     num_stages: Numbers
     """K of the best configuration."""
+    plan: Numbers
+    """Which of the plans it runs, the first being 0; also 0 without plans."""
 
     def __new__(
         cls,
@@ -67,11 +69,13 @@ class Optimum(_Three):
         accum_steps: Numbers,
         num_microbatches: Numbers = 1,
         num_stages: Numbers = 1,
+        plan: Numbers = 0,
     ) -> Self:
-        """Make one of all five."""
+        """Make one of all six."""
         made = super().__new__(cls, goodput, atomic_bsz, accum_steps)
         made.num_microbatches = num_microbatches
         made.num_stages = num_stages
+        made.plan = plan
         return made
 
 
@@ -83,6 +87,7 @@ class _Best(NamedTuple):
     accum_steps: Integers
     num_microbatches: Integers
     num_stages: Integers
+    plan: Integers
 
 
 def optimize_pipeline(
@@ -123,37 +128,40 @@ def optimize_pipeline(
         np.zeros_like(replicas),
         np.full_like(replicas, num_microbatches[0]),
         np.full_like(replicas, all_params[0].num_stages),
+        np.zeros_like(replicas),
     )
-    for plan, params in zip(plans, all_params, strict=True):
+    for index, (plan, params) in enumerate(zip(plans, all_params, strict=True)):
         for count in num_microbatches:
             limited = _within_memory(bounds, plan, memory_limit, count)
             if limited is not None:
                 goodput_of = _Goodput(params, grad_params, bounds, nodes, replicas, count)
-                _improve(best, goodput_of, params.num_stages, replicas, limited, count)
+                better = _improve(best, goodput_of, replicas, limited, count)
+                best.num_stages[better] = params.num_stages
+                best.plan[better] = index
     return _Best(
         best.goodput[inverse],
         best.atomic_bsz[inverse],
         best.accum_steps[inverse],
         best.num_microbatches[inverse],
         best.num_stages[inverse],
+        best.plan[inverse],
     )
 
 
 def _improve(
     best: _Best,
     goodput_of: _Goodput,
-    num_stages: int,
     num_replicas: Integers,
     bounds: BatchBounds,
     num_microbatches: int,
-) -> None:
-    """Write the best batch sizes with M micro-batches into `best`, where they are better."""
+) -> NDArray[np.bool_]:
+    """Write the best batch sizes with M micro-batches where they are better; return where."""
     choice = choose(bounds, num_replicas, num_microbatches, goodput_of)
     better = choice.goodput > best.goodput
     for kept, values in zip(best[:3], choice, strict=True):
         kept[better] = values[better]
     best.num_microbatches[better] = num_microbatches
-    best.num_stages[better] = num_stages
+    return better
 
 
 def _within_memory(

@@ -170,16 +170,16 @@ class GoodputFunction:
             atomic_bsz_range: least and largest atomic batch size; None: unbounded.
             accumulation: whether accumulation steps are allowed.
             num_microbatches: M, or several to choose from.
-            plans: ways to cut the model into stages to choose from, one per number of stages
-                (`plan_stages`); none: the stages of `perf_params`.
+            plans: ways to cut the model into stages to choose from, as one per number of stages and
+                schedule (`plan_stages`); none: the stages of `perf_params`.
             memory_limit: bytes of a stage's device, which bound the micro-batches of each plan;
                 None: unbounded. Needs `plans`, which know what a sample takes. With a limit a
                 micro-batch has at least one whole sample.
 
         Returns:
             (goodput, atomic_bsz, accum_steps) as AdaptDL, and as attributes besides
-            `num_microbatches` and `num_stages`; scalars, or arrays of the broadcast shape. Where no
-            batch size is within bounds goodput is 0.0.
+            `num_microbatches`, `num_stages` and `plan`, the index of the plan; scalars, or arrays
+            of the broadcast shape. Where no batch size is within bounds goodput is 0.0.
 
         Raises:
             ValueError: unless 1 <= num_nodes <= num_replicas and num_microbatches >= 1, or when

@@ -262,18 +262,18 @@ def test_arrays_give_what_scalars_give(
             assert alone.num_stages == together.num_stages[index]
 
 
-def test_unpacks_to_adaptdls_three_and_knows_two_more() -> None:
+def test_unpacks_to_adaptdls_three_and_knows_three_more() -> None:
     goodput_fn = GoodputFunction(SEVEN, (1.0, 8.0), 32)
     found = goodput_fn.optimize(1, 2, 256, (8, 64), True, num_microbatches=(2, 4))
     goodput, atomic_bsz, accum_steps = found
     assert (goodput, atomic_bsz, accum_steps) == tuple(found)
     assert found.goodput == goodput
     assert goodput == pytest.approx(goodput_fn(1, 2, atomic_bsz, accum_steps, 2))
-    assert (found.num_microbatches, found.num_stages) == (2, 1)
-    types = [type(v) for v in (*found, found.num_microbatches, found.num_stages)]
-    assert types == [float, int, int, int, int]
+    assert (found.num_microbatches, found.num_stages, found.plan) == (2, 1, 0)
+    types = [type(v) for v in (*found, found.num_microbatches, found.num_stages, found.plan)]
+    assert types == [float, int, int, int, int, int]
     shape = goodput_fn.optimize([[1], [2]], [2, 3, 4], num_microbatches=(2, 4))
-    for values in (*shape, shape.num_microbatches, shape.num_stages):
+    for values in (*shape, shape.num_microbatches, shape.num_stages, shape.plan):
         assert values.shape == (2, 3)
 
 
@@ -334,6 +334,9 @@ def test_1f1b_runs_larger_batches_where_gpipe_does_not_fit() -> None:
     assert one.goodput == 0
     assert two.atomic_bsz == 64
     assert two.goodput > 0
+    # Offered both, the search says which.
+    assert goodput_fn.optimize(1, 1, plans=[gpipe, other], **ask).plan == 1
+    assert goodput_fn.optimize(1, 1, plans=[other, gpipe], **ask).plan == 0
 
 
 @pytest.mark.parametrize("copies", [None, Link(1e-3, 1e4)])

@@ -1,0 +1,116 @@
+"""Which schedules of a pipeline fit the devices' memory, and which of those is fastest.
+
+Two numbers decide, both of one cut: T_pipe (`timing.step_time`) and the bytes of the fullest device
+(`memory`). 1F1B keeps the activations of min(M, K - k) micro-batches where GPipe keeps those of M,
+so it runs batches that GPipe cannot. Over several batch sizes and numbers of micro-batches
+`GoodputFunction.optimize` chooses, given the plans of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, PerfParams, ScheduleKind
+from pipollux_perfmodel.timing.step_time import step_time
+
+from .layer_profile import LayerProfile, Link
+from .memory import check_limit
+from .partition import least_memory
+from .stage_plan import StagePlan, plan_stages
+
+_ROUNDING = 1e-12
+
+
+class ScheduleOption(NamedTuple):
+    """What a schedule makes of one batch."""
+
+    schedule: ScheduleKind
+    """In which order the stages work."""
+    plan: StagePlan | None
+    """The best cut that fits; None: none does."""
+    seconds: float
+    """T_pipe of one replica; infinite where no cut fits."""
+    memory: float
+    """Bytes of the fullest device; where no cut fits, the least limit that one would fit."""
+
+
+def compare_schedules(
+    profile: LayerProfile,
+    num_stages: int,
+    num_microbatches: int,
+    base: PerfParams,
+    *,
+    micro_bsz: float,
+    memory_limit: float | None = None,
+    checkpoint: Checkpoint = "never",
+    schedules: Sequence[ScheduleKind] = SCHEDULES,
+    link: Link | None = None,
+    transfers_overlap: bool = True,
+) -> list[ScheduleOption]:
+    """Return what every schedule makes of one batch, the best one first.
+
+    The best is the fastest that fits, and of equally fast ones the one that needs less memory.
+    Those that do not fit come last.
+
+    Args:
+        profile: what the layers cost.
+        num_stages: K.
+        num_microbatches: M.
+        base: where network, γ, ω and overhead come from.
+        micro_bsz: b, samples per micro-batch.
+        memory_limit: bytes of each stage's device; None: no limit.
+        checkpoint: which micro-batches are recomputed.
+        schedules: those to compare.
+        link: what carries activations over a cut; None: copies are free.
+        transfers_overlap: whether copies run beside compute.
+
+    Raises:
+        ValueError: as `plan_stages`, but not for a lack of memory.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 4)
+        >>> base = PerfParams(0, 3, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> [(option.schedule, option.seconds, option.memory)
+        ...  for option in compare_schedules(profile, 2, 8, base, micro_bsz=1)]
+        [('1f1b', 54.0, 4.0), ('gpipe', 54.0, 16.0)]
+    """
+    if memory_limit is not None:
+        check_limit(memory_limit)
+    options = []
+    for schedule in schedules:
+        least = least_memory(
+            profile,
+            num_stages,
+            num_microbatches,
+            micro_bsz=micro_bsz,
+            checkpoint=checkpoint,
+            schedule=schedule,
+        )
+        if memory_limit is not None and least > memory_limit * (1 + _ROUNDING):
+            options.append(ScheduleOption(schedule, None, math.inf, least))
+            continue
+        plan = plan_stages(
+            profile,
+            num_stages,
+            num_microbatches,
+            base,
+            micro_bsz=micro_bsz,
+            memory_limit=memory_limit,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            link=link,
+            transfers_overlap=transfers_overlap,
+        )
+        batch = 1, 1, micro_bsz * num_microbatches, 0, num_microbatches
+        seconds = float(step_time(plan.perf_params, *batch).accum_time)
+        memory = float(plan.memory(micro_bsz, num_microbatches).max())
+        options.append(ScheduleOption(schedule, plan, seconds, memory))
+    return sorted(options, key=_worth)
+
+
+def _worth(option: ScheduleOption) -> tuple[float, float]:
+    """Return what is to be least; times that differ by rounding are the same."""
+    return float(f"{option.seconds:.9e}"), option.memory
