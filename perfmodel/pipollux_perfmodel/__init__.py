@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.hints.hints import HintsError, SchedHints
     from pipollux_perfmodel.hints.stage_speedups import stage_speedups
     from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
-    from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
+    from pipollux_perfmodel.partitioning.memory import (
+        interleaved_memory,
+        largest_micro_bsz,
+        stage_memory,
+    )
     from pipollux_perfmodel.partitioning.partition import least_memory, partition
     from pipollux_perfmodel.partitioning.schedules import ScheduleOption, compare_schedules
     from pipollux_perfmodel.partitioning.stage_plan import (
@@ -78,6 +82,7 @@ __all__ = [
     "gpipe_schedule",
     "grad_params_from_json",
     "grad_params_to_json",
+    "interleaved_memory",
     "largest_micro_bsz",
     "least_memory",
     "one_f_one_b_schedule",
@@ -97,7 +102,7 @@ _HOMES = {
     "goodput.speedup": ("Configuration", "SpeedupFunction"),
     "hints.stage_speedups": ("stage_speedups",),
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
-    "partitioning.memory": ("largest_micro_bsz", "stage_memory"),
+    "partitioning.memory": ("interleaved_memory", "largest_micro_bsz", "stage_memory"),
     "partitioning.partition": ("least_memory", "partition"),
     "partitioning.schedules": ("ScheduleOption", "compare_schedules"),
     "partitioning.stage_plan": (

@@ -6,7 +6,8 @@ those that wait for it. Nothing here knows a formula or a time line. GPipe: firs
 and the turn when all forwards are done. 1F1B: a stage takes a micro-batch in as long as fewer than
 K - k are in, else it sends the oldest back. Stages that take turns: all work waits for one machine,
 which follows one micro-batch through before it takes the next; by GPipe there, and later back, by
-1F1B there and back.
+1F1B there and back. Interleaved: a device of several stages looks at all that it will ever do in
+two lists, forwards and backwards, and waits for the first of one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal, NamedTuple
 
-Kind = Literal["gpipe", "1f1b", "serial", "serial_1f1b"]
+Kind = Literal["gpipe", "1f1b", "serial", "serial_1f1b", "interleaved"]
 Name = tuple[str, int, int]
 """(phase, stage, micro-batch); a copy's stage is the one that receives."""
 
@@ -100,9 +101,9 @@ class Shop:
         task.done()
 
 
-def simulate(case: Case, kind: Kind = "gpipe") -> Result:
-    """Play one forward and backward of all micro-batches."""
-    play = _Play(case, kind)
+def simulate(case: Case, kind: Kind = "gpipe", num_devices: int | None = None) -> Result:
+    """Play one forward and backward of all micro-batches; a device per stage unless told."""
+    play = _Play(case, kind, num_devices or len(case.forward))
     play.shop.run()
     final = [0.0] * play.num_stages
     forward_span = 0.0
@@ -137,10 +138,13 @@ def last_all_reduce(
 class _Play:
     """Moves micro-batches through a shop."""
 
-    def __init__(self, case: Case, kind: Kind) -> None:
+    def __init__(self, case: Case, kind: Kind, num_devices: int) -> None:
         self.case = case
         self.one_f_one_b, self.takes_turns = "1f1b" in kind, "serial" in kind
+        self.interleaved, self.num_devices = kind == "interleaved", num_devices
         self.num_stages = len(case.forward)
+        self.to_do = [self._lists(device) for device in range(num_devices)]
+        self.busy_with = [0] * num_devices
         self.held = [0] * self.num_stages
         self.most_held = [0] * self.num_stages
         self.taken_in = [0] * self.num_stages
@@ -158,6 +162,8 @@ class _Play:
             more = self.taken_in[stage] < self.case.num_microbatches
             wanted = "forward" if room and more else "backward"
             tasks = [task for task in tasks if task.parts[-1][0][0] == wanted]
+        if self.interleaved and "transfer" not in phase:
+            tasks = self._due(tasks, stage % self.num_devices)
         if not tasks:
             return None
         phase, stage, _ = tasks[0].parts[-1][0]
@@ -166,6 +172,32 @@ class _Play:
             self.held[stage] += 1
             self.most_held[stage] = max(self.most_held[stage], self.held[stage])
         return tasks[0]
+
+    def _lists(self, device: int) -> dict[str, list[Name]]:
+        """Everything that a device does: by round, then by stage, then by micro-batch."""
+        num, devices = self.case.num_microbatches, self.num_devices
+        per_round = num // max(1, num // devices)
+        every = [(q, i) for q in range(device, self.num_stages, devices) for i in range(num)]
+        there = sorted(every, key=lambda item: (item[1] // per_round, item[0], item[1]))
+        back = sorted(every, key=lambda item: (item[1] // per_round, -item[0], item[1]))
+        return {
+            "forward": [("forward", *item) for item in there],
+            "backward": [("backward", *item) for item in back],
+        }
+
+    def _due(self, tasks: list[Task], device: int) -> list[Task]:
+        """The one task that interleaved 1F1B wants next of a device, if it is there."""
+        num, hops = self.case.num_microbatches, self.num_devices - 1 - device
+        per_round = num // max(1, num // self.num_devices)
+        others = self.num_stages // self.num_devices - 1
+        lists = self.to_do[device]
+        room = self.busy_with[device] <= others * per_round + 2 * hops
+        phase = "forward" if room and lists["forward"] else "backward"
+        due = [task for task in tasks if task.parts[-1][0] == lists[phase][0]]
+        if due:
+            lists[phase].pop(0)
+            self.busy_with[device] += 1 if phase == "forward" else -1
+        return due
 
     def _arrive(self, phase: str, stage: int, microbatch: int) -> None:
         """A micro-batch stands before a stage, its input still at the neighbour's."""
@@ -189,7 +221,7 @@ class _Play:
             seconds = (self.case.last_backward if last else self.case.backward)[stage]
             rank = microbatch if self.one_f_one_b else -microbatch
         return Task(
-            "thread" if self.takes_turns else ("device", stage),
+            "thread" if self.takes_turns else ("device", stage % self.num_devices),
             [((phase, stage, microbatch), seconds)],
             partial(self._done, phase, stage, microbatch),
             rank,
@@ -202,7 +234,7 @@ class _Play:
                 self._arrive("backward", stage - 1, microbatch)
         elif stage < self.num_stages - 1:
             self._arrive("forward", stage + 1, microbatch)
-        elif self.one_f_one_b:
+        elif self.one_f_one_b or self.interleaved:
             self._arrive("backward", stage, microbatch)
         else:
             self._turn()

@@ -23,6 +23,11 @@ and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al., ICML'21
 kernel needs while it runs, boundary buffers in flight, and what the allocator loses to fragments.
 Leave the limit some margin for them.
 
+Interleaved 1F1B has several stages on a device, which have their most at different times, and so
+no such table: `interleaved_memory` follows what each device does. Without recomputation and with
+equal stages the first device holds the activations of K·V + K - 1 micro-batches in one stage, as
+much as 1 + (K - 1)/(K·V) times 1F1B's (Korthikanti et al., MLSys'23).
+
 Arguments broadcast, so that one call answers for many candidates.
 """
 
@@ -35,6 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pipollux_perfmodel.timing.device_order import Work, check_rounds, device_order
 from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
@@ -82,6 +88,68 @@ def stage_memory(
         raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
     fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
     return np.asarray(fixed + per_sample * samples)
+
+
+def interleaved_memory(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    num_devices: int,
+    micro_bsz: ArrayLike,
+    num_microbatches: int,
+    *,
+    checkpoint: Checkpoint = "never",
+) -> Floats:
+    """Return the most bytes that each device holds at once with interleaved 1F1B.
+
+    Args:
+        profile: the costs of the layers.
+        balance: number of layers of each stage, K·V entries; stage q is on device q mod K.
+        num_devices: K.
+        micro_bsz: b, samples per micro-batch; any shape.
+        num_microbatches: M.
+        checkpoint: which micro-batches are recomputed.
+
+    Returns:
+        Bytes, shape (K, *shape of b).
+
+    Raises:
+        ValueError: when the balance does not fit the profile or the devices, b is negative or not
+            finite, the micro-batches cannot be interleaved, or the checkpoint mode is unknown.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+        >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
+        [10.0, 6.0]
+        >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
+        [8.0, 4.0]
+    """
+    check_choices(checkpoint, "1f1b")
+    check_balance(balance, profile.num_layers)
+    if num_devices < 1 or len(balance) % num_devices:
+        raise ValueError(
+            f"num_devices is {num_devices}; give a number that divides the {len(balance)} stages"
+        )
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
+    check_rounds(num_devices, num_microbatches)
+    samples = np.asarray(micro_bsz, float)
+    if not np.all(np.isfinite(samples) & (samples >= 0)):
+        raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
+    starts = [start for start, _ in stage_ranges(balance)]
+    state = np.add.reduceat(state_bytes(profile), starts)
+    inputs = profile.boundary_bytes()[starts].tolist()
+    activations = profile.by_stage("activation_bytes", balance).tolist()
+    memory = []
+    for device in range(num_devices):
+        order = device_order("interleaved", device, num_devices, len(balance), num_microbatches)
+        if checkpoint == "never":
+            recomputed = 0
+        else:
+            recomputed = num_microbatches - (checkpoint == "except_last")
+        most = _most_kept(order, inputs, activations, recomputed)
+        memory.append(state[device::num_devices].sum() + most * samples)
+    return np.array(memory)
 
 
 def largest_micro_bsz(
@@ -183,6 +251,23 @@ def check_limit(memory_limit: float) -> None:
     """
     if not (math.isfinite(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
+
+
+def _most_kept(
+    order: Sequence[Work],
+    inputs: Sequence[float],
+    activations: Sequence[float],
+    num_recomputed: int,
+) -> float:
+    """Return the most bytes per sample that are kept at once, of the first so many only inputs."""
+    kept = most = 0.0
+    for phase, stage, microbatch in order:
+        again = microbatch < num_recomputed
+        share = inputs[stage] if again else activations[stage]
+        kept += share if phase == "forward" else 0.0
+        most = max(most, kept + (activations[stage] if again and phase == "backward" else 0.0))
+        kept -= share if phase == "backward" else 0.0
+    return most
 
 
 def _stage_bytes(

@@ -1,4 +1,4 @@
-"""Timelines of a pipeline: the work of each stage on each micro-batch, for GPipe and 1F1B.
+"""Timelines of a pipeline: the work of each stage on each micro-batch, by three schedules.
 
 GPipe (Huang et al., NeurIPS'19): micro-batch i enters stage k as soon as it has left stage k - 1
 and stage k is done with micro-batch i - 1. When the last stage has finished its last forward,
@@ -22,6 +22,10 @@ the same order in both. Stage k holds min(M, K - k) micro-batches at once where 
     stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
+Interleaved 1F1B (Narayanan et al., SC'21) has V stages on each of K devices, stage q on device
+q mod K, in the order that `device_order` has. The bubble is V times shorter, (K - 1)/(V·M) of the
+ideal with equal stages and K dividing M; for it more copies are sent and more micro-batches held.
+
 A boundary copy takes what crosses from stage k to stage k + 1, and its gradient back. It is a
 separate machine, one for each direction, or it occupies the receiving device just before that
 device works on what it received.
@@ -36,9 +40,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
-from .params import ScheduleKind
+from .device_order import Phase, TimelineKind, Work, check_rounds, device_order
 
-Phase = Literal["forward", "backward"]
 TransferPhase = Literal["forward_transfer", "backward_transfer"]
 
 
@@ -68,24 +71,27 @@ class Schedule:
 
     Raises:
         ValueError: when `kind` is unknown, a sequence has another length than its stages ask for, a
-            time is negative or not finite, or there is no micro-batch.
+            time is negative or not finite, there is no micro-batch, or the stages or micro-batches
+            cannot be interleaved.
     """
 
-    kind: ScheduleKind
-    """In which order a stage works: "gpipe" or "1f1b"."""
+    kind: TimelineKind
+    """In which order a device works: "gpipe", "1f1b" or "interleaved"."""
     forward: tuple[float, ...]
-    """Seconds of one micro-batch's forward per stage; K entries."""
+    """Seconds of one micro-batch's forward per stage; K entries, K·V if interleaved."""
     backward: tuple[float, ...]
-    """Seconds of one micro-batch's backward per stage, with its recomputation; K entries."""
+    """Seconds of one micro-batch's backward per stage, with its recomputation; as many."""
     num_microbatches: int
     """M."""
     last_backward: tuple[float, ...] = ()
     """The same for the micro-batch that is last in forward order, which checkpointing
     "except_last" does not recompute: GPipe's first backward, 1F1B's last. () = as `backward`."""
     transfer: tuple[float, ...] = ()
-    """Seconds of the copy k → k + 1 and of its gradient back; K - 1 entries, or () = free."""
+    """Seconds of the copy k → k + 1 and of its gradient back; one fewer, or () = free."""
     transfers_overlap: bool = True
     """True: a copy is a separate machine; False: it occupies the receiving device."""
+    stages_per_device: int = 1
+    """V; 1 unless interleaved."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "last_backward", "transfer"):
@@ -96,17 +102,22 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K, or K·V if interleaved."""
         return len(self.forward)
 
     @property
+    def num_devices(self) -> int:
+        """K; stage q is on device q mod K."""
+        return self.num_stages // self.stages_per_device
+
+    @property
     def events(self) -> list[StageEvent]:
-        """The 2·K·M forwards and backwards, sorted by start; the first starts at 0."""
+        """The forwards and backwards of every stage, sorted by start; the first starts at 0."""
         return list(self._time_line[0])
 
     @property
     def transfers(self) -> list[StageEvent]:
-        """The 2·(K - 1)·M boundary copies, sorted by start; of zero seconds where copies are free.
+        """The copies over every boundary, sorted by start; of zero seconds where copies are free.
 
         Their phase is "forward_transfer" or "backward_transfer".
         """
@@ -120,7 +131,8 @@ class Schedule:
     @property
     def bubble_fraction(self) -> float:
         """The share of the devices' time in which they compute nothing; copies compute nothing."""
-        return bubble_fraction(self._time_line[0], self.num_stages)
+        events = (e._replace(stage=e.stage % self.num_devices) for e in self._time_line[0])
+        return bubble_fraction(events, self.num_devices)
 
     @cached_property
     def final_times(self) -> tuple[float, ...]:
@@ -134,16 +146,22 @@ class Schedule:
     def max_in_flight(self) -> tuple[int, ...]:
         """Most micro-batches that each stage holds at once, from forward's start to backward's end.
 
-        GPipe M, 1F1B min(M, K - k): what a stage's activation memory grows with.
+        GPipe M, 1F1B min(M, K - k): what a stage's activation memory grows with. Of several stages
+        on one device each has its most at another time (`partitioning.memory`).
         """
-        most = []
-        for stage in range(self.num_stages):
-            held = peak = 0
-            for phase, _ in _order(self, stage):
-                held += 1 if phase == "forward" else -1
-                peak = max(peak, held)
-            most.append(peak)
+        most = [0] * self.num_stages
+        for device in range(self.num_devices):
+            held = [0] * self.num_stages
+            for phase, stage, _ in self.order(device):
+                held[stage] += 1 if phase == "forward" else -1
+                most[stage] = max(most[stage], held[stage])
         return tuple(most)
+
+    def order(self, device: int) -> list[Work]:
+        """Return what a device does, in its order."""
+        return device_order(
+            self.kind, device, self.num_devices, self.num_stages, self.num_microbatches
+        )
 
     @cached_property
     def _time_line(self) -> tuple[tuple[StageEvent, ...], tuple[StageEvent, ...]]:
@@ -207,13 +225,13 @@ def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
 
 
 class _Run:
-    """Run the stages' orders, each piece as early as its input and its device allow."""
+    """Run the devices' orders, each piece as early as its input and its device allow."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._computed: list[StageEvent] = []
         self._copied: list[StageEvent] = []
-        self._device_free = [0.0] * schedule.num_stages
+        self._device_free = [0.0] * schedule.num_devices
         self._link_free: dict[tuple[Phase, int], float] = {}
         """Until when the copy of a phase into a stage is in use."""
         self._arrival: dict[tuple[Phase, int, int], float] = {
@@ -222,24 +240,25 @@ class _Run:
         """When the input of (phase, stage, micro-batch) is there, or may be fetched."""
 
     def finish(self) -> tuple[tuple[StageEvent, ...], tuple[StageEvent, ...]]:
-        stages = range(self._schedule.num_stages)
-        waiting = [deque(_order(self._schedule, stage)) for stage in stages]
+        waiting = [deque(self._schedule.order(k)) for k in range(self._schedule.num_devices)]
         while any(waiting):
-            for stage in stages:
-                while waiting[stage] and self._work(stage, *waiting[stage][0]):
-                    waiting[stage].popleft()
+            for order in waiting:
+                while order and self._work(order[0]):
+                    order.popleft()
         return _by_start(self._computed), _by_start(self._copied)
 
-    def _work(self, stage: int, phase: Phase, microbatch: int) -> bool:
+    def _work(self, work: Work) -> bool:
         """Run one forward or backward, and send its output; False while its input is not ready."""
+        phase, stage, microbatch = work
+        device = stage % self._schedule.num_devices
         arrival = self._arrival.get((phase, stage, microbatch))
         if arrival is None:
             return False
-        start = max(arrival, self._device_free[stage])
+        start = max(arrival, self._device_free[device])
         if not self._schedule.transfers_overlap:
             start = self._copy(stage, phase, microbatch, start)
         end = start + self._seconds(stage, phase, microbatch)
-        self._device_free[stage] = end
+        self._device_free[device] = end
         self._computed.append(StageEvent(stage, microbatch, phase, start, end))
         self._send(stage, phase, microbatch, end)
         return True
@@ -277,23 +296,9 @@ def _by_start(events: list[StageEvent]) -> tuple[StageEvent, ...]:
     return tuple(sorted(events, key=lambda event: (event.start, event.end, event.stage)))
 
 
-def _order(schedule: Schedule, stage: int) -> list[tuple[Phase, int]]:
-    """Return what a stage does, in its order: (phase, micro-batch)."""
-    microbatches = range(schedule.num_microbatches)
-    forwards: list[tuple[Phase, int]] = [("forward", i) for i in microbatches]
-    backwards: list[tuple[Phase, int]] = [("backward", i) for i in microbatches]
-    if schedule.kind == "gpipe":
-        return forwards + backwards[::-1]
-    warm_up = min(len(forwards), schedule.num_stages - 1 - stage)
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards) - warm_up :]
-
-
 def _check(schedule: Schedule) -> None:
-    if schedule.kind not in get_args(ScheduleKind):
-        raise ValueError(f"kind is {schedule.kind!r}; give 'gpipe' or '1f1b'")
+    if schedule.kind not in get_args(TimelineKind):
+        raise ValueError(f"kind is {schedule.kind!r}; give 'gpipe', '1f1b' or 'interleaved'")
     num_stages = len(schedule.forward)
     if not num_stages or num_stages != len(schedule.backward):
         raise ValueError(
@@ -316,3 +321,20 @@ def _check(schedule: Schedule) -> None:
                 raise ValueError(f"{name}[{stage}] is {seconds}; give a finite time >= 0 s")
     if schedule.num_microbatches < 1:
         raise ValueError(f"num_microbatches is {schedule.num_microbatches}; give at least one")
+    _check_interleaving(schedule)
+
+
+def _check_interleaving(schedule: Schedule) -> None:
+    several, num_stages = schedule.stages_per_device, len(schedule.forward)
+    if schedule.kind != "interleaved":
+        if several != 1:
+            raise ValueError(
+                f"stages_per_device is {several} with kind {schedule.kind!r}; give 1, or the kind "
+                "'interleaved'"
+            )
+        return
+    if several < 1 or num_stages % several:
+        raise ValueError(
+            f"stages_per_device is {several}; give a number that divides the {num_stages} stages"
+        )
+    check_rounds(schedule.num_devices, schedule.num_microbatches)

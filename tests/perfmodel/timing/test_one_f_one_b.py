@@ -93,7 +93,7 @@ def test_equal_stages_take_as_long_as_in_the_papers(num_stages: int, num_microba
     forward, backward, free = (0.1,) * num_stages, (0.2,) * num_stages, (0.0,) * (num_stages - 1)
     times = StageTimes(forward, backward, backward, free)
     found = final_times(times, num_microbatches, overlapping=True)
-    # ICML'21, section 2.2, and SC'21, 2.2.1: the bubble is K - 1 slots, (K - 1)/M of the ideal.
+    # ICML'21 and SC'21, section 2.2.1: the bubble is K - 1 slots, (K - 1)/M of the ideal.
     ideal = num_microbatches * (0.1 + 0.2)
     assert found[0] / ideal - 1 == pytest.approx((num_stages - 1) / num_microbatches)
     assert found == near(gpipe.final_times(times, num_microbatches, overlapping=True))

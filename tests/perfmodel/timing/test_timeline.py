@@ -193,7 +193,7 @@ def test_events_of_unknown_stages_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"kind": "gpip"}, "kind is 'gpip'; give 'gpipe' or '1f1b'"),
+        ({"kind": "gpip"}, "kind is 'gpip'; give 'gpipe', '1f1b' or 'interleaved'"),
         ({"forward": (1.0,)}, "forward has 1 and backward 2 entries"),
         ({"last_backward": (1.0,)}, "last_backward has 1 entries; give one per stage, 2"),
         ({"last_backward": (1.0, -1.0)}, r"last_backward\[1\] is -1.0"),

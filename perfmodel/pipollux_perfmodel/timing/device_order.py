@@ -1,0 +1,101 @@
+"""In which order a device works on micro-batches: GPipe, 1F1B, interleaved 1F1B.
+
+`timeline` has pictures and times; `partitioning.memory` what a device holds meanwhile.
+
+The first two have a device for each stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2)
+has V stages on each of K devices, stage q on device q mod K, in the order of torch's
+`ScheduleInterleaved1F1B`. Micro-batches come in max(1, M // K) rounds, K of them in each where K
+divides M. Forwards go round by round, in it stage by stage, in it micro-batch by micro-batch;
+backwards the same with the last stage first. Device k does
+
+    w_k = min(M·V, (V - 1)·(micro-batches of a round) + 2·(K - 1 - k))
+
+forwards, then a forward and a backward in turn, then the backwards that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+Phase = Literal["forward", "backward"]
+TimelineKind = Literal["gpipe", "1f1b", "interleaved"]
+"""The orders that have a time line; `params.ScheduleKind` are those that step times know."""
+
+
+class Work(NamedTuple):
+    """The forward or backward of one micro-batch in one stage."""
+
+    phase: Phase
+    stage: int
+    microbatch: int
+
+
+def device_order(
+    kind: TimelineKind, device: int, num_devices: int, num_stages: int, num_microbatches: int
+) -> list[Work]:
+    """Return what a device does, in its order.
+
+    Args:
+        kind: "gpipe", "1f1b" or "interleaved".
+        device: k.
+        num_devices: K; as many as stages unless interleaved.
+        num_stages: K·V.
+        num_microbatches: M.
+
+    Example:
+        >>> [f"{work.phase[0]}{work.microbatch}" for work in device_order("1f1b", 0, 2, 2, 3)]
+        ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    """
+    if kind == "interleaved":
+        return _interleaved(device, num_devices, num_stages // num_devices, num_microbatches)
+    forwards = [Work("forward", device, i) for i in range(num_microbatches)]
+    backwards = [Work("backward", device, i) for i in range(num_microbatches)]
+    if kind == "gpipe":
+        return forwards + backwards[::-1]
+    return _in_turn(forwards, backwards, num_stages - 1 - device)
+
+
+def check_rounds(num_devices: int, num_microbatches: int) -> int:
+    """Return in how many rounds interleaved 1F1B goes.
+
+    Raises:
+        ValueError: when they do not divide the micro-batches.
+    """
+    rounds = max(1, num_microbatches // num_devices)
+    if num_microbatches % rounds:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches}; give a multiple of the {rounds} rounds that "
+            f"interleaved 1F1B makes of them on {num_devices} devices, best of {num_devices}"
+        )
+    return rounds
+
+
+def _interleaved(
+    device: int, num_devices: int, stages_per_device: int, num_microbatches: int
+) -> list[Work]:
+    rounds = check_rounds(num_devices, num_microbatches)
+    per_round = num_microbatches // rounds
+
+    def order(make: Callable[[int, int], Work], chunks: range) -> list[Work]:
+        return [
+            make(chunk * num_devices + device, number * per_round + i)
+            for number in range(rounds)
+            for chunk in chunks
+            for i in range(per_round)
+        ]
+
+    chunks = range(stages_per_device)
+    forwards = order(lambda stage, i: Work("forward", stage, i), chunks)
+    backwards = order(lambda stage, i: Work("backward", stage, i), chunks[::-1])
+    warm_up = (stages_per_device - 1) * per_round + 2 * (num_devices - 1 - device)
+    return _in_turn(forwards, backwards, warm_up)
+
+
+def _in_turn(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
+    """Return some forwards, then one forward and one backward in turn, then what is left."""
+    warm_up = min(warm_up, len(forwards))
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - warm_up :]
