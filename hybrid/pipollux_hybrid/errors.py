@@ -6,7 +6,8 @@
     ├── ConfigurationError (also ValueError)   an argument or environment variable is wrong
     ├── CheckpointError                        a checkpoint cannot be written or read
     └── SynchronizationError                   gradients cannot be averaged as the loop uses them
-        └── PeerLostError                      another replica has ended, or does not answer
+        ├── PeerLostError                      another replica has ended, or does not answer
+        └── BrokenPipelineError                the process of another stage has
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipollux_perfmodel.errors import PipolluxError
 
 __all__ = [
     "Allowed",
+    "BrokenPipelineError",
     "CheckpointError",
     "ConfigurationError",
     "PeerLostError",
@@ -50,6 +52,10 @@ class SynchronizationError(PipolluxError, RuntimeError):
 
 class PeerLostError(SynchronizationError):
     """Another replica has ended or does not answer, so a collective cannot come about."""
+
+
+class BrokenPipelineError(SynchronizationError):
+    """The process of another stage has ended or does not answer."""
 
 
 class Allowed(NamedTuple):

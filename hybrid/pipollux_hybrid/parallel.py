@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -13,9 +12,12 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
+from pipollux_hybrid.engines import check_schedule, make_engine, refuse_plain_loop
+from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.module_wrapper import ModuleWrapper, batch_of, check_arguments, check_single
+from pipollux_hybrid.job.peers import lost_peers
+from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
@@ -23,29 +25,25 @@ from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline import batchnorm
-from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
-from pipollux_hybrid.pipeline.num_microbatches import (
-    FEWEST_NORMALISED,
-    chosen_microbatches,
-    cut_sizes,
-)
+from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
+from pipollux_hybrid.pipeline.process_engine import LossFunction, ProcessEngine
+from pipollux_hybrid.pipeline_model import PipelineModel
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
 from pipollux_hybrid.sync.buffers import BufferSynchronizer, all_reduce_sum, broadcast_tensors
 from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
 from pipollux_hybrid.sync.same_samples import SameSamples
-from pipollux_hybrid.sync.synchronizer import GradientSynchronizer, SyncResult
-from pipollux_hybrid.telemetry.chrome_trace import Tracer
+from pipollux_hybrid.sync.sync_result import SyncResult
+from pipollux_hybrid.sync.synchronizer import GradientSynchronizer
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
-from pipollux_perfmodel import LayerProfile
 from pipollux_perfmodel.timing.params import Checkpoint
 
 __all__ = ["HybridParallel"]
 
 
-class HybridParallel(ModuleWrapper):
+class HybridParallel(PipelineModel):
     """Trains an ``nn.Sequential`` as GPipe stages within a process and replicas across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
@@ -75,6 +73,11 @@ class HybridParallel(ModuleWrapper):
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
             ``"never"``.
+        schedule: Where each stage has a process of its own, in which order it works on
+            micro-batches: ``"1f1b"``, one forward and one backward in turn, with the activations
+            of K micro-batches, or ``"gpipe"``, all forwards and then all backwards, with those of
+            M. Needs ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"`` there; else
+            one process drives all stages, by GPipe's order.
         example_inputs: A batch to measure the layers on, ideally as large as a replica's.
         memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
             nine tenths of a GPU's memory, and no limit on a CPU. A cut that does not fit is
@@ -108,6 +111,7 @@ class HybridParallel(ModuleWrapper):
         num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
         activation_checkpoint: str = "except_last",
+        schedule: str | None = None,
         example_inputs: PyTree | None = None,
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
@@ -130,11 +134,12 @@ class HybridParallel(ModuleWrapper):
         check_arguments(module, optimizer, options)
         check_single(ctx)
         super().__init__(module)
-        self._context, self._deferred = ctx, batchnorm.defer_statistics(module)
+        self._context, self._normalises = ctx, bool(batchnorm.defer_statistics(module))
         metrics = self._metrics = ctx.component(Metrics)
         self._batch, spec = ctx.batch, ctx.pipeline
-        spec.fewest_samples = FEWEST_NORMALISED if self._deferred else 1
+        spec.fewest_samples = FEWEST_NORMALISED if self._normalises else 1
         wanted = choose_num_stages(ctx.env, num_stages, balance)
+        check_schedule(ctx, schedule, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         spec.checkpoint_mode = cast(Checkpoint, activation_checkpoint)
@@ -149,21 +154,20 @@ class HybridParallel(ModuleWrapper):
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
         agreed = {**vars(request), "example_inputs": example_inputs is not None}
-        agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
+        agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype, "schedule": schedule}
         agreed |= {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
         agreed |= {"scaling_rule": scaling_rule, "lr_scheduler": lr_scheduler}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
-        if ctx.env.num_replicas > 1:  # all begin with rank 0's parameters and buffers
+        if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
         cut = choose_balance(ctx, module, optimizer, chosen[0], request)
         metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
-        self.__dict__["_engine"] = PipelineEngine(
-            module, cut.balance, chosen, activation_checkpoint
+        self.__dict__["_engine"], self._elsewhere = make_engine(
+            ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, schedule
         )
-        self._engine: PipelineEngine
-        self.balance = list(cut.balance)
-        if ctx.env.rank == 0:
+        self.balance, self._deferred = list(cut.balance), batchnorm.deferred_layers(module)
+        if ctx.env.leads:
             metrics.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete, self._no_sync = True, False
@@ -176,11 +180,12 @@ class HybridParallel(ModuleWrapper):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
-            buffers=BufferSynchronizer(module, ctx.env.num_replicas) if broadcast_buffers else None,
+            buffers=BufferSynchronizer.of(ctx, module) if broadcast_buffers else None,
+            mesh=ctx.mesh,
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
-        self._check = ReplicaCheck(module, ctx.control, interval)
+        self._check = ReplicaCheck(module, ctx, interval)
         self._same_samples = SameSamples(ctx)
         self._norm = torch.tensor(math.nan)
         self._optimizer = AdaptiveOptimizer(
@@ -192,7 +197,7 @@ class HybridParallel(ModuleWrapper):
         if lr_scheduler is not None:
             self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
-        load_state(ModelState(module, optimizer, lr_scheduler))
+        load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere))
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
@@ -203,47 +208,11 @@ class HybridParallel(ModuleWrapper):
         if self._optimizer.may_zero:
             super().zero_grad(set_to_none)
 
-    @property
-    def num_stages(self) -> int:
-        """Number K of stages."""
-        return len(self.balance)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each stage."""
-        return self._engine.devices
-
-    @property
-    def layer_profile(self) -> LayerProfile | None:
-        """The layers' costs on ``example_inputs``, measured by rank 0; None without these."""
-        return self._layer_profile
-
-    @property
-    def gain(self) -> float:
-        """Steps of the initial batch size that a step of the present one is worth: AdaScale's gain.
-
-        1 until the gradient's noise was measured.
-        """
-        return self._metrics.gain
-
-    @property
-    def output_device(self) -> torch.device:
-        """The last stage's device, where the output is and the targets must be."""
-        return self._engine.devices[-1]
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
-        return self._batch.num_microbatches
-
-    @num_microbatches.setter
-    def num_microbatches(self, value: int | None) -> None:
-        spec = self._context.pipeline
-        spec.microbatches_follow = value is None
-        self._batch.num_microbatches = chosen_microbatches(value, spec.num_stages)
-
     def forward(self, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         """Run a batch through the pipeline.
+
+        Where each stage has a process of its own this is for evaluation, without gradients: see
+        :meth:`train_step`. All processes of a replica call it, and all get the output.
 
         Args:
             *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
@@ -253,16 +222,19 @@ class HybridParallel(ModuleWrapper):
         Returns:
             What the module returns, on :attr:`output_device`.
         """
-        self._watch.check()
-        batch = batch_of(inputs, keywords)
-        sizes = self._sizes(batch_size_of(batch))
-        batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
-        self._timing.cancel()
+        batch, sizes = self._received(batch_of(inputs, keywords))
+        if isinstance(self._engine, ProcessEngine):
+            if torch.is_grad_enabled():
+                refuse_plain_loop()
+            with _passing_on():
+                output = self._engine.run(batch, sizes)
+            batchnorm.drop_statistics(self._deferred)
+            return output
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
         recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         # A batch that only keeps step with its peers is another replica's to count.
         counts = plan is None or plan.num_samples > 0
-        with nullcontext() if counts else batchnorm.uncounted(self._deferred):
+        with self._counting(counts):
             output = self._engine.run(
                 batch,
                 sizes,
@@ -276,6 +248,47 @@ class HybridParallel(ModuleWrapper):
             batchnorm.commit_statistics(self._deferred, lambda _: None)
         return output
 
+    def train_step(self, inputs: PyTree, targets: PyTree, loss_fn: LossFunction) -> Tensor:
+        """Run forward and backward of one batch.
+
+        What ``loss = loss_fn(model(inputs), targets)`` and ``loss.backward()`` do together, with
+        every engine, and the only way where each stage has a process of its own. The loop body
+        calls ``zero_grad`` before it and ``step`` after it, as ever.
+
+        Example::
+
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss = model.train_step(inputs, targets, nn.functional.cross_entropy)
+                optimizer.step()
+
+        Args:
+            inputs: What the first layer takes, tensors of shape [batch, …].
+            targets: What the loss takes, tensors of shape [batch, …].
+            loss_fn: Returns the MEAN loss over the batch dimension, a scalar, from the model's
+                output and the targets. With a process per stage it is called for each micro-batch,
+                in the last one's.
+
+        Returns:
+            The mean loss of this replica's batch, float64, without a graph; in all of its
+            processes.
+
+        Raises:
+            ConfigurationError: Inputs and targets do not go together.
+        """
+        targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
+        if not isinstance(self._engine, ProcessEngine):
+            loss = loss_fn(self(inputs), targets)
+            loss.backward()
+            return loss.detach().double()
+        batch, sizes = self._received(inputs)
+        plan = self._plan(sizes, batch)
+        counts, training = plan.num_samples > 0, self.training
+        with self._counting(counts), self._synchronizer.backward(plan), _passing_on():
+            return self._engine.train(
+                batch, targets, sizes, loss_fn, training=training, counted=counts
+            )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients without synchronising or stepping, for loops without an adaptive loader.
@@ -288,57 +301,22 @@ class HybridParallel(ModuleWrapper):
         finally:
             self._no_sync = False
 
-    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the time line of the next optimizer step to a file that Perfetto opens.
-
-        One row per stage of this replica. The file is written after the step, on GPUs a step later.
-        With ``PIPOLLUX_TRACE_DIR`` one is written every half minute.
-
-        Args:
-            path: The file, by convention ``….json``.
-        """
-        self._context.component(Tracer).request(path)
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most ``max_norm``.
-
-        Call it between ``backward()`` and ``optimizer.step()``, in every pass of the loop body. On
-        accumulation steps it leaves the gradients alone, as they are kept and not complete: what is
-        clipped is the gradient of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does
-        with the plain model.
-
-        Args:
-            max_norm: Largest norm of the result.
-            norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
-            error_if_nonfinite: Whether a norm that is not finite is an error.
-            foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
-
-        Returns:
-            The norm before clipping, over all stages, a tensor without dimensions; on accumulation
-            steps that of the last complete iteration, NaN before the first.
-
-        Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
-        """
-        if self._complete:
-            self._norm = nn.utils.clip_grad_norm_(
-                self.module.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
-            )
-        return self._norm
-
-    def _sizes(self, batch_size: int) -> list[int]:
-        """Return the samples of each micro-batch."""
+    def _received(self, batch: PyTree) -> tuple[PyTree, list[int]]:
+        """Return a batch on the first device, and the samples of each micro-batch."""
+        self._watch.check()
+        self._timing.cancel()
         spec = self._context.pipeline
         fewest = spec.fewest_samples if spec.microbatches_follow else 1
-        if any(layer.training for layer in self._deferred):
+        # All processes of a replica have to cut alike, also those without such layers.
+        alone = self._context.mesh is None
+        if any(x.training for x in self._deferred) if alone else self._normalises and self.training:
             fewest = max(fewest, 2)  # a single value has no variance
-        return cut_sizes(batch_size, self.num_microbatches, fewest)
+        sizes = cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
+        return map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch), sizes
+
+    def _counting(self, counts: bool) -> AbstractContextManager[None]:
+        """Have layers keep statistics of the forwards within, if their samples count."""
+        return nullcontext() if counts else batchnorm.uncounted(self._deferred)
 
     def _plan(self, sizes: list[int], batch: PyTree) -> BackwardPlan:
         """Return what the backward of a forward of micro-batches of these sizes is for."""
@@ -361,6 +339,7 @@ class HybridParallel(ModuleWrapper):
             timed=timed,
             num_recomputed=num_recomputed,
             one_graph=whole,
+            one_by_one=isinstance(self._engine, ProcessEngine),
         )
 
     def _backward_finished(self, result: SyncResult | None) -> None:
@@ -398,3 +377,11 @@ class HybridParallel(ModuleWrapper):
             self._metrics.note_step(self._result.batch_size, self._batch.scale)
         self._check.stepped(self._metrics.step)
         self._same_samples.compare()
+
+
+@contextmanager
+def _passing_on() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipelineError as error:
+        raise lost_peers("while passing micro-batches between stages", error) from error

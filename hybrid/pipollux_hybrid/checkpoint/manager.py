@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,6 +26,7 @@ from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 
 from . import storage as files
 from .async_save import AsyncSaver
+from .parts import save_in_parts
 from .state import State, States
 
 __all__ = [
@@ -80,7 +82,14 @@ def save_all_states(*, background: bool = False) -> Path | None:
     for state in states.values():
         state.sync()
     root = ctx.env.checkpoint_dir
-    if root is None or ctx.env.rank != 0:
+    if root is not None and ctx.mesh is not None:  # in the foreground, as all take part
+        path = save_in_parts(ctx, root, states)
+        if path is not None:
+            files.prune(root, keep_also=manager.restored_from)
+            manager.saved_step = ctx.step
+            forget_failure()
+        return path
+    if root is None or not ctx.env.leads:
         return None
     manager.saver.wait()
     if not background:
@@ -120,9 +129,16 @@ def load_state(state: State) -> bool:
     directory = checkpoint_to_restore(ctx)
     if directory is None or not (directory / state.name).is_file():
         return False
-    with (directory / state.name).open("rb") as fileobj:
+    with ExitStack() as stack:
+        found = (
+            files.parts_of(directory, state.name) if state.in_parts else [directory / state.name]
+        )
+        parts = [stack.enter_context(path.open("rb")) for path in found]
         try:
-            state.load(fileobj)
+            if len(parts) > 1:
+                state.load_parts(parts)
+            else:
+                state.load(parts[0])
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         except (ValueError, KeyError, RuntimeError, UnpicklingError) as error:
@@ -138,7 +154,7 @@ def write_stop_marker(step: int) -> None:
     """
     ctx = context()
     root = ctx.env.checkpoint_dir
-    if root is None or ctx.env.rank != 0:
+    if root is None or not ctx.env.leads:
         return
     marker = {"generation": ctx.env.generation, "step": step, "reason": "signal"}
     aside = root / f".{STOP_MARKER}"
@@ -196,7 +212,7 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     """Return what rank 0 finds in the directory, told to all."""
     probe = f".probe-{secrets.token_hex(8)}"
     plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
-    if ctx.env.rank == 0:
+    if ctx.env.leads:
         plan["refusal"] = files.prepare(root, probe)
         if plan["refusal"] is None:
             files.remove_leftovers(root)
@@ -208,7 +224,7 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
         plan = json.loads(ctx.control.gather_bytes(json.dumps(plan).encode())[0])
         _check_shared(ctx, root, plan["probe"])
     finally:
-        if ctx.env.rank == 0:
+        if ctx.env.leads:
             files.remove_probe(root, probe)
     return plan
 

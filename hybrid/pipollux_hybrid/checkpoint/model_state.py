@@ -6,7 +6,7 @@ the layers differently; nor do they tell whether a layer went through ``torch.co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import torch
@@ -33,8 +33,10 @@ class ModelState(State):
         module: The plain module.
         optimizer: Its optimizer.
         lr_scheduler: The optimizer's scheduler, if any.
+        elsewhere: Names of the parameters and buffers that other processes of the replica hold.
     """
 
+    in_parts = True
     equal = True  # every step adds the same averages to the same parameters
 
     def __init__(
@@ -42,9 +44,10 @@ class ModelState(State):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         super().__init__(STATE_NAME)
-        self._module = module
+        self._module, self._elsewhere = module, frozenset(elsewhere)
         self._groups = ParameterGroups(module, optimizer)
         self._lr_scheduler = lr_scheduler
         self._host_copy = StagingBuffers()
@@ -76,6 +79,11 @@ class ModelState(State):
         """
         self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
 
+    def load_parts(self, files: Sequence[BinaryIO]) -> None:
+        """Read what the processes of several stages wrote, of which this one takes its own."""
+        parts = [torch.load(x, map_location="cpu", weights_only=True) for x in files]
+        self.adopt(_merged(parts))
+
     def check(self, content: Mapping[str, Any]) -> None:
         """Refuse another model or optimizer.
 
@@ -91,8 +99,8 @@ class ModelState(State):
         Raises:
             CheckpointError: It is of another model or optimizer; the first difference is named.
         """
-        self._load_model(content["model"])
-        self._groups.restore(content["optimizer"])
+        self._load_model(self._here(content["model"]))
+        self._groups.restore(self._optimizer_here(content["optimizer"]))
         self._load_frozen(content.get("frozen"))
         if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
             self._check_schedule(content.get("lr_scheduler_class"))
@@ -135,6 +143,22 @@ class ModelState(State):
             "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
         }
 
+    def _here(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is of this process's layers."""
+        return {name: x for name, x in named.items() if plain_name(name) not in self._elsewhere}
+
+    def _optimizer_here(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        groups = []
+        for group in content["groups"]:
+            here = [plain_name(name) not in self._elsewhere for name in group["params"]]
+            fields = {
+                field: [x for x, stays in zip(group[field], here, strict=True) if stays]
+                for field in ("params", "param_names")
+                if field in group
+            }
+            groups.append({**group, **fields})
+        return {**content, "groups": groups, "state": self._here(content["state"])}
+
     def _check_model(self, saved: Mapping[str, Any]) -> None:
         ours = {plain_name(name): x for name, x in self._module.state_dict().items()}
         difference = _difference({plain_name(name): x for name, x in saved.items()}, ours)
@@ -165,6 +189,22 @@ class ModelState(State):
                 f"its lr_scheduler is {theirs} and the script's is {ours}: use {theirs}, or start "
                 "with an empty directory"
             )
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the whole model's state, of what each stage has."""
+    first = dict(parts[0])
+    first["model"] = {name: x for part in parts for name, x in part["model"].items()}
+    first["frozen"] = [name for part in parts for name in part.get("frozen") or ()]
+    optimizers = [part["optimizer"] for part in parts]
+    groups = []
+    for same in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True):
+        fields = [field for field in ("params", "param_names") if field in same[0]]
+        joined = {field: [x for group in same for x in group[field]] for field in fields}
+        groups.append({**same[0], **joined})
+    state = {name: x for optimizer in optimizers for name, x in optimizer["state"].items()}
+    first["optimizer"] = {**optimizers[0], "groups": groups, "state": state}
+    return first
 
 
 def _is_same_memory(one: Any, other: Any) -> bool:

@@ -16,7 +16,7 @@ from pipollux_hybrid.job.context import JobContext
 from .manager import load_state
 from .state import State, States
 
-__all__ = ["RandomState", "random_state"]
+__all__ = ["RandomState", "draw_alike", "random_state"]
 
 STATE_NAME = "random.pt"
 MARK = 0xFFFFF
@@ -80,11 +80,11 @@ class RandomState(State):
         if not restored:
             return
         env, devices = self._context.env, self._cuda_devices()
-        same = len(restored) == env.num_replicas
+        same = len(restored) == env.world_size
         for index in range(len(_read(devices))):
             states = [replica[index] for replica in restored if index < len(replica)]
             if same and states:
-                _write(index, states[env.rank], devices)
+                _write(index, states[env.world_rank], devices)
             elif len(states) > 1 and _are_equal(states):
                 _write(index, states[0], devices)
             else:
@@ -144,6 +144,21 @@ class RandomState(State):
 
     def _cuda_devices(self) -> list[torch.device]:
         return [device for device in self._context.pipeline.devices if device.type == "cuda"]
+
+
+def draw_alike(ctx: JobContext) -> None:
+    """Have the processes of a replica draw the same numbers from here on: its first one's.
+
+    All of them run the same script, and what it draws has to be the same in each. Those of the CPU;
+    what layers draw is their stage's own.
+    """
+    if ctx.mesh is None:
+        return
+    ours = _read([])
+    everyone = ctx.control.gather(torch.cat(ours))
+    first = everyone[ctx.env.world_rank - ctx.env.stage]
+    for index, state in enumerate(first.split([len(state) for state in ours])):
+        _write(index, state, [])
 
 
 def random_state(ctx: JobContext) -> RandomState:

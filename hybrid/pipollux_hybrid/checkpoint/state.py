@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +62,9 @@ class State:
     taken over then."""
     shrinks = False
     """Whether replicas can still leave where :attr:`live` is False."""
+    in_parts = False
+    """Whether each stage saves what it has, where stages have processes of their own; the first one
+    saves the other states. Such a state has ``load_parts``, too."""
     equal = False
     """Whether :meth:`content` is the same on all replicas to the last bit, so that each can send a
     part of it; else replica 0 sends it."""
@@ -88,6 +91,14 @@ class State:
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what :meth:`save` wrote; called on every rank."""
+        raise NotImplementedError
+
+    def load_parts(self, files: Sequence[BinaryIO]) -> None:
+        """Read what :meth:`save` wrote in the processes of several stages, in their order.
+
+        Args:
+            files: One of each stage.
+        """
         raise NotImplementedError
 
     def content(self) -> Any:

@@ -11,28 +11,33 @@ Checksums are taken of what is written on its way to the disk, so that saving re
 from __future__ import annotations
 
 import errno
-import hashlib
-import io
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 from pipollux_hybrid.errors import CheckpointError
 from pipollux_perfmodel.errors import PipolluxError
+
+from .checked_file import CheckedFile, checksum_of, close_quietly
 
 __all__ = [
     "MANIFEST",
     "Found",
     "StateError",
+    "Written",
+    "commit",
     "directory_of",
     "fault_of",
     "find",
     "flush_directory",
+    "new_checkpoint",
+    "part_name",
+    "parts_of",
     "prepare",
     "prune",
     "remove_leftovers",
@@ -40,8 +45,11 @@ __all__ = [
     "version_of",
     "write",
     "write_file",
+    "write_states",
 ]
 
+Written: TypeAlias = tuple[str, int]
+"""A file's checksum and its bytes."""
 LOG = logging.getLogger(__name__)
 PREFIX = "checkpoint-"
 MANIFEST = "manifest.json"
@@ -77,54 +85,6 @@ class StateError(PipolluxError):
         return cls(f"saving the state {name!r} failed with {type(error).__name__}: {error}")
 
 
-class CheckedFile(io.BufferedWriter):
-    """A file under construction that knows the checksum of what it was given.
-
-    Some writers go round :meth:`write` or back in the file; then the file is read once more. An
-    error of the disk is remembered, because ``torch.save`` turns it into one of its own.
-
-    Args:
-        path: Where to write.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "w"), buffer_size=1 << 20)
-        self._path = path
-        self._hash = hashlib.sha256()
-        self._count = 0
-        self._straight = True
-        self.disk_error: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        """Write bytes, adding them to the checksum."""
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.disk_error = error
-            raise
-        self._hash.update(data)
-        self._count += written
-        return written
-
-    def seek(self, target: int, whence: int = 0, /) -> int:
-        """Move in the file, as those formats do that fill in a header at the end."""
-        self._straight = False
-        return super().seek(target, whence)
-
-    def finish(self) -> tuple[str, int]:
-        """Flush to the disk; return the file's sha256 and its size in bytes."""
-        try:
-            self.flush()
-            os.fsync(self.fileno())
-        except OSError as error:
-            self.disk_error = error
-            raise
-        size = os.fstat(self.fileno()).st_size
-        if self._straight and size == self._count:
-            return self._hash.hexdigest(), size
-        return _checksum(self._path), size
-
-
 def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generation: int) -> Path:
     """Write a new checkpoint.
 
@@ -136,23 +96,24 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generat
     Raises:
         CheckpointError: The disk does not take it; the checkpoints before are untouched.
     """
+    with new_checkpoint(root) as aside:
+        return commit(aside, write_states(aside, writers), generation)
+
+
+@contextmanager
+def new_checkpoint(root: Path) -> Iterator[Path]:
+    """Make the folder of a new checkpoint for the time until :func:`commit`.
+
+    Raises:
+        CheckpointError: What is done within fails; nothing of the new checkpoint is left.
+    """
     final = directory_of(root, _next_version(root))
     aside = root / f".{final.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        written = {name: _write_state(aside / name, writer) for name, writer in writers.items()}
-        manifest = {
-            "version": FORMAT,
-            "generation": generation,
-            "sha256": {name: checksum for name, (checksum, _) in written.items()},
-            "size": {name: size for name, (_, size) in written.items()},
-        }
-        write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
-        flush_directory(aside)
-        aside.rename(final)
-        flush_directory(root)
+        yield aside
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
@@ -167,7 +128,48 @@ def write(root: Path, writers: Mapping[str, Callable[[BinaryIO], None]], generat
     except Exception:  # what is half written goes, whatever it was; then it is raised on
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def write_states(
+    folder: Path, writers: Mapping[str, Callable[[BinaryIO], None]]
+) -> dict[str, Written]:
+    """Write states into the folder of a new checkpoint; return what the manifest says of each."""
+    return {name: _write_state(folder / name, writer) for name, writer in writers.items()}
+
+
+def commit(aside: Path, written: Mapping[str, Written], generation: int) -> Path:
+    """Make a checkpoint of a folder, and return it.
+
+    Args:
+        aside: Of :func:`new_checkpoint`.
+        written: What :func:`write_states` returned, of all that have written.
+        generation: Number of the job's launch.
+    """
+    manifest = {
+        "version": FORMAT,
+        "generation": generation,
+        "sha256": {name: checksum for name, (checksum, _) in written.items()},
+        "size": {name: size for name, (_, size) in written.items()},
+    }
+    write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
+    flush_directory(aside)
+    final = aside.with_name(aside.name.removeprefix("."))
+    aside.rename(final)
+    flush_directory(aside.parent)
     return final
+
+
+def part_name(name: str, stage: int) -> str:
+    """Return the file in which a stage saves its part of a state; that of stage 0 has its name."""
+    return f"{name}.stage{stage}" if stage else name
+
+
+def parts_of(directory: Path, name: str) -> list[Path]:
+    """Return the files of a state in a checkpoint, in the order of stages."""
+    found = [directory / name]
+    while (directory / part_name(name, len(found))).is_file():
+        found.append(directory / part_name(name, len(found)))
+    return found
 
 
 def prepare(root: Path, probe: str) -> str | None:
@@ -241,7 +243,7 @@ def fault_of(directory: Path, *, sizes_only: bool = False) -> str | None:
             if found != size:
                 return f"{name} is not what was written: it has {found} bytes of {size}"
         for name, checksum in manifest["sha256"].items():
-            if not sizes_only and _checksum(directory / name) != checksum:
+            if not sizes_only and checksum_of(directory / name) != checksum:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -298,15 +300,7 @@ def _write_state(path: Path, writer: Callable[[BinaryIO], None]) -> tuple[str, i
             raise StateError.of(path.name, error) from error
         return fileobj.finish()
     finally:
-        _close(fileobj)
-
-
-def _close(fileobj: CheckedFile) -> None:
-    """Close a file; after an error it would try to write the rest of its buffer once more."""
-    try:
-        fileobj.close()
-    except OSError as error:
-        LOG.debug("closing %s: %s", fileobj.name, error)
+        close_quietly(fileobj)
 
 
 def directory_of(root: Path, version: int) -> Path:
@@ -360,8 +354,3 @@ def _remove(directory: Path) -> None:
         LOG.warning("the old checkpoint %s cannot be removed: %s", directory, error)
         return
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as fileobj:
-        return hashlib.file_digest(fileobj, "sha256").hexdigest()

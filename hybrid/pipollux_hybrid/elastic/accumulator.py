@@ -67,7 +67,8 @@ class AccumulatorState(State):
             )
         self.pending = {}
         self._changes_to_save = dict(self.changes_before)
-        for updates, _, changes in everyone:
+        # The processes of a replica add the same.
+        for updates, _, changes in everyone[:: ctx.env.processes_per_replica]:
             for key, amount in updates.items():
                 self.totals[key] = add(key, self.totals.get(key, 0), amount)
             for phase, count in changes.items():

@@ -158,7 +158,7 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 def _say_finished(ctx: JobContext, state: EpochState, num_epochs: int) -> None:
     """Say why a script that is run again does nothing; epochs of this very run need no word."""
     restored_from = ctx.component(CheckpointManager).restored_from
-    if ctx.env.rank == 0 and not state.began and restored_from is not None and num_epochs > 0:
+    if ctx.env.leads and not state.began and restored_from is not None and num_epochs > 0:
         print(
             f"pipollux: nothing is left to train: {num_epochs} of {num_epochs} epochs were done "
             f"before this run ({restored_from}); to train again, empty "

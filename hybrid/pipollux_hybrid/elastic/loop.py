@@ -262,7 +262,7 @@ class ElasticLoop(Generic[T]):
         """Note an optimizer step; subclasses advance their position."""
 
     def _place(self, part: Part) -> str:
-        if self._context.env.num_replicas == 1:
+        if self._context.env.world_size == 1:
             return ""  # nobody is elsewhere
         end = " and the epoch's last" if part.is_last else ""
         return (
@@ -290,7 +290,7 @@ class ElasticLoop(Generic[T]):
 
     def _first_choice(self) -> ControlMessage:
         """Return what the goodput model knows to be best, else no change of the initial shape."""
-        chooses = self._chooses() and self._context.env.rank == 0
+        chooses = self._chooses() and self._context.env.leads
         atomic_bsz, accum_steps, num_microbatches = (
             self._metrics.best_shape() if chooses else None
         ) or (0, 0, 0)

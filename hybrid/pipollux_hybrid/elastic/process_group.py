@@ -29,7 +29,10 @@ __all__ = ["destroy_process_group", "init_process_group", "num_replicas", "repli
 
 
 def init_process_group(
-    backend: str | None = None, *, timeout: float = contexts.PEER_TIMEOUT
+    backend: str | None = None,
+    *,
+    timeout: float = contexts.PEER_TIMEOUT,
+    processes_per_replica: int | None = None,
 ) -> None:
     """Join the replicas of this job; the first call of a script that uses Pipollux.
 
@@ -44,6 +47,9 @@ def init_process_group(
         timeout: Seconds to wait for a slow replica, here and in every collective, where
             ``PIPOLLUX_TIMEOUT`` does not say. A host that is lost is found sooner, after the
             seconds of ``PIPOLLUX_HOST_TIMEOUT``.
+        processes_per_replica: Processes of a pipeline replica: 1, which drives all stages, or the
+            number of stages, each of which has one then; torchrun starts so many, or a multiple,
+            on every node. A scheduler's choice (``PIPOLLUX_PROCESSES_PER_REPLICA``) goes first.
 
     Raises:
         ConfigurationError: The environment is not what torchrun sets, differs between replicas,
@@ -53,11 +59,11 @@ def init_process_group(
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
             are checkpoints but none that this job can resume from.
     """
-    env = JobEnvironment.read()
+    env = JobEnvironment.read(processes_per_replica=processes_per_replica)
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if chosen not in ("nccl", "gloo"):
         raise ConfigurationError(f"backend={backend!r}: 'nccl' and 'gloo' are allowed")
-    if env.num_replicas > 1 and not env.under_torchrun:
+    if env.world_size > 1 and not env.under_torchrun:
         raise ConfigurationError(
             f"WORLD_SIZE={env.num_replicas} but MASTER_ADDR or RANK is not set: start the script "
             "with torchrun, which sets them"
@@ -70,16 +76,16 @@ def init_process_group(
     bulletin = None
     if isinstance(rendezvous, SchedulerMeeting):
         bulletin = rendezvous.find_job()
-    elif rendezvous is not None and env.rank == 0:
-        bulletin = find_job(rendezvous, env.num_replicas)
-    if env.num_replicas > 1 and not dist.is_initialized():
+    elif rendezvous is not None and env.leads:
+        bulletin = find_job(rendezvous, env.world_size)
+    if env.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
     if bulletin is not None:
         newcomer = replace(env, rank=len(bulletin.membership.replicas))
         ctx = contexts.join(newcomer, bulletin, timeout)
     else:
-        ctx = contexts.context(timeout)
+        ctx = contexts.context(timeout, env)
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # made here, so that a stop before there is a model knows the step
     if isinstance(rendezvous, SchedulerMeeting):
@@ -91,6 +97,13 @@ def init_process_group(
 
 def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerMeeting | None:
     """Return where replicas that come later find this job; None: none can."""
+    if env.processes_per_replica > 1:
+        if env.rendezvous is None:
+            return None
+        raise ConfigurationError(
+            "PIPOLLUX_RENDEZVOUS is set, and a replica has several processes: replicas can join "
+            "and leave where one process drives all stages; unset the variable"
+        )
     if env.rendezvous is None:
         lets = env.live and env.generation > 0 and backend == "gloo"
         return SchedulerMeeting(env) if lets else None

@@ -192,7 +192,7 @@ class StepBoundary:
 
     def _message(self, *, adapts: bool) -> ControlMessage:
         metrics = self._metrics
-        leads = self._context.env.rank == 0
+        leads = self._context.env.leads
         loss_sum, loss_samples = metrics.take_loss()
         proposal = metrics.take_proposal() if leads and adapts else (0, 0, 0)
         atomic_bsz, accum_steps, num_microbatches = proposal
@@ -231,7 +231,7 @@ class StepBoundary:
             tell_stop(ctx.env, ctx.step or 0)
         self._metrics.finish_progress()
         ctx.control.barrier()
-        if ctx.env.rank == 0:
+        if ctx.env.leads:
             print(f"pipollux: {_farewell(ctx, failure)}", file=sys.stderr, flush=True)
         sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)
 
@@ -262,7 +262,7 @@ def acknowledge(number: int) -> None:
     if ctx is None or ctx.batch.loop is not None:
         return
     name = signal.Signals(number).name
-    if ctx.env.num_replicas == 1 and ctx.step == ctx.component(CheckpointManager).saved_step:
+    if ctx.env.world_size == 1 and ctx.step == ctx.component(CheckpointManager).saved_step:
         failure = _mark(ctx)
         _say(f"{_farewell(ctx, failure)} ({name} outside of a loop; nothing was left to save)")
         sys.exit(signals.exit_code() if failure is None else LOST_CHECKPOINT)

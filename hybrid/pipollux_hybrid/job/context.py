@@ -24,6 +24,7 @@ from .env import JobEnvironment
 from .groups import ReplicaGroup
 from .heartbeat import Heartbeat
 from .membership import Bulletin
+from .mesh import ProcessMesh
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
@@ -43,6 +44,8 @@ class JobContext:
     env: JobEnvironment
     """Who this replica is; replaced when others join or leave."""
     control: ControlPlane
+    mesh: ProcessMesh | None = None
+    """The groups of this process where each stage has one; None where one drives all stages."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """What the loop body works on."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
@@ -125,26 +128,27 @@ class JobContext:
 _context: JobContext | None = None
 
 
-def context(timeout: float = PEER_TIMEOUT) -> JobContext:
+def context(timeout: float = PEER_TIMEOUT, env: JobEnvironment | None = None) -> JobContext:
     """Return the context of this process, made from the environment at the first call.
 
     Args:
         timeout: Seconds to wait for slow peers where ``PIPOLLUX_TIMEOUT`` does not say; the first
             call decides.
+        env: The environment, for the first call; None: it is read.
 
     Raises:
         ConfigurationError: There are other replicas, and the script has not joined them yet.
     """
     global _context
     if _context is None:
-        env = JobEnvironment.read()
-        if env.num_replicas > 1 and not dist.is_initialized():
+        env = env or JobEnvironment.read()
+        if env.world_size > 1 and not dist.is_initialized():
             raise ConfigurationError(
                 f"this is replica {env.rank} of {env.num_replicas}, which has not joined the "
                 "others: call pipollux.init_process_group() at the beginning of the script"
             )
         timeout = env.timeout or timeout
-        control = ControlPlane(env.num_replicas, timeout)
+        control = ControlPlane(env.world_size, timeout)
         agree(control, "their environment", environment_settings(env))
         _context = _begin(env, control, timeout)
     return _context
@@ -168,9 +172,12 @@ def join(env: JobEnvironment, bulletin: Bulletin, timeout: float) -> JobContext:
 
 def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobContext:
     ctx = JobContext(env=env, control=control)
+    if env.processes_per_replica > 1:
+        ctx.mesh = ProcessMesh(env, timeout)
     ctx.watch = PeerWatch.start(env, timeout)
     ctx.closers.append(ctx.close_watch)
-    ctx.heartbeat = Heartbeat.start(env, lambda: ctx.step)
+    if env.stage == 0:  # for all processes of a replica
+        ctx.heartbeat = Heartbeat.start(env, lambda: ctx.step)
     if ctx.heartbeat is not None:
         ctx.closers.append(ctx.heartbeat.close)  # of the first, so that it ends late
     return ctx

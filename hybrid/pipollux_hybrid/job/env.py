@@ -1,7 +1,8 @@
 """The environment that a scheduler or torchrun gives to a job.
 
 Every variable is optional: a script started by hand with ``python`` is one pipeline replica
-without a scheduler, and one started with ``torchrun`` is as many replicas as it has processes.
+without a scheduler, and one started with ``torchrun`` is as many replicas as it has processes, or,
+where each stage has a process of its own, as many as it has groups of K processes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ class JobEnvironment:
     """
 
     rank: int = 0
-    """Index r of this pipeline replica (``RANK``)."""
+    """Index r of this pipeline replica (``RANK``, over the processes of a replica)."""
     num_replicas: int = 1
-    """Number R of pipeline replicas (``WORLD_SIZE``)."""
+    """Number R of pipeline replicas (``WORLD_SIZE``, over the processes of a replica)."""
     local_rank: int = 0
-    """Index of this replica on its node (``LOCAL_RANK``); it decides which devices are its own."""
+    """Index of this replica on its node (``LOCAL_RANK``, over the processes of a replica); it
+    decides which devices are its own."""
+    processes_per_replica: int = 1
+    """Processes of a replica (``PIPOLLUX_PROCESSES_PER_REPLICA``): 1, which drives all stages, or
+    one for each of them."""
+    stage: int = 0
+    """Which of these this process is; it runs the stage of that index."""
     num_nodes: int = 1
     """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
     job_id: str | None = None
@@ -89,35 +96,67 @@ class JobEnvironment:
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
 
     @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.num_replicas * self.processes_per_replica
+
+    @property
+    def world_rank(self) -> int:
+        """Index of this process among all of the job: those of a replica follow each other."""
+        return self.rank * self.processes_per_replica + self.stage
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the job: the first one of replica 0."""
+        return self.world_rank == 0
+
+    @property
     def under_torchrun(self) -> bool:
         """Whether there are peers to meet, that is, whether torchrun gave an address."""
         return "MASTER_ADDR" in os.environ and "RANK" in os.environ
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> JobEnvironment:
+    def read(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        processes_per_replica: int | None = None,
+    ) -> JobEnvironment:
         """Read the environment.
+
+        Args:
+            environ: The variables; None: this process's.
+            processes_per_replica: What the script asks for; a scheduler's choice goes first.
 
         Raises:
             ConfigurationError: A variable does not hold what it should; its name is in the message.
         """
         env = os.environ if environ is None else environ
-        num_replicas = _integer(env, "WORLD_SIZE", 1, minimum=1)
-        rank = _integer(env, "RANK", 0, minimum=0)
-        if rank >= num_replicas:
+        world_size = _integer(env, "WORLD_SIZE", 1, minimum=1)
+        world_rank = _integer(env, "RANK", 0, minimum=0)
+        if world_rank >= world_size:
             raise ConfigurationError(
-                f"RANK is {rank} but WORLD_SIZE is {num_replicas}: ranks run from 0 to "
-                f"{num_replicas - 1}; start the script with torchrun, which sets both"
+                f"RANK is {world_rank} but WORLD_SIZE is {world_size}: ranks run from 0 to "
+                f"{world_size - 1}; start the script with torchrun, which sets both"
             )
-        local_size = _integer(env, "LOCAL_WORLD_SIZE", num_replicas, minimum=1)
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", world_size, minimum=1)
+        processes = _processes(env, processes_per_replica)
+        if local_size % processes:
+            raise ConfigurationError(
+                f"environment variable PIPOLLUX_PROCESSES_PER_REPLICA={processes}: torchrun starts "
+                f"{local_size} processes on this node, and all of a replica have to be on one "
+                f"node; give it --nproc-per-node={processes}, or a multiple of that"
+            )
+        num_replicas, (rank, stage) = world_size // processes, divmod(world_rank, processes)
         stages = env.get("PIPOLLUX_NUM_STAGES")
         return cls(
             rank=rank,
             num_replicas=num_replicas,
-            local_rank=_integer(env, "LOCAL_RANK", 0, minimum=0),
+            local_rank=_integer(env, "LOCAL_RANK", 0, minimum=0) // processes,
+            processes_per_replica=processes,
+            stage=stage,
             # Without a scheduler torchrun's local world size tells how many nodes there are.
-            num_nodes=_integer(
-                env, "PIPOLLUX_NUM_NODES", -(-num_replicas // local_size), minimum=1
-            ),
+            num_nodes=_integer(env, "PIPOLLUX_NUM_NODES", -(-world_size // local_size), minimum=1),
             job_id=env.get("PIPOLLUX_JOB_ID") or None,
             generation=_integer(env, "PIPOLLUX_GENERATION", 0, minimum=0),
             checkpoint_dir=_path(env, "PIPOLLUX_CHECKPOINT_DIR"),
@@ -146,6 +185,16 @@ class JobEnvironment:
             address=env.get("PIPOLLUX_ADDRESS") or None,
             check_replicas=_integer(env, "PIPOLLUX_CHECK_REPLICAS", 0, minimum=0),
         )
+
+
+def _processes(env: Mapping[str, str], asked_for: int | None) -> int:
+    """Return the processes of a replica."""
+    default = 1 if asked_for is None else asked_for
+    if isinstance(default, bool) or not isinstance(default, int) or default < 1:
+        raise ConfigurationError(
+            f"processes_per_replica={asked_for!r}: a whole number of at least 1 is needed"
+        )
+    return _integer(env, "PIPOLLUX_PROCESSES_PER_REPLICA", default, minimum=1)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, minimum: int) -> int:

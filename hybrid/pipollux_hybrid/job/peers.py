@@ -67,7 +67,7 @@ class PeerWatch:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         after = _sockets()
         opened = [after[name] for name in after.keys() - before.keys()]
-        everyone: list[tuple[str, list[Address], list[Address]]] = [("", [], [])] * env.num_replicas
+        everyone: list[tuple[str, list[Address], list[Address]]] = [("", [], [])] * env.world_size
         ends, others = ([_address(x.getsockname()) for x in y] for y in (opened, before.values()))
         dist.all_gather_object(everyone, (socket.gethostname(), ends, others), group=group)
         self._hosts = [name for name, _, _ in everyone]
@@ -94,7 +94,7 @@ class PeerWatch:
         Elsewhere than on Linux a lost host is like a slow one.
         """
         global _watch
-        if env.num_replicas > 1 and env.host_timeout > 0 and sys.platform == "linux":
+        if env.world_size > 1 and env.host_timeout > 0 and sys.platform == "linux":
             _watch = cls(env, timeout)
         return _watch
 

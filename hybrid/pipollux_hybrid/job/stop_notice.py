@@ -24,7 +24,7 @@ def tell_stop(env: JobEnvironment, step: int) -> None:
         env: who this replica is, and whom to tell.
         step: the optimizer step at which all replicas have stopped.
     """
-    if env.rank != 0 or env.generation < 1 or not (env.supervisor_url and env.job_id):
+    if not env.leads or env.generation < 1 or not (env.supervisor_url and env.job_id):
         return
     # A third of a second that a script without a scheduler need not wait for.
     import httpx

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 
 from .adaptive_optimizer import adaptive_of
@@ -49,6 +50,13 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._between = False
+        job = contexts.current()
+        if job is not None and job.mesh is not None and self._enabled:
+            raise ConfigurationError(
+                "GradScaler scales a loss before its backward, and where each stage has a process "
+                "of its own train_step does both: train in bfloat16, which needs no scaling, or "
+                "with one process per replica"
+            )
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
         """Multiply a loss, or several, by the scale."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.sync.grad_norms import sum_products
-from pipollux_hybrid.sync.synchronizer import SyncResult
+from pipollux_hybrid.sync.sync_result import SyncResult
 
 from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 
@@ -62,7 +62,7 @@ class NoiseMeter:
         parameters: Sequence[nn.Parameter],
         preconditioner: Callable[[nn.Parameter], Tensor | None],
     ) -> None:
-        self._batch = ctx.batch
+        self._batch, self._mesh = ctx.batch, ctx.mesh
         self._noise = ctx.component(MeasuredNoise)
         self._parameters = list(parameters)
         self._preconditioner = preconditioner
@@ -200,15 +200,18 @@ class NoiseMeter:
 
     def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
         """Return the inner product over all stages, in the optimizer's geometry."""
-        return sum_products(
+        mine = sum_products(
             (a, b, self._preconditioner(parameter))
             for parameter, a, b in zip(self._parameters, one, other, strict=True)
             if a is not None and b is not None
         )
+        return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0]
 
     def _preconditioned(self) -> bool:
         first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
-        return first is not None and self._preconditioner(first) is not None
+        mine = first is not None and self._preconditioner(first) is not None
+        # A stage may have no parameters, and all have to go the same way.
+        return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0] > 0
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:

@@ -211,7 +211,7 @@ def _agreed_profile(
 ) -> LayerProfile:
     """Return rank 0's profile: times differ between replicas, and so would the cuts."""
     answer: dict[str, Any] = {}
-    if ctx.env.rank == 0:
+    if ctx.env.leads:
         try:
             profile = profile_layers(module, example_inputs, optimizer=optimizer, device=device)
             answer = {"profile": profile.to_json_object()}

@@ -31,7 +31,7 @@ from .skip import SkipTracker, layout_of
 from .stage import Stage
 from .thread_state import ThreadLocalState
 
-__all__ = ["CHECKPOINT_MODES", "PipelineEngine"]
+__all__ = ["CHECKPOINT_MODES", "PipelineEngine", "cut_stages", "num_recomputed", "with_index"]
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -58,10 +58,13 @@ class PipelineEngine:
         checkpoint: str,
     ) -> None:
         self.checkpoint = checkpoint
-        self.devices = [_with_index(device) for device in devices]
+        self.devices = [with_index(device) for device in devices]
         """The device of each stage."""
         _prepare_devices(self.devices)
-        self.stages = _cut_stages(module, balance, self.devices)
+        self.stages = [
+            stage.place(device)
+            for stage, device in zip(cut_stages(module, balance), self.devices, strict=True)
+        ]
         """The layers of each stage."""
         self._layout = layout_of(module, self.stages)
         self._copy_streams: list[list[AbstractStream]] = [[] for _ in self.stages]
@@ -73,9 +76,7 @@ class PipelineEngine:
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
         """Return how many of the micro-batches are recomputed in the backward."""
-        if not training or self.checkpoint == "never":
-            return 0
-        return num_microbatches - (self.checkpoint == "except_last")
+        return num_recomputed(self.checkpoint, num_microbatches, training=training)
 
     def run(
         self, inputs: PyTree, sizes: Sequence[int], *, training: bool, separately: bool = False
@@ -129,16 +130,26 @@ class PipelineEngine:
         return self._copy_streams
 
 
-def _cut_stages(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-) -> list[Stage]:
+def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) -> int:
+    """Return how many of the micro-batches, from the first on, are recomputed in the backward."""
+    if not training or checkpoint == "never":
+        return 0
+    return num_microbatches - (checkpoint == "except_last")
+
+
+def cut_stages(module: nn.Sequential, balance: Sequence[int]) -> list[Stage]:
+    """Return the layers of each stage, which stay where they are.
+
+    Raises:
+        ConfigurationError: A layer stands at two places.
+    """
     layers = list(module._modules.items())
     _check_distinct(layers)
     ends = list(itertools.accumulate(balance))
     stages = []
-    for k, (end, count, device) in enumerate(zip(ends, balance, devices, strict=True)):
+    for k, (end, count) in enumerate(zip(ends, balance, strict=True)):
         chosen = {name: layer for name, layer in layers[end - count : end] if layer is not None}
-        stages.append(Stage(chosen, k, device).to(device))
+        stages.append(Stage(chosen, k))
     return stages
 
 
@@ -163,7 +174,8 @@ def _prepare_devices(devices: Sequence[torch.device]) -> None:
         torch.empty(0).storage()
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
+    """Return a device by its number, also where it is the current one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -37,19 +37,24 @@ class Stage(nn.Sequential):
     Args:
         layers: The layers by name.
         index: Number k of the stage, from 0.
-        device: Where they are.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], index: int, device: torch.device) -> None:
+    def __init__(self, layers: dict[str, nn.Module], index: int) -> None:
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.index = index
-        self.device = device
+        self.device = torch.device("cpu")
+        """Where they run."""
         self.output_name = f"the output of stage {index}, layer {next(reversed(layers), None)!r},"
         """What messages call it."""
         self._in_place: dict[bool, bool] = {}
         """In training and in evaluation: whether the first layers change their input."""
+
+    def place(self, device: torch.device) -> Stage:
+        """Move the layers to a device; return the stage."""
+        self.device = device
+        return self.to(device)
 
     def forward(self, value: PyTree) -> PyTree:
         """Run the layers one after another.

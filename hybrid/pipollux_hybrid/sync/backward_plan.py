@@ -38,6 +38,8 @@ class BackwardPlan:
     """Whether norms are taken for the noise; the same throughout an iteration."""
     timed: bool = False
     """Whether the arrival of gradients is noted for the stages' time line."""
+    in_order: bool = False
+    """Whether the first micro-batch's gradient comes first, as where stages have processes."""
     part: object | None = None
     """The part of an iteration it belongs to; a second backward of a part adds no samples."""
 
@@ -60,7 +62,8 @@ class BackwardPlan:
     def samples_by_pass(self) -> list[float]:
         """Samples behind each gradient, in the order of arrival."""
         rest = sum(self.sizes[self.num_separate :])
-        rows = ([rest] if rest else []) + list(reversed(self.sizes[: self.num_separate]))
+        separate = list(self.sizes[: self.num_separate])
+        rows = ([rest] if rest else []) + (separate if self.in_order else separate[::-1])
         # A script may make several rows of a sample, or one of several.
         return [count * self.num_samples / sum(self.sizes) for count in rows]
 
@@ -74,6 +77,7 @@ def plan_backward(
     timed: bool,
     num_recomputed: int,
     one_graph: bool,
+    one_by_one: bool = False,
 ) -> BackwardPlan:
     """Return the plan of a backward.
 
@@ -85,10 +89,12 @@ def plan_backward(
         timed: Whether the stages are timed.
         num_recomputed: Micro-batches that are recomputed, each in a backward of its own.
         one_graph: Whether the micro-batches must stay parts of one graph.
+        one_by_one: Whether each micro-batch has a backward of its own, the first one first.
     """
     measured = measured and micro_step is not None
     # The noise is told from the gradients of micro-batches, recomputed or not.
     separate = measured and len(sizes) > 1 and not num_recomputed and not one_graph
+    separate = separate or one_by_one
     return BackwardPlan(
         sizes=sizes,
         num_separate=len(sizes) if separate else num_recomputed,
@@ -97,5 +103,6 @@ def plan_backward(
         weighted=micro_step is not None,
         measured=measured,
         timed=timed,
+        in_order=one_by_one,
         part=micro_step,
     )

@@ -38,10 +38,17 @@ class Bucket:
         stage: Index of the stage.
         parameters: Whose gradients they are.
         dtype: What they travel as.
+        group: Whose processes have the same parameters; None: all.
     """
 
-    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self.stage = stage
+    def __init__(
+        self,
+        stage: int,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.stage, self._group = stage, group
         self.parameters = list(parameters)
         self.device = parameters[0].device
         sizes = [_real(p.detach()).numel() for p in parameters]
@@ -76,7 +83,7 @@ class Bucket:
         with self._on_stream():
             self._pack(weight)
             # Callers launch in the same order on all replicas, whatever thread they are in.
-            self._work = dist.all_reduce(self._flat, async_op=True)
+            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def relaunch(self, weight: float) -> None:
         """Send again what was sent too early; the first answer is thrown away."""
@@ -167,7 +174,10 @@ class Bucket:
 
 
 def make_buckets(
-    stages: Sequence[Sequence[nn.Parameter]], bucket_bytes: int, dtype: torch.dtype | None
+    stages: Sequence[Sequence[nn.Parameter]],
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Bucket]:
     """Return the buckets of all stages, in the order in which they are launched.
 
@@ -175,6 +185,7 @@ def make_buckets(
         stages: Trainable parameters of each stage, from the first to the last.
         bucket_bytes: Bytes of a bucket on the wire; a parameter that has more is a bucket alone.
         dtype: What gradients travel as; None: float32, and float64 for float64 gradients.
+        group: Whose processes have the same parameters; None: all.
     """
     buckets = []
     for index in reversed(range(len(stages))):
@@ -184,11 +195,11 @@ def make_buckets(
             wire = dtype or _widest(parameter)
             size = _real(parameter.detach()).numel() * wire.itemsize
             if open_.get(wire) and filled[wire] + size > bucket_bytes:
-                buckets.append(Bucket(index, open_.pop(wire), wire))
+                buckets.append(Bucket(index, open_.pop(wire), wire, group))
                 filled[wire] = 0
             open_.setdefault(wire, []).append(parameter)
             filled[wire] = filled.get(wire, 0) + size
-        buckets += [Bucket(index, parameters, wire) for wire, parameters in open_.items()]
+        buckets += [Bucket(index, parameters, wire, group) for wire, parameters in open_.items()]
     return buckets
 
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.job import context
+from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.peers import lost_peers
 
 __all__ = ["BufferSynchronizer", "CombinesBuffers", "all_reduce_sum", "broadcast_tensors"]
@@ -49,9 +51,13 @@ class BufferSynchronizer:
     Args:
         module: The layers.
         num_replicas: Number R of replicas.
+        group: Whose processes have the same layers; None: all.
     """
 
-    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+    def __init__(
+        self, module: nn.Module, num_replicas: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
         self._layers = [
             (prefix, layer, set(layer.combined_buffers()))
             if isinstance(layer, CombinesBuffers)
@@ -60,6 +66,15 @@ class BufferSynchronizer:
         ]
         self._num_replicas = num_replicas
         self._seen = self._versions()
+
+    @classmethod
+    def of(cls, ctx: JobContext, module: nn.Module) -> BufferSynchronizer | None:
+        """Return one for the layers of this process; None for the stage of a single replica."""
+        if ctx.mesh is None:
+            return cls(module, ctx.env.num_replicas)
+        if ctx.env.num_replicas == 1:
+            return None
+        return cls(module, ctx.env.num_replicas, ctx.mesh.replicas)
 
     def rejoin(self, num_replicas: int) -> None:
         """Go on with another number of replicas, which have the same buffers."""
@@ -91,7 +106,7 @@ class BufferSynchronizer:
                 f"cannot be taken (the largest here is {largest!r}): register no buffer whose "
                 "shape follows the input, or pass broadcast_buffers=False"
             )
-        broadcast_tensors([tensor for _, tensor in self._buffers()])
+        broadcast_tensors([tensor for _, tensor in self._buffers()], self._group)
         self._seen = self._versions()
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,11 +129,12 @@ class BufferSynchronizer:
         return [(tensor, tensor._version) for _, tensor in self._buffers()]
 
 
-def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite tensors by rank 0's, those of a device together; every replica calls it.
 
     Args:
         tensors: Of any types and shapes, the same on all replicas.
+        group: Whose processes have them, the first of which gives its own; None: all.
     """
     # NCCL carries nothing that is not on a GPU, and layers may not be placed yet.
     nccl = dist.get_backend() == "nccl"
@@ -129,8 +145,8 @@ def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
         pieces = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in chunk]
         flat = torch.cat(pieces).to(device)
         with _reaching_peers("while taking what replica 0 has"):
-            dist.broadcast(flat, src=0)
-        if dist.get_rank() == 0:
+            dist.broadcast(flat, group=group, group_src=0)
+        if dist.get_rank(group) == 0:
             continue
         parts = flat.split([piece.numel() for piece in pieces])
         with torch.no_grad():
@@ -149,7 +165,9 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
     Args:
         tensors: Floating-point or integer tensors of any shapes.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    ctx = context.current()
+    among = ctx.mesh.replicas if ctx is not None and ctx.mesh is not None else None
+    if not dist.is_initialized() or dist.get_world_size(among) == 1:
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -157,7 +175,7 @@ def all_reduce_sum(tensors: Sequence[Tensor]) -> None:
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         with _reaching_peers("while summing over replicas"):
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=among)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 

@@ -8,13 +8,14 @@ boundary (:mod:`pipollux_hybrid.job.control_plane`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.peers import lost_peers
 
-__all__ = ["IterationTotals"]
+__all__ = ["IterationTotals", "power_of_two"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +40,30 @@ class IterationTotals:
     """For each parameter, in the order of buckets, replicas with a gradient that counts."""
 
     def sum_over_replicas(
-        self, add_up: Callable[[Sequence[float]], list[float]]
+        self,
+        add_up: Callable[[Sequence[float]], list[float]],
+        add_up_stage: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> IterationTotals:
         """Return the sums over all replicas, each of which calls this.
 
         Args:
-            add_up: Adds numbers up over the replicas.
+            add_up: Adds numbers up over the replicas, and all of their processes.
+            add_up_stage: Adds them up over the processes that run the same stage, which alone have
+                the same parameters; None where all have.
 
         Raises:
             SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
                 sent a summary of other parameters.
         """
         head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
-        numbers = [*head, *self.buffers, *self.late, *self.present]
+        tail = [*self.buffers, *self.late, *self.present]
+        numbers = [*head, *tail]
         try:
-            totals = add_up(numbers)
+            if add_up_stage is None:
+                totals = add_up(numbers)
+            else:
+                stage_totals = add_up_stage(tail) if tail else []
+                totals = [*add_up(head), *stage_totals]
         except SynchronizationError:
             raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
@@ -70,3 +80,8 @@ class IterationTotals:
             late=totals[first:second],
             present=totals[second:],
         )
+
+
+def power_of_two(value: float) -> float:
+    """Return the largest power of two that is not larger than a positive value."""
+    return math.ldexp(1.0, math.frexp(value)[1] - 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .backward_plan import BackwardPlan
@@ -34,11 +35,18 @@ class Reducer:
             chooses.
         bucket_bytes: Bytes of a bucket on the wire.
         buckets_wanted: Whether anything will travel; with one replica nothing does.
+        group: Whose processes have the same parameters; None: all.
     """
 
     def __init__(
-        self, dtype: torch.dtype | None, bucket_bytes: int, *, buckets_wanted: bool
+        self,
+        dtype: torch.dtype | None,
+        bucket_bytes: int,
+        *,
+        buckets_wanted: bool,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group = group
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._buckets_wanted = buckets_wanted
@@ -182,5 +190,5 @@ class Reducer:
         self.parameters = parameters
         self._unused &= set(parameters)
         if self._buckets_wanted:
-            self.buckets = make_buckets(stages, self._bucket_bytes, self._dtype)
+            self.buckets = make_buckets(stages, self._bucket_bytes, self._dtype, self._group)
             self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

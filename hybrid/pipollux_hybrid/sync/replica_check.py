@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
-from pipollux_hybrid.job.control_plane import ControlPlane
+from pipollux_hybrid.job.context import JobContext
 
 __all__ = ["ReplicaCheck", "check_interval"]
 
@@ -51,13 +51,13 @@ class ReplicaCheck:
 
     Args:
         module: The layers.
-        control: What the digests travel over.
+        ctx: The job's context, whose control plane the digests travel over.
         interval: Every how many optimizer steps; 0 for never.
     """
 
-    def __init__(self, module: nn.Module, control: ControlPlane, interval: int) -> None:
+    def __init__(self, module: nn.Module, ctx: JobContext, interval: int) -> None:
         self._module = module
-        self._control = control
+        self._control, self._env = ctx.control, ctx.env
         self._interval = interval
 
     def stepped(self, step: int) -> None:
@@ -81,9 +81,12 @@ class ReplicaCheck:
         names, digests = self._digests()
         whole = _digest([*(name.encode() for name in names), *digests])
         counted = whole + len(names).to_bytes(8, "little")
-        answers = self._gather(counted)
-        if all(answer == answers[0] for answer in answers):
+        everyones = self._control.gather_bytes(counted)
+        processes = self._env.processes_per_replica
+        stages = [everyones[stage::processes] for stage in range(processes)]
+        if all(len(set(answers)) == 1 for answers in stages):
             return
+        answers = stages[self._env.stage]
         counts = [int.from_bytes(answer[DIGEST:], "little") for answer in answers]
         if len(set(counts)) > 1:
             found = ", ".join(f"{count} on replica {rank}" for rank, count in enumerate(counts))
@@ -91,11 +94,16 @@ class ReplicaCheck:
                 f"replicas differ after optimizer step {step}: the number of parameters and "
                 f"buffers is {found}; every replica needs the same layers"
             )
-        tables = self._gather(b"".join(digests))
+        tables = self._control.gather_bytes(b"".join(digests))[self._env.stage :: processes]
         for index, name in enumerate(names):
             row = [table[index * DIGEST : (index + 1) * DIGEST].hex() for table in tables]
             if len(set(row)) > 1:
                 raise SynchronizationError(self._message(name, step, row))
+        if len(set(answers)) == 1:
+            raise SynchronizationError(
+                f"replicas differ after optimizer step {step} in another stage, whose process says "
+                "where"
+            )
         raise SynchronizationError(
             f"replicas differ after optimizer step {step}: their parameters and buffers are the "
             "same but have other names or another order; every replica needs the same "
@@ -120,10 +128,6 @@ class ReplicaCheck:
     def _digests(self) -> tuple[list[str], list[bytes]]:
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
         return [name for name, _ in tensors], [_tensor_digest(*item) for item in tensors]
-
-    def _gather(self, content: bytes) -> list[bytes]:
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return [bytes(answer.tolist()) for answer in self._control.gather(tensor)]
 
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:

@@ -52,8 +52,8 @@ class SameSamples:
             return
         self._pending = False
         everyones = self._context.control.gather(torch.tensor([self._digest]))
-        digests = [int(digest) for digest in everyones]
-        if self._context.env.rank == 0 and self._digest and len(set(digests)) == 1:
+        digests = [int(x) for x in everyones[:: self._context.env.processes_per_replica]]
+        if self._context.env.leads and self._digest and len(set(digests)) == 1:
             warnings.warn(
                 f"all {len(digests)} replicas train on the same samples: the batches of their "
                 "first step are equal, as a plain DataLoader gives each replica the whole data "

@@ -19,10 +19,9 @@ Counts, norms and flags travel apart from the gradients, as float64 over the CPU
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,6 +30,7 @@ from torch.autograd import Variable
 
 from pipollux_hybrid.errors import PeerLostError, SynchronizationError
 from pipollux_hybrid.job.control_plane import ControlPlane
+from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 from .backward_plan import BackwardPlan
@@ -38,26 +38,17 @@ from .bucket import BUCKET_BYTES, check_wire
 from .buffers import BufferSynchronizer
 from .comm_timer import CommTimer
 from .grad_norms import NormSum
-from .iteration_totals import IterationTotals
+from .iteration_totals import IterationTotals, power_of_two
 from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
 from .reducer import Reducer
+from .stage_gradients import reset_gradients, scale_gradients
+from .sync_result import SyncResult
 
-__all__ = ["GradientSynchronizer", "SyncResult"]
+__all__ = ["GradientSynchronizer"]
 
 
-@dataclass(frozen=True)
-class SyncResult:
-    """What one synchronisation measured."""
-
-    batch_size: int
-    """B: samples behind the averaged gradients, over all replicas and accumulation steps."""
-    num_estimates: int
-    """J: independent gradient estimates among them; 0 if they could not be separated."""
-    estimate_sqr: float
-    """S of :mod:`pipollux_hybrid.optim.gradient_noise_scale`."""
-    sync_time: float
-    """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
-    an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.CommTimer`."""
+EXPLICIT = -2
+"""In the place of autograd's number of a backward: the beginning and the end are told."""
 
 
 class GradientSynchronizer:
@@ -74,6 +65,7 @@ class GradientSynchronizer:
         reduce_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
             ``torch.bfloat16`` for half of the bytes.
         bucket_bytes: Bytes of a bucket on the wire.
+        mesh: The groups of this process where each stage has one; its stage is the only one, then.
     """
 
     def __init__(
@@ -88,6 +80,7 @@ class GradientSynchronizer:
         buffers: BufferSynchronizer | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        mesh: ProcessMesh | None = None,
     ) -> None:
         check_wire(reduce_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
@@ -97,8 +90,9 @@ class GradientSynchronizer:
         self._on_gradient = on_gradient
         self._on_finished = on_finished
         self._buffers = buffers
-        self._wire = reduce_dtype, bucket_bytes
-        self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
+        self._wire, self._mesh = (reduce_dtype, bucket_bytes), mesh
+        group = mesh.replicas if mesh else None
+        self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1, group=group)
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._lock = threading.Lock()
@@ -132,6 +126,18 @@ class GradientSynchronizer:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._start_backward, plan))
 
+    @contextmanager
+    def backward(self, plan: BackwardPlan) -> Iterator[None]:
+        """Let a plan take effect for the backwards within, one for each micro-batch.
+
+        Args:
+            plan: What is to be expected of them together.
+        """
+        with self._lock:
+            self._begin(plan, task=EXPLICIT)
+        yield
+        self._end()
+
     def stepped(self) -> None:
         """End the iteration after the optimizer's step."""
         self._averaged = False
@@ -156,7 +162,7 @@ class GradientSynchronizer:
         if self._buffers is not None:
             self._buffers.rejoin(num_replicas)
         if self._losses.void:
-            self._reset_gradients(zeros=False)
+            reset_gradients(self._stages, zeros=False)
         self._task, self._plans = None, []
         self._fresh, self._averaged, self._part = True, False, None
         self._reference = self._batch_over_part = 1.0
@@ -181,6 +187,9 @@ class GradientSynchronizer:
                 "start it again from its last checkpoint"
             )
         Variable._execution_engine.queue_callback(partial(self._finish, self._rewind()))
+        self._begin(plan, task)
+
+    def _begin(self, plan: BackwardPlan, task: int) -> None:
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize and not self._losses.void
         # One gradient for all samples of an iteration: no separate estimates.
@@ -214,7 +223,7 @@ class GradientSynchronizer:
 
         def rewind() -> None:
             if before[0] and averaged and self._part is before[1] is not None:
-                self._scale_gradients(1.0 / self._batch_over_part)
+                scale_gradients(self._stages, 1.0 / self._batch_over_part)
             self._fresh, self._part, self._samples, self._estimates, self._measurable = before
             self._sqr = sqr
 
@@ -225,7 +234,7 @@ class GradientSynchronizer:
         if self._averaged and plan.part is not None and plan.part is self._part:
             # A second backward of the part that ended the iteration. What is there is the average
             # already; in the unit of this part's gradients it stands for B / Σ_r n_r as much.
-            self._scale_gradients(self._batch_over_part)
+            scale_gradients(self._stages, self._batch_over_part)
             return
         self._samples = self._estimates = self._unit = 0
         self._averaged, self._part, self._measurable = False, None, True
@@ -237,7 +246,7 @@ class GradientSynchronizer:
         # Kept gradients stand for Σ n g / unit. With the unit set to the coming step's n, that
         # step's mean gradient adds with the right weight by itself.
         if plan.weighted and self._unit not in (0, plan.num_samples):
-            self._scale_gradients(self._unit / plan.num_samples)
+            scale_gradients(self._stages, self._unit / plan.num_samples)
         self._unit = plan.num_samples
         self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
         self._estimates += plan.passes
@@ -255,18 +264,6 @@ class GradientSynchronizer:
             return None
         # Close to 1 if replicas have the same share of the batch, whatever its size.
         return self._unit / self._reference if self._samples > 0 else 0.0
-
-    def _scale_gradients(self, factor: float) -> None:
-        if factor == 1.0:
-            return
-        gradients = [
-            p.grad
-            for named in self._stages
-            for _, p in named
-            if p.requires_grad and p.grad is not None
-        ]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
 
     # --- gradients ---------------------------------------------------------------------------
 
@@ -297,6 +294,11 @@ class GradientSynchronizer:
             rewind()
             self._task = None
             return
+        self._end()
+
+    def _end(self) -> None:
+        """End the backwards of a plan."""
+        self._watched = None
         if self._measures:
             self._measurable = self._measurable and not self._reducer.surplus
         if not self._synchronizes:
@@ -304,7 +306,8 @@ class GradientSynchronizer:
             self._on_finished(None)
             return
         try:
-            result = self._finish_alone() if self._num_replicas == 1 else self._finish_together()
+            alone = self._num_replicas == 1 and self._mesh is None
+            result = self._finish_alone() if alone else self._finish_together()
             self._fresh = self._averaged = True
             self._task, self._plans = None, []
             self._on_finished(result)
@@ -312,15 +315,9 @@ class GradientSynchronizer:
             if not self._losses.note(error, voids=True):
                 raise
             # As on an accumulation step nothing steps; zeros, as the script may look at them.
-            self._reset_gradients(zeros=True)
+            reset_gradients(self._stages, zeros=True)
             self._task, self._plans = None, []
             self._on_finished(None)
-
-    def _reset_gradients(self, *, zeros: bool) -> None:
-        for named in self._stages:
-            for _, parameter in named:
-                kept = zeros and parameter.grad is not None
-                parameter.grad = torch.zeros_like(parameter) if kept else None
 
     def _any_arrived(self) -> bool:
         """Return whether any parameter received a gradient."""
@@ -330,22 +327,26 @@ class GradientSynchronizer:
     def _finish_alone(self) -> SyncResult:
         self._batch_over_part = self._samples / max(self._unit, 1)
         if self._samples > 0:
-            self._scale_gradients(self._unit / self._samples)
+            scale_gradients(self._stages, self._unit / self._samples)
         estimates = self._estimates if self._measurable else 0
         return SyncResult(self._samples, estimates, self._sqr_sum() / max(self._samples, 1), 0.0)
 
     def _finish_together(self) -> SyncResult:
         reducer = self._reducer
         self._comm_timer.start()
-        with self._lock:
-            reducer.flush()
-        total = self._summary().sum_over_replicas(self._control.ride)
+        if self._num_replicas > 1:
+            with self._lock:
+                reducer.flush()
+        total = self._totals()
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
                 "over nothing"
             )
-        reducer.relaunch([late > 0.0 for late in total.late])
+        if self._num_replicas == 1:
+            scale_gradients(self._stages, self._unit / total.samples)
+        else:
+            reducer.relaunch([late > 0.0 for late in total.late])
         factor = self._reference / total.samples
         offset = 0
         for bucket in reducer.buckets:
@@ -357,7 +358,7 @@ class GradientSynchronizer:
             self._buffers.synchronize(total.buffers)
         if total.part_samples > 0.0:
             # A power of two, so that what is added up has the same digits whatever it is.
-            self._reference = _power_of_two(total.part_samples / self._num_replicas)
+            self._reference = power_of_two(total.part_samples / self._num_replicas)
             self._batch_over_part = total.samples / total.part_samples
         return SyncResult(
             round(total.samples),
@@ -366,12 +367,20 @@ class GradientSynchronizer:
             self._comm_timer.stop(),
         )
 
-    def _summary(self) -> IterationTotals:
+    def _totals(self) -> IterationTotals:
+        mesh = self._mesh
+        if mesh is None:
+            return self._summary(speaks=True).sum_over_replicas(self._control.ride)
+        # The samples are those of a replica, which its first process counts.
+        summary = self._summary(speaks=mesh.device_mesh.get_local_rank("stage") == 0)
+        return summary.sum_over_replicas(self._control.ride, mesh.sum_over_replicas)
+
+    def _summary(self, *, speaks: bool) -> IterationTotals:
         counts = self._samples > 0
         return IterationTotals(
-            samples=self._samples,
-            part_samples=self._unit if self._plans[0].counted else 0,
-            estimates=self._estimates,
+            samples=self._samples if speaks else 0,
+            part_samples=self._unit if speaks and self._plans[0].counted else 0,
+            estimates=self._estimates if speaks else 0,
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
             buffers=self._buffers.report() if self._buffers else [],
@@ -386,8 +395,3 @@ class GradientSynchronizer:
     def _sqr_sum(self) -> float:
         totals = [norms.total() for norms in self._sqr]
         return sum(float(total) for total in totals if total is not None)
-
-
-def _power_of_two(value: float) -> float:
-    """Return the largest power of two that is not larger than a positive value."""
-    return math.ldexp(1.0, math.frexp(value)[1] - 1)

@@ -261,7 +261,7 @@ class Metrics(Autotuner):
             return
         (configuration, step), self._timed = self._timed, None
         self.profile.add_stages(configuration, forward, backward)
-        if self._context.env.rank == 0:
+        if self._context.env.leads:
             self.reporter.add_timeline(
                 step, configuration.num_stages, configuration.num_microbatches, events
             )
@@ -280,6 +280,8 @@ class Metrics(Autotuner):
     def take_loss(self) -> tuple[float, int]:
         """Return the share of this replica in the loss since the last time, and its samples."""
         losses, self._losses = self._losses, []
+        if self._context.env.stage > 0:
+            losses = []  # the replica's first process tells the same
         self._launched, self._done = self._done, None
         return (
             sum(float(loss) * samples for loss, samples in losses),
@@ -289,7 +291,7 @@ class Metrics(Autotuner):
     def record_agreed(self, agreed: ControlMessage | None) -> None:
         """Report the step whose losses the replicas have exchanged."""
         done, self._launched = self._launched, None
-        if agreed is None or done is None or self._context.env.rank != 0:
+        if agreed is None or done is None or not self._context.env.leads:
             return
         loss = agreed.loss_sum / agreed.loss_samples if agreed.loss_samples > 0 else None
         # Most points are never shown, and predictions take longer than a small step.

@@ -160,7 +160,7 @@ class Reporter:
             self._points.append(point)
 
     def _ensure_running(self) -> None:
-        if self._thread is None and self._context.env.rank == 0 and not self._stop.is_set():
+        if self._thread is None and self._context.env.leads and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="pipollux-reporter", daemon=True)
             self._thread.start()
 

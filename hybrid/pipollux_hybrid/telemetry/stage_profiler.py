@@ -38,6 +38,8 @@ class StageProfiler:
     def __init__(
         self, ctx: JobContext, stages: Sequence[nn.Module], devices: Sequence[torch.device]
     ) -> None:
+        self._possible = ctx.mesh is None
+        """Whether this process sees all stages."""
         self._metrics = ctx.component(Metrics)
         self._tracer = ctx.component(Tracer)
         self._devices = list(devices)
@@ -64,7 +66,7 @@ class StageProfiler:
         Returns:
             Whether it is timed.
         """
-        if not self._is_due(measures_noise):
+        if not (self._possible and self._is_due(measures_noise)):
             return False
         self._timer.start(num_recomputed)
         return True

@@ -54,6 +54,8 @@ class ReplicaProgram:
     args: tuple[str, ...] = ()
     num_stages: int = 1
     """K, the devices that one replica needs on its node."""
+    process_per_stage: bool = False
+    """Whether each of them has a process of its own; else one process drives all of a replica."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the processes."""
     directory: Path | None = None
@@ -74,6 +76,11 @@ class ReplicaProgram:
     def supervisor_url(self) -> str:
         """The URL that the job reports to; empty if to none."""
         return self.environment.get("PIPOLLUX_SUPERVISOR_URL", "")
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether replicas may join and leave while others train."""
+        return self.script is not None and not self.process_per_stage
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
         """Return where it saves: its own folder, else one in a directory that its nodes share."""

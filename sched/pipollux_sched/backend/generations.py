@@ -364,7 +364,7 @@ class Generations:
                 num_first=len(seats),
                 supervisor_url=program.supervisor_url,
                 checkpoints=self._engine.checkpoints(program),
-                live=self._engine.grows and program.script is not None,
+                live=self._engine.grows and program.can_grow,
             )
             self._launches.note_launch(job, generation, launch.to_json_object())
         except BackendError as error:

@@ -52,6 +52,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         image=spec.image,
         args=tuple(spec.args),
         num_stages=spec.num_stages,
+        process_per_stage=spec.process_per_stage,
         environment={**spec.environment, **environment, "PIPOLLUX_TOKEN": job.token},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,

@@ -169,6 +169,8 @@ class JobSpec(_Spec):
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
     """Every K that the scheduler may choose, `num_stages` among them; none: `num_stages` alone.
     Another K is chosen once the job has told what its layers cost."""
+    process_per_stage: bool = Field(default=False, description="true or false")
+    """Whether each stage has a process of its own; else one process drives all of a replica."""
     num_microbatches: Count = 1
     """M, the micro-batches of one forward and backward."""
     min_replicas: Count = 1

@@ -53,11 +53,11 @@ FIELDS: dict[str, tuple[str, str]] = {
         "micro_step",
     ),
     "Bucket": (
-        "_flat _streams _views _work device late launched parameters pending stage",
+        "_flat _group _streams _views _work device late launched parameters pending stage",
         "",
     ),
     "BufferSynchronizer": (
-        "_layers _num_replicas _seen",
+        "_group _layers _num_replicas _seen",
         "",
     ),
     "CheckpointManager": (
@@ -90,17 +90,17 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "GradientSynchronizer": (
         "_averaged _batch_over_part _buffers _comm_timer _control _fresh _hooks _lock _losses "
-        "_measurable _measures _num_replicas _on_finished _on_gradient _plans _preconditioner "
-        "_reducer _reference _sqr _stages _synchronizes _task _watched _wire",
+        "_measurable _measures _mesh _num_replicas _on_finished _on_gradient _plans "
+        "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _watched _wire",
         "_estimates _part _samples _unit",
     ),
     "HybridParallel": (
-        "_batch _check _complete _context _deferred _engine _layer_profile _metrics _no_sync "
-        "_noise _norm _optimizer _rule _same_samples _synchronizer balance",
+        "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
+        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _synchronizer balance",
         "_result _timing _watch",
     ),
     "JobContext": (
-        "batch control heartbeat joined joins pipeline prepares rejoined step watch",
+        "batch control heartbeat joined joins mesh pipeline prepares rejoined step watch",
         "_components closers env",
     ),
     "Joining": (
@@ -146,7 +146,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_part_started _proposal _reporter _step_time _sync_time _timed profile",
     ),
     "NoiseMeter": (
-        "_batch _measured_at _noise _parameters _preconditioner _previous _steps",
+        "_batch _measured_at _mesh _noise _parameters _preconditioner _previous _steps",
         "",
     ),
     "NormSum": (
@@ -187,13 +187,13 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_context _losses _undo _watch",
     ),
     "Reducer": (
-        "_bucket_bytes _bucket_of _buckets_wanted _dtype _hold _next _shared _surprising "
+        "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _shared _surprising "
         "_unused buckets overlap parameters",
         "_counts _separate _weight",
     ),
     "ReplicaCheck": (
         "_control _interval _module",
-        "",
+        "_env",
     ),
     "ReplicaGroup": (
         "process_group size",
@@ -226,7 +226,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "StageProfiler": (
-        "",
+        "_possible",
         "_countdown _devices _metrics _recording _step _timer _tracer",
     ),
     "StageTimer": (

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pipollux_sched.backend.base import BackendError, Launch, ReplicaProgram
 from pipollux_sched.backend.replica.command import agent_in_container
+from pipollux_sched.backend.replica.variables import processes_of_replica
 
 from . import names
 from .api import Object
@@ -111,7 +112,7 @@ def make_trainjob(
     number = {"name": "PIPOLLUX_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
     trainer = {
         "numNodes": len(launch.nodes),
-        "numProcPerNode": 1,
+        "numProcPerNode": processes_of_replica(program, launch),
         "command": command,
         "env": [entry for entry in variables if entry["name"] != number["name"]] + [number],
         "resourcesPerNode": resources({}, program, launch, options),

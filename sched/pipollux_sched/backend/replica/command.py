@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
+from .variables import processes_of_replica
+
 __all__ = ["agent_command", "agent_in_container"]
 
 _AGENT = Path(__file__).with_name("agent.py")
@@ -62,7 +64,7 @@ def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]
     alone = launch.joins(replica)
     return [
         f"--nnodes={1 if alone else launch.num_first}",
-        "--nproc-per-node=1",
+        f"--nproc-per-node={processes_of_replica(program, launch)}",
         "--rdzv-backend=pipollux",
         f"--rdzv-conf=rank={0 if alone else replica}",
         "--max-restarts=0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 
-__all__ = ["cpu_variables", "replica_variables"]
+__all__ = ["cpu_variables", "processes_of_replica", "replica_variables"]
 
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
@@ -26,9 +26,15 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         "PIPOLLUX_CHECKPOINT_DIR": launch.checkpoints,
         "PIPOLLUX_NUM_NODES": str(len(set(launch.nodes))),
         "PIPOLLUX_NUM_STAGES": str(launch.num_stages),
+        "PIPOLLUX_PROCESSES_PER_REPLICA": str(processes_of_replica(program, launch)),
         "PIPOLLUX_LIVE": str(int(launch.live)),
         "PIPOLLUX_JOINS": str(int(launch.joins(replica))),
     }
+
+
+def processes_of_replica(program: ReplicaProgram, launch: Launch) -> int:
+    """Return how often the script of a replica runs."""
+    return launch.num_stages if program.process_per_stage else 1
 
 
 def cpu_variables(num_stages: int) -> dict[str, str]:

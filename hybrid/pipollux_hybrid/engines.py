@@ -1,0 +1,102 @@
+"""The choice between the two engines, and what a model is where each stage has a process.
+
+* One process drives the devices of all stages through torchgpipe
+  (:class:`~pipollux_hybrid.pipeline.engine.PipelineEngine`).
+* K processes run a stage each, by a schedule of torch's
+  (:class:`~pipollux_hybrid.pipeline.process_engine.ProcessEngine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.checkpoint.rng_state import draw_alike
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.own_stage import keep_stage
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.process_engine import SCHEDULES, ProcessEngine, Schedule
+
+__all__ = ["check_schedule", "make_engine", "refuse_plain_loop"]
+
+DEFAULT: Schedule = "1f1b"
+"""Where a replica has several processes, and the script names no schedule."""
+
+
+def check_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> None:
+    """Refuse a schedule that this replica's processes cannot run.
+
+    Args:
+        ctx: The job's context.
+        schedule: What the script asks for.
+        num_stages: Number K of stages.
+
+    Raises:
+        ConfigurationError: It is unknown, or there are not as many processes as stages.
+    """
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ConfigurationError(
+            f"schedule={schedule!r}: {', '.join(map(repr, SCHEDULES))} are allowed, each with a "
+            "process per stage, or None for one process that drives all stages"
+        )
+    processes = ctx.env.processes_per_replica
+    if processes > 1 and num_stages != processes:
+        raise ConfigurationError(
+            f"num_stages={num_stages}: a replica of this job has {processes} processes "
+            f"(PIPOLLUX_PROCESSES_PER_REPLICA), one for each stage; say num_stages={processes}"
+        )
+    if processes == 1 and num_stages > 1 and schedule is not None:
+        raise ConfigurationError(
+            f"schedule={schedule!r}: it runs each of the {num_stages} stages in a process of its "
+            f"own, and a replica of this job has one; call init_process_group(…, "
+            f"processes_per_replica={num_stages}) and start the script with torchrun "
+            f"--nproc-per-node={num_stages}, or a multiple of that"
+        )
+
+
+def make_engine(
+    ctx: JobContext,
+    module: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    checkpoint: str,
+    schedule: str | None,
+) -> tuple[PipelineEngine | ProcessEngine, frozenset[str]]:
+    """Return what runs batches, and the names of what other processes hold.
+
+    Args:
+        ctx: The job's context.
+        module: The layers; of those of other processes nothing stays.
+        optimizer: Over the module's parameters; it keeps this process's.
+        balance: Number of layers of each stage.
+        devices: One device per stage.
+        checkpoint: When activations are recomputed.
+        schedule: What the script asks for.
+    """
+    if ctx.mesh is None:
+        return PipelineEngine(module, balance, devices, checkpoint), frozenset()
+    draw_alike(ctx)
+    kind = next((known for known in SCHEDULES if known == schedule), DEFAULT)
+    engine = ProcessEngine(
+        module, balance, devices[ctx.env.stage], checkpoint, kind, ctx.mesh.stages
+    )
+    return engine, keep_stage(module, optimizer, engine.stages, engine.index)
+
+
+def refuse_plain_loop() -> NoReturn:
+    """Refuse a forward with gradients where stages have processes.
+
+    Raises:
+        ConfigurationError: Always; it says what to write.
+    """
+    raise ConfigurationError(
+        "the model was called with gradients enabled, and each stage has a process of its own, in "
+        "which forwards and backwards alternate: write loss = model.train_step(inputs, targets, "
+        "loss_fn) in the place of loss = loss_fn(model(inputs), targets) and loss.backward(); to "
+        "evaluate, call the model under torch.no_grad()"
+    )

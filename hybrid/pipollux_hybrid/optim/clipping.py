@@ -1,0 +1,56 @@
+"""Clipping gradients by their norm over all stages, also where each is in a process of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from pipollux_hybrid.job.mesh import ProcessMesh
+
+__all__ = ["clip_over_stages"]
+
+
+def clip_over_stages(
+    mesh: ProcessMesh | None,
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """Scale gradients so that the norm over all stages is at most ``max_norm``.
+
+    Args:
+        mesh: The groups of this process where each stage has one; None: these are all parameters.
+        parameters: Of this process.
+        max_norm: Largest norm of the result.
+        norm_type: p of the p-norm.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+        foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        The norm before, without dimensions.
+
+    Raises:
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if mesh is None:
+        return nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    mine = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
+    if math.isinf(norm_type):
+        norm = max(float(content) for content in mesh.gather_from_stages(str(float(mine)).encode()))
+    else:
+        norm = mesh.sum_over_stages([float(mine) ** norm_type])[0] ** (1.0 / norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients of all stages is {norm}, so "
+            "they cannot be clipped: leave error_if_nonfinite out to go on with such gradients"
+        )
+    total = mine.new_tensor(norm)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total

@@ -1,0 +1,78 @@
+"""Keeping the layers of one stage, where each has a process of its own.
+
+Every process builds the whole model, as the script says. Those layers that other processes hold are
+then taken out of it and out of the optimizer, so that their memory is free, and whatever goes over
+the parameters (clipping, averaging, the optimizer's step) finds those of this stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipollux_hybrid.checkpoint.parameter_groups import plain_name
+from pipollux_hybrid.errors import ConfigurationError
+
+__all__ = ["LayerElsewhere", "keep_stage"]
+
+
+class LayerElsewhere(nn.Module):
+    """The place of a layer that the process of another stage holds.
+
+    Args:
+        name: Of the layer.
+        stage: Index of its stage.
+    """
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+
+    def forward(self, *_: Any) -> NoReturn:
+        """Refuse to run: only the pipeline as a whole can."""
+        raise ConfigurationError(
+            f"layer {self.name!r} is in the process of stage {self.stage}: call the wrapped model, "
+            "which runs all stages"
+        )
+
+    def extra_repr(self) -> str:
+        """Return what is shown of it."""
+        return f"stage={self.stage}"
+
+
+def keep_stage(
+    module: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    stages: Sequence[nn.Sequential],
+    index: int,
+) -> frozenset[str]:
+    """Take all layers but one stage's out of the module and out of the optimizer.
+
+    Args:
+        module: The layers, which are replaced by :class:`LayerElsewhere` in place.
+        optimizer: Its groups stay, with the parameters that are left.
+        stages: The layers of each stage, by their names in the module.
+        index: The stage that stays.
+
+    Returns:
+        The names of the parameters and buffers that other processes hold.
+    """
+    elsewhere = set()
+    for stage, layers in enumerate(stages):
+        if stage == index:
+            continue
+        for name, layer in layers.named_children():
+            elsewhere |= {plain_name(f"{name}.{inner}") for inner in layer.state_dict()}
+            module._modules[name] = LayerElsewhere(name, stage)
+    kept = set(module.parameters())
+    for group in optimizer.param_groups:
+        here = [parameter in kept for parameter in group["params"]]
+        for field in ("params", "param_names"):
+            if field in group:
+                group[field] = [x for x, stays in zip(group[field], here, strict=True) if stays]
+    for parameter in [x for x in optimizer.state if x not in kept]:
+        del optimizer.state[parameter]
+    return frozenset(elsewhere)

@@ -1,0 +1,328 @@
+"""The pipeline of one replica with a process for each stage.
+
+Every process of the replica runs the same script, and holds the layers of its own stage only.
+torch's schedules (:mod:`torch.distributed.pipelining`) say when a stage works on which micro-batch,
+forward and back; :mod:`.process_stage` lets these change from step to step.
+
+* ``"gpipe"`` (Huang et al., NeurIPS'19): all forwards, then all backwards. A stage keeps the
+  activations of M micro-batches.
+* ``"1f1b"`` (PipeDream-Flush, Narayanan et al., ICML'21): one forward and one backward in turn, as
+  soon as that can be. Stage k keeps those of min(M, K - k). With fewer micro-batches than stages
+  the two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+
+from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
+
+from .boundary import describe, from_header, rest_of_header, to_header
+from .engine import cut_stages, num_recomputed, with_index
+from .microbatch import PyTree, batch_size_of, gather, map_tensors, scatter
+from .process_stage import ProcessStage
+from .skip import layout_of
+from .stage import Stage
+
+__all__ = ["SCHEDULES", "LossFunction", "ProcessEngine", "Schedule"]
+
+Schedule: TypeAlias = Literal["gpipe", "1f1b"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+"""What gives the mean loss of a micro-batch, a scalar, from the model's output and the targets."""
+
+
+class _GPipe(ScheduleGPipe):
+    def _initialize_stage(self, *_: Any) -> None:
+        """Do nothing: the stage makes its buffers as micro-batches come."""
+
+
+class _OneForwardOneBackward(Schedule1F1B):
+    def _initialize_stage(self, *_: Any) -> None:
+        """Do nothing: the stage makes its buffers as micro-batches come."""
+
+
+class ProcessEngine:
+    """Stage k of a sequential module, as this process runs it.
+
+    Args:
+        module: The layers; this stage's are moved to its device, the others are left alone.
+        balance: Number of layers of each stage, from first to last.
+        device: This stage's.
+        checkpoint: When activations are recomputed.
+        schedule: One of :data:`SCHEDULES`.
+        group: The K processes of the replica, in the order of stages.
+
+    Raises:
+        ConfigurationError: The module cannot be cut like that.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        device: torch.device,
+        checkpoint: str,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.checkpoint, self._kind, self._group = checkpoint, schedule, group
+        self.num_stages, self.index = len(balance), dist.get_rank(group)
+        self.device = with_index(device)
+        nccl = dist.get_backend(group) == "nccl"
+        self._carrier_device = self.device if nccl else torch.device("cpu")
+        self.stages = cut_stages(module, balance)
+        """The layers of each stage; this process's are where they run."""
+        layout = layout_of(module, self.stages)
+        for (_, name), (stash, pop) in layout.by_ns_name.items():
+            if stash != pop:
+                raise ConfigurationError(
+                    f"the skip connection {name!r} goes from stage {stash} to stage {pop}, and "
+                    f"schedule={schedule!r} runs each in a process of its own, between which only "
+                    "a stage's output goes to the next: pass the tensor on as a part of the "
+                    "layers' outputs, give a balance that keeps both in one stage, or leave "
+                    "schedule out"
+                )
+        mine = self.stages[self.index].place(self.device)
+        self._stage = ProcessStage(mine, self.num_stages, group, layout)
+        self._schedules: dict[tuple[int, bool], ScheduleGPipe | Schedule1F1B] = {}
+        self._loss: Callable[[int, Any, Any], Tensor] = _no_loss
+        self._failure: Exception | None = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of this process for each stage: what it is given has to be there."""
+        return [self.device] * self.num_stages
+
+    def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+        """Return the parameters of each stage, of which this process has its own's only."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        mine = [(names[p], p) for p in self.stage.parameters()]
+        return [mine if stage is self.stage else [] for stage in self.stages]
+
+    @property
+    def stage(self) -> Stage:
+        """The layers of this process."""
+        return self.stages[self.index]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the outputs and the loss."""
+        return self.index == self.num_stages - 1
+
+    def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
+        """Return how many of the micro-batches are recomputed in the backward."""
+        return num_recomputed(self.checkpoint, num_microbatches, training=training)
+
+    def train(
+        self,
+        inputs: PyTree,
+        targets: PyTree,
+        sizes: Sequence[int],
+        loss_fn: LossFunction,
+        *,
+        training: bool,
+        counted: bool,
+    ) -> Tensor:
+        """Run forward and backward of one batch; gradients are added to the parameters'.
+
+        Args:
+            inputs: PyTree of tensors of shape [batch, …]; the first stage reads it.
+            targets: The same; the last stage reads it.
+            sizes: Samples of each micro-batch.
+            loss_fn: Of the model's output and the targets, the mean over a micro-batch.
+            training: Whether the model is in training mode, where activations are recomputed.
+            counted: Whether the samples count; else all gradients are zero.
+
+        Returns:
+            The mean loss over the batch, float64, without a graph, in every process.
+
+        Raises:
+            ConfigurationError: Inputs and targets do not go together.
+            BrokenPipelineError: Another stage is gone.
+        """
+        total = sum(sizes)
+        if self.is_last and batch_size_of(targets) != total:
+            raise ConfigurationError(
+                f"targets has {batch_size_of(targets)} samples and inputs has {total}: dimension 0 "
+                "of both is the batch, as both are cut into micro-batches along it"
+            )
+
+        def weighted(index: int, output: PyTree, target: PyTree) -> Tensor:
+            if not counted:
+                output = map_tensors(_without_gradient, output)
+            return loss_fn(output, target) * (sizes[index] / total)
+
+        self._loss = weighted
+        losses: list[Tensor] = []
+        recomputed = self.checkpointed(len(sizes), training=training)
+        self._stage.begin(sizes, recomputed=recomputed, has_backward=True)
+        self._run(inputs, targets, sizes, losses, trains=True)
+        loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+        return self._shared_loss(loss)
+
+    def run(self, inputs: PyTree, sizes: Sequence[int]) -> PyTree:
+        """Run the forward of one batch without gradients.
+
+        Args:
+            inputs: PyTree of tensors of shape [batch, …]; the first stage reads it.
+            sizes: Samples of each micro-batch.
+
+        Returns:
+            The PyTree that the last layer gives, of the whole batch, in every process.
+
+        Raises:
+            BrokenPipelineError: Another stage is gone.
+        """
+        self._stage.begin(sizes, recomputed=0, has_backward=False)
+        outputs = self._run(inputs, None, sizes, [], trains=False)
+        return self._shared_output(gather(outputs, sizes) if self.is_last else None)
+
+    def _run(
+        self,
+        inputs: PyTree,
+        targets: PyTree,
+        sizes: Sequence[int],
+        losses: list[Tensor],
+        *,
+        trains: bool,
+    ) -> list[PyTree]:
+        """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
+        first = self._stage.is_first
+        batches = (
+            [(x,) for x in scatter(map_tensors(Tensor.detach, inputs), sizes)]
+            if first
+            else [()] * len(sizes)
+        )
+        labels = scatter(targets, sizes) if trains and self.is_last else None
+        schedule = self._schedule(len(sizes), trains=trains)
+        self._failure = None
+        outputs: list[PyTree] = []
+        if not trains:
+            self._loss = _no_loss
+            keep = self._stage.output_chunks  # cleared at the next begin
+        try:
+            with self._own_random_numbers():
+                schedule._step_microbatches(
+                    batches,
+                    None,
+                    None if labels is None else list(enumerate(labels)),
+                    losses if trains else None,
+                    return_outputs=not trains,
+                )
+        except Exception as error:
+            raise self._told(error) from error.__cause__
+        if not trains and self.is_last:
+            leaving = self._stage.leaving
+            outputs = [leaving.value(tensors) for tensors in keep]
+        return outputs
+
+    def _schedule(self, num_microbatches: int, *, trains: bool) -> ScheduleGPipe | Schedule1F1B:
+        key = num_microbatches, trains
+        if key not in self._schedules:
+            alternates = trains and self._kind == "1f1b" and num_microbatches >= self.num_stages
+            kind = _OneForwardOneBackward if alternates else _GPipe
+            loss = self._compute_loss if trains else None
+            self._schedules[key] = kind(
+                self._stage, num_microbatches, loss_fn=loss, scale_grads=False
+            )
+        return self._schedules[key]
+
+    def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
+        index, labels = target
+        try:
+            return self._loss(index, self._stage.leaving.value(tensors), labels)
+        except Exception as error:  # the script's own code
+            self._failure = error
+            raise
+
+    def _told(self, error: Exception) -> Exception:
+        """Return what went wrong: torch wraps what layers raise, and what carries messages fails.
+
+        Args:
+            error: What a schedule raised.
+        """
+        if error is self._failure or isinstance(error, ConfigurationError):
+            return error
+        if error.__cause__ is not None:
+            return _innermost(error)
+        if isinstance(error, RuntimeError):
+            return BrokenPipelineError(str(error))
+        return error
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Have layers draw numbers of their own, and leave the script's generator as it is.
+
+        The processes of a replica run the same script, which draws the same numbers in each, as it
+        must where inputs and targets are turned or cropped alike. Layers are different ones.
+        """
+        if self.num_stages == 1:
+            yield
+            return
+        seed = int(torch.randint(1 << 62, (1,))) + self.index
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+    def _shared_loss(self, loss: Tensor) -> Tensor:
+        """Return the last stage's loss in every process."""
+        return self._broadcast(loss.to(self._carrier_device, torch.float64))
+
+    def _shared_output(self, output: PyTree) -> PyTree:
+        """Return the last stage's output in every process."""
+        if self.num_stages == 1:
+            return output
+        device = self._carrier_device
+        header = to_header(describe(None, "")[0], "")[0]
+        rest: Tensor | None = None
+        tensors: list[Tensor] = []
+        if self.is_last:
+            boundary, tensors = describe(output, self.stage.output_name)
+            header, rest = to_header(boundary, self.stage.output_name)
+        header = self._broadcast(header.to(device)).cpu()
+        count = rest_of_header(header)
+        if count:
+            empty = torch.empty(count, dtype=torch.uint8)
+            rest = self._broadcast((empty if rest is None else rest).to(device)).cpu()
+        boundary = from_header(header, rest)
+        if not self.is_last:
+            tensors = [kind.empty(self.device) for kind in boundary.kinds]
+        return boundary.value([self._broadcast(x.contiguous()) for x in tensors])
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        if self.num_stages > 1:
+            try:
+                dist.broadcast(tensor, group=self._group, group_src=self.num_stages - 1)
+            except RuntimeError as error:
+                raise BrokenPipelineError(str(error)) from error
+        return tensor
+
+
+def _no_loss(*_: Any) -> Tensor:
+    raise AssertionError("no loss is computed without gradients")
+
+
+def _without_gradient(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(torch.zeros_like)
+    return tensor
+
+
+def _innermost(error: BaseException) -> Exception:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert isinstance(error, Exception)  # noqa: S101  # torch catches nothing else
+    return error

@@ -1,0 +1,239 @@
+"""A stage in a process of its own, as torch's pipeline schedules drive it.
+
+:class:`torch.distributed.pipelining.PipelineStage` fixes the number and the shapes of micro-batches
+when it is made, and infers them by a forward of its own. Here they change from step to step, and
+the last micro-batch of a batch may be a shorter one. So buffers are made for each micro-batch as
+it comes, from what the stage before tells of it (:mod:`.boundary`).
+
+That message is received where nothing else is under way: before the first micro-batch of a step. At
+any later one, a stage that waited for it would keep back the gradient that the other stage is
+waiting for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+from torchgpipe.checkpoint import enable_recomputing
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.tracker import use_skip_tracker
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .boundary import HEADER_BYTES, BoundaryLayout, describe, from_header, rest_of_header, to_header
+from .microbatch import PyTree
+from .skip import SkipTracker
+from .stage import Stage
+
+__all__ = ["ProcessStage"]
+
+
+class _Layers(nn.Module):
+    """The layers of a stage, between the plain tensors that schedules carry.
+
+    Args:
+        stage: The layers.
+        layout: Where stashed tensors go to.
+    """
+
+    def __init__(self, stage: Stage, layout: SkipLayout) -> None:
+        super().__init__()
+        self.stage = stage
+        self._layout = layout
+        self.arriving: BoundaryLayout | None = None
+        """What the stage before sends; None for the first stage."""
+        self.leaving: BoundaryLayout | None = None
+        """What this one gave last."""
+        self.recomputes = False
+        """Whether the coming forward keeps its input only."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        value = inputs[0] if self.arriving is None else self.arriving.value(inputs)
+        output = self._recomputed(value) if self.recomputes else self._run(value)
+        self.leaving, tensors = describe(output, self.stage.output_name)
+        return tuple(tensors)
+
+    def _run(self, value: PyTree) -> PyTree:
+        if not self._layout.by_ns_name:
+            return self.stage(value)
+        with use_skip_tracker(SkipTracker(self._layout)):
+            return self.stage(value)
+
+    def _recomputed(self, value: PyTree) -> PyTree:
+        return checkpoint(self._run, value, use_reentrant=False, context_fn=_while_recomputing)
+
+
+class ProcessStage(PipelineStage):
+    """Stage k of K, for micro-batches of any sizes.
+
+    Args:
+        stage: Its layers, on their device.
+        num_stages: K.
+        group: The K processes of the pipeline, in the order of stages.
+        layout: Where stashed tensors go to.
+    """
+
+    def __init__(
+        self, stage: Stage, num_stages: int, group: dist.ProcessGroup, layout: SkipLayout
+    ) -> None:
+        self._layers = _Layers(stage, layout)
+        super().__init__(self._layers, stage.index, num_stages, stage.device, group=group)
+        self._runtime_validate = False  # it compares with shapes that torch has inferred
+        carrier = dist.get_backend(group)
+        self._header_device = stage.device if carrier == "nccl" else torch.device("cpu")
+        self._sizes: Sequence[int] = ()
+        self._recomputed = 0
+        self._inputs: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._sent: BoundaryLayout | None = None
+
+    @property
+    def leaving(self) -> BoundaryLayout:
+        """What the stage gave for the last micro-batch."""
+        assert self._layers.leaving is not None  # noqa: S101  # a forward came before
+        return self._layers.leaving
+
+    def begin(self, sizes: Sequence[int], *, recomputed: int, has_backward: bool) -> None:
+        """Begin a step.
+
+        Args:
+            sizes: Samples of each micro-batch.
+            recomputed: How many micro-batches, from the first on, keep their input only.
+            has_backward: Whether gradients come back.
+        """
+        self.clear_runtime_states()
+        for kept in (self.bwd_cache, self._inputs, self._gradients):
+            kept.clear()
+        self._sizes, self._recomputed, self.chunks = sizes, recomputed, len(sizes)
+        self.has_backward, self._sent = has_backward, None
+
+    # --- forwards ----------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives a micro-batch; see :class:`PipelineStage`."""
+        if self.is_first:
+            return []
+        if fwd_chunk_id == 0:
+            self._layers.arriving = self._receive_header()
+        assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 comes first
+        arriving = self._layers.arriving.of(self._sizes[fwd_chunk_id], self._sizes[0])
+        buffers = [kind.empty(self.device) for kind in arriving.kinds]
+        self._inputs[fwd_chunk_id] = buffers
+        return [self._op(dist.irecv, buffer, self.stage_index - 1) for buffer in buffers]
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run the forward of a micro-batch; see :class:`PipelineStage`."""
+        self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        # As many gradients are kept for the stage before.
+        counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
+        self._stage_meta.inputs = counted
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends a micro-batch on; see :class:`PipelineStage`."""
+        if self.is_last:
+            return []
+        tensors, _ = self.fwd_cache[fwd_chunk_id]
+        ops, to = [], self.stage_index + 1
+        if fwd_chunk_id == 0:
+            self._sent = self.leaving
+            for message in to_header(self.leaving, self._layers.stage.output_name):
+                if message is not None:
+                    ops.append(self._op(dist.isend, message.to(self._header_device), to))
+        else:
+            self._check_like_first(fwd_chunk_id)
+        return [*ops, *(self._op(dist.isend, x.detach().contiguous(), to) for x in tensors)]
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        assert self._layers.arriving is not None  # noqa: S101  # it was received before
+        wanted = self.has_backward and torch.is_grad_enabled()
+        pairs = zip(self._inputs[fwd_chunk_id], self._layers.arriving.kinds, strict=True)
+        return tuple(buffer.requires_grad_(wanted and kind.requires_grad) for buffer, kind in pairs)
+
+    # --- backwards ---------------------------------------------------------------------------
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the gradients of a micro-batch; see :class:`PipelineStage`."""
+        if self.is_last or not self.has_backward:
+            return []
+        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        buffers = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
+            for x in outputs
+        ]
+        self._gradients[bwd_chunk_id] = buffers
+        to = self.stage_index + 1
+        return [self._op(dist.irecv, buffer, to) for buffer in buffers if buffer is not None]
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        return tuple(self._gradients.pop(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what sends the gradients of a micro-batch back; see :class:`PipelineStage`."""
+        gradients = self.bwd_cache.pop(bwd_chunk_id, ())
+        if self.is_first or not self.has_backward:
+            return []
+        assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 came first
+        inputs, to = self._inputs.pop(bwd_chunk_id), self.stage_index - 1
+        # As it was told; torch detaches what a stage gives on as it came.
+        kinds = self._layers.arriving.kinds
+        return [
+            # What the stage did not use has a gradient all the same: zero.
+            self._op(dist.isend, (torch.zeros_like(x) if g is None else g).contiguous(), to)
+            for x, g, kind in zip(inputs, gradients, kinds, strict=True)
+            if kind.requires_grad
+        ]
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _op(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, self._resolve_peer_global_rank(stage), self.group)
+
+    def _receive_header(self) -> BoundaryLayout:
+        first = self._receive_bytes(HEADER_BYTES)
+        rest = rest_of_header(first)
+        return from_header(first, self._receive_bytes(rest) if rest else None)
+
+    def _receive_bytes(self, count: int) -> Tensor:
+        message = torch.empty(count, dtype=torch.uint8, device=self._header_device)
+        source = self._resolve_peer_global_rank(self.stage_index - 1)
+        dist.recv(message, source, group=self.group)
+        return message.cpu()
+
+    def _check_like_first(self, chunk: int) -> None:
+        """Refuse a micro-batch that the next stage does not expect as it is."""
+        assert self._sent is not None  # noqa: S101  # micro-batch 0 went first
+        expected = self._sent.of(self._sizes[chunk], self._sizes[0])
+        if self.leaving != expected:
+            raise ConfigurationError(
+                f"{self._layers.stage.output_name} is {_shapes(self.leaving)} for micro-batch "
+                f"{chunk} of {self._sizes[chunk]} samples, where {_shapes(expected)} follows from "
+                f"micro-batch 0 of {self._sizes[0]}: between stages with a process each, give "
+                "tensors whose dimension 0 is the batch, and the same plain values for every "
+                "micro-batch"
+            )
+
+
+def _while_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what is around a forward, and around the same when it is recomputed."""
+    return nullcontext(), enable_recomputing()
+
+
+def _shapes(boundary: BoundaryLayout) -> str:
+    return ", ".join(
+        f"{str(kind.dtype).removeprefix('torch.')} {kind.shape}" for kind in boundary.kinds
+    )

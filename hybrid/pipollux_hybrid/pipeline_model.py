@@ -1,0 +1,151 @@
+"""What a script may ask of the wrapped model beside running batches."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipollux_hybrid.checkpoint.parameter_groups import plain_name
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.module_wrapper import ModuleWrapper
+from pipollux_hybrid.optim.clipping import clip_over_stages
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.num_microbatches import chosen_microbatches
+from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+from pipollux_hybrid.telemetry.chrome_trace import Tracer
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_perfmodel import LayerProfile
+
+__all__ = ["PipelineModel"]
+
+
+class PipelineModel(ModuleWrapper):
+    """A module cut into stages: how it is cut, what was measured, and what goes over all stages."""
+
+    _context: JobContext
+    _engine: PipelineEngine | ProcessEngine
+    _metrics: Metrics
+    _layer_profile: LayerProfile | None
+    _complete: bool
+    """Whether the gradients of an iteration are complete."""
+    _norm: Tensor
+    """The gradients' norm when they were clipped last."""
+    _elsewhere: frozenset[str]
+    """Names of the parameters and buffers that other processes of the replica hold."""
+    balance: list[int]
+    """Number of layers of each stage."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain module's state, keyed by its own layer names whatever the balance.
+
+        Where each stage has a process of its own, all processes of a replica call it, and all get
+        the whole, with what is of other stages on the CPU.
+        """
+        state, mesh = super().state_dict(*args, **kwargs), self._context.mesh
+        if mesh is None:
+            return state
+        packed = io.BytesIO()
+        torch.save(dict(state), packed)
+        for stage, content in enumerate(mesh.gather_from_stages(packed.getvalue())):
+            if stage != self._context.env.stage:
+                state.update(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the plain module's state, whether its layers were compiled or not.
+
+        A process takes what is of its own stage.
+        """
+        here = {n: x for n, x in state_dict.items() if plain_name(n) not in self._elsewhere}
+        return super().load_state_dict(here, strict, assign)
+
+    @property
+    def num_stages(self) -> int:
+        """Number K of stages."""
+        return len(self.balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage."""
+        return self._engine.devices
+
+    @property
+    def layer_profile(self) -> LayerProfile | None:
+        """The layers' costs on ``example_inputs``, measured by rank 0; None without these."""
+        return self._layer_profile
+
+    @property
+    def gain(self) -> float:
+        """Steps of the initial batch size that a step of the present one is worth: AdaScale's gain.
+
+        1 until the gradient's noise was measured.
+        """
+        return self._metrics.gain
+
+    @property
+    def output_device(self) -> torch.device:
+        """The last stage's device, where the output is and the targets must be."""
+        return self._engine.devices[-1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number M of micro-batches that a batch is cut into; set it to None to have it chosen."""
+        return self._context.batch.num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, value: int | None) -> None:
+        spec = self._context.pipeline
+        spec.microbatches_follow = value is None
+        self._context.batch.num_microbatches = chosen_microbatches(value, spec.num_stages)
+
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the time line of the next optimizer step to a file that Perfetto opens.
+
+        One row per stage of this replica. The file is written after the step, on GPUs a step later.
+        With ``PIPOLLUX_TRACE_DIR`` one is written every half minute.
+
+        Args:
+            path: The file, by convention ``….json``.
+        """
+        self._context.component(Tracer).request(path)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``.
+
+        Call it between ``backward()`` and ``optimizer.step()``, in every pass of the loop body. On
+        accumulation steps it leaves the gradients alone, as they are kept and not complete: what is
+        clipped is the gradient of the whole batch, as :func:`torch.nn.utils.clip_grad_norm_` does
+        with the plain model.
+
+        Args:
+            max_norm: Largest norm of the result.
+            norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+            foreach: As in :func:`torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping, over all stages, a tensor without dimensions; on accumulation
+            steps that of the last complete iteration, NaN before the first.
+
+        Raises:
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        if self._complete:
+            options = norm_type, error_if_nonfinite, foreach
+            self._norm = clip_over_stages(
+                self._context.mesh, list(self.module.parameters()), max_norm, *options
+            )
+        return self._norm

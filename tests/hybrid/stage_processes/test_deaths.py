@@ -1,0 +1,48 @@
+"""The process of a stage ends: all others end too, within seconds, and say which one is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipollux_hybrid import HybridParallel, PipolluxError, init_process_group, replica_rank
+from pipollux_hybrid.job.context import context
+from tests.hybrid.models import make_data, make_model
+from tests.hybrid.stage_processes.training import run_stages
+
+
+def trains_until_one_dies(victim: int) -> tuple[str, float]:
+    init_process_group("gloo", timeout=60.0)
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+    inputs, targets = make_data("mlp", 24)[replica_rank() :: 2]
+    died = time.monotonic()
+    try:
+        for step in range(100):
+            if step == 3:
+                died = time.monotonic()
+                if context().env.world_rank == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model.train_step(inputs, targets, F.cross_entropy)
+            optimizer.step()
+    except PipolluxError as error:
+        return str(error), time.monotonic() - died
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_others_end_and_say_so(victim: int) -> None:
+    """Those of its replica, and those that average gradients with it."""
+    replicas = run_stages(trains_until_one_dies, 2, 2, victim, exit_codes=(0, -signal.SIGKILL))
+    answers = [answer for replica in replicas for answer in replica]
+    assert answers.pop(victim) == -signal.SIGKILL
+    for text, seconds in answers:
+        assert "lost its peers" in text
+        assert seconds < 30.0

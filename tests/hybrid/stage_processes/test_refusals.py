@@ -1,0 +1,157 @@
+"""What cannot be done with a process per stage is refused in a sentence that says what can."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipollux_hybrid import ConfigurationError, GradScaler, HybridParallel, init_process_group
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.env import JobEnvironment
+from tests.hybrid.models import make_data, make_model
+from tests.hybrid.stage_processes.training import run_stages
+
+INPUTS, TARGETS = make_data("mlp", 11).tensors
+
+
+def wrapped(module: nn.Sequential, **options: Any) -> HybridParallel:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return HybridParallel(module, optimizer, **{"num_stages": 2, "num_microbatches": 4, **options})
+
+
+class Constant(nn.Module):
+    """Gives on a second tensor that has nothing to do with the samples."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.zeros(len(INPUTS))
+
+
+class Pair(nn.Module):
+    """Takes the first of two tensors."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0]
+
+
+class Odd(nn.Module):
+    """Fails where there are few samples."""
+
+    def forward(self, x: Any) -> Tensor:
+        if len(x) < 4:
+            raise ValueError("too few samples for Odd")
+        kept: Tensor = x
+        return kept
+
+
+def plain_loop() -> None:
+    model = wrapped(make_model("mlp"))
+    F.cross_entropy(model(INPUTS), TARGETS)
+
+
+def unknown_schedule() -> None:
+    wrapped(make_model("mlp"), schedule="zigzag")
+
+
+def other_stages() -> None:
+    wrapped(make_model("mlp"), num_stages=3)
+
+
+def skips_a_stage() -> None:
+    wrapped(make_model("unet"), balance=[6, 7])
+
+
+def no_batch() -> None:
+    wrapped(nn.Sequential(nn.Linear(6, 3), Constant(), Pair()).double(), balance=[2, 1]).train_step(
+        INPUTS, TARGETS, F.cross_entropy
+    )
+
+
+def too_few_targets() -> None:
+    wrapped(make_model("mlp")).train_step(INPUTS, TARGETS[:-1], F.cross_entropy)
+
+
+def layer_fails() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), Odd()).double()
+    wrapped(module).train_step(INPUTS, TARGETS, F.cross_entropy)
+
+
+def loss_fails() -> None:
+    def loss(*_: Tensor) -> Tensor:
+        raise ValueError("no loss today")
+
+    wrapped(make_model("mlp")).train_step(INPUTS, TARGETS, loss)
+
+
+def scales() -> None:
+    wrapped(make_model("mlp"))
+    GradScaler("cpu")
+
+
+def layer_of_another() -> None:
+    model = wrapped(make_model("mlp"), balance=[4, 5])
+    model[5 if context().env.stage == 0 else 0](INPUTS)
+
+
+CASES: dict[str, tuple[Callable[[], None], str]] = {
+    "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
+    "unknown schedule": (unknown_schedule, "'gpipe', '1f1b' are allowed"),
+    "other stages": (other_stages, "num_stages=3: a replica of this job has 2 processes"),
+    "skip connection": (skips_a_stage, "the skip connection 'skip' goes from stage 0 to stage 1"),
+    "no batch": (no_batch, "give tensors whose dimension 0 is the batch"),
+    "targets": (too_few_targets, "targets has 10 samples and inputs has 11"),
+    "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
+    "the loss": (loss_fails, "no loss today"),
+    "scaler": (scales, "train in bfloat16, which needs no scaling"),
+    "other layer": (layer_of_another, "is in the process of stage"),
+}
+
+
+def said(name: str) -> str:
+    init_process_group("gloo", timeout=60.0)
+    try:
+        CASES[name][0]()
+    except Exception as error:  # which is told to the test
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_one_sentence(name: str) -> None:
+    """One stage may only see that the other is gone, and says that."""
+    (stages,) = run_stages(said, 1, 2, name)
+    assert any(CASES[name][1] in text for text in stages), stages
+    for text in stages:
+        assert CASES[name][1] in text or text.startswith(("PeerLostError", "nothing")), text
+
+
+def test_a_schedule_needs_processes() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("processes_per_replica=2")):
+        wrapped(make_model("mlp"), schedule="1f1b")
+
+
+@pytest.mark.parametrize("processes", [0, 1.5, True, "2"])
+def test_processes_per_replica(processes: Any) -> None:
+    with pytest.raises(ConfigurationError, match="processes_per_replica"):
+        init_process_group("gloo", processes_per_replica=processes)
+
+
+def test_all_processes_of_a_replica_are_on_one_node() -> None:
+    told = {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_WORLD_SIZE": "3"}
+    with pytest.raises(ConfigurationError, match="--nproc-per-node=2, or a multiple"):
+        JobEnvironment.read(told, processes_per_replica=2)
+
+
+def test_replicas_and_stages_are_told_from_ranks() -> None:
+    """A scheduler's number of processes overrides the script's."""
+    told = {"WORLD_SIZE": "12", "RANK": "7", "LOCAL_WORLD_SIZE": "6", "LOCAL_RANK": "1"}
+    env = JobEnvironment.read(
+        {**told, "PIPOLLUX_PROCESSES_PER_REPLICA": "3"}, processes_per_replica=2
+    )
+    assert (env.num_replicas, env.rank, env.stage, env.local_rank) == (4, 2, 1, 0)
+    assert (env.world_size, env.world_rank, env.num_nodes, env.leads) == (12, 7, 2, False)

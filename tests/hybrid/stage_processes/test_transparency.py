@@ -1,0 +1,64 @@
+"""With a process per stage, gradients and parameters are the plain model's on the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.extent import pairs
+from tests.hybrid.models import (
+    assert_close,
+    freeze_statistics,
+    make_data,
+    make_model,
+    plain_training,
+)
+from tests.hybrid.stage_processes.training import (
+    BATCH_SIZE,
+    SIZE,
+    Case,
+    optimizer_for,
+    run_stages,
+    together,
+    train_all,
+)
+
+MODES = ("always", "except_last", "never")
+SCHEDULES = ("gpipe", "1f1b")
+AXES = MODES, (0, 1, 2), SCHEDULES
+CASES = [Case(*case) for case in pairs(*AXES)]
+ALL = [Case(*case) for case in itertools.product(*AXES)]
+
+
+def check(name: str, num_replicas: int, num_stages: int, cases: list[Case], adam: bool) -> None:
+    module = make_model(name)
+    freeze_statistics(module)
+    batches = [range(i, min(i + BATCH_SIZE, SIZE)) for i in range(0, SIZE, BATCH_SIZE)]
+    data = make_data(name, SIZE)
+    expected = plain_training(module, optimizer_for(module, adam), data, batches)
+    for replica in run_stages(train_all, num_replicas, num_stages, name, cases, 1, adam):
+        for trained in zip(*replica, strict=True):
+            assert len({tuple(stage.losses) for stage in trained}) == 1
+            steps = [together(step) for step in zip(*(x.gradients for x in trained), strict=True)]
+            assert len(steps) == len(expected)
+            for ours, theirs in zip(steps, expected, strict=True):
+                assert_close(ours, theirs, 1e-12)
+            assert_close(together([x.state for x in trained]), dict(module.state_dict()), 1e-12)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("mlp", 4), ("transformer", 2)])
+def test_one_replica(name: str, num_stages: int) -> None:
+    check(name, 1, num_stages, CASES, adam=False)
+
+
+def test_two_replicas() -> None:
+    check("mlp", 2, 2, CASES, adam=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "convolutional"])
+def test_all_cases(name: str, num_replicas: int, num_stages: int) -> None:
+    check(name, num_replicas, num_stages, ALL, adam=False)

@@ -1,0 +1,78 @@
+"""What a script sees is the same with either engine, also across restarts from one to the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hybrid.models import assert_close
+from tests.hybrid.replicas import run_replicas
+from tests.hybrid.stage_processes.training import run_stages, together
+from tests.hybrid.stage_processes.whole_job import SIZE, Outcome, whole_job
+
+
+def in_one_process(num_replicas: int, num_stages: int, *args: Any, **options: Any) -> list[Outcome]:
+    return run_replicas(whole_job, num_replicas, num_stages, *args, **options)
+
+
+def per_stage(num_replicas: int, num_stages: int, *args: Any, **options: Any) -> list[Outcome]:
+    """Run with a process per stage; what each replica has, its stages' put together."""
+    merged = []
+    for stages in run_stages(whole_job, num_replicas, num_stages, num_stages, *args, **options):
+        first = stages[0]
+        for stage in stages:
+            assert stage.losses == first.losses
+            assert stage.norms == first.norms
+            assert stage.noise == first.noise
+            assert stage.summed == first.summed
+            torch.testing.assert_close(stage.outputs, first.outputs, rtol=0, atol=0)
+        state = together([stage.state for stage in stages])
+        size = sum(stage.optimizer_state for stage in stages)
+        merged.append(first._replace(state=state, optimizer_state=size))
+    return merged
+
+
+def check_alike(ours: list[Outcome], theirs: list[Outcome], tolerance: float = 1e-9) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.losses == pytest.approx(b.losses, rel=tolerance)
+        assert a.norms == pytest.approx(b.norms, rel=tolerance, nan_ok=True)
+        assert a.noise == pytest.approx(b.noise, rel=tolerance)
+        assert a.summed == pytest.approx(b.summed, rel=tolerance)
+        assert a.samples == b.samples
+        assert a.optimizer_state == b.optimizer_state
+        torch.testing.assert_close(a.outputs, b.outputs, rtol=tolerance, atol=tolerance)
+        assert_close(a.state, b.state, tolerance)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("accum_steps", [0, 1])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_same_with_either_engine(num_replicas: int, accum_steps: int, schedule: str) -> None:
+    """Losses, norms, the gradient's noise, sums, outputs, parameters, memory of the optimizer."""
+    ours = per_stage(num_replicas, 2, 2, schedule, accum_steps)
+    check_alike(ours, in_one_process(num_replicas, 2, 2, None, accum_steps))
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (2, 3)])
+def test_restarts_change_the_engine_and_the_stages(
+    tmp_path: Path, before: int | None, after: int | None
+) -> None:
+    """Each stage writes its own layers, and takes those that it needs from what all wrote."""
+    environment = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path)}
+
+    def run(num_stages: int | None, epochs: int) -> Outcome:
+        if num_stages is None:
+            return in_one_process(1, 2, epochs, None, environment=environment)[0]
+        return per_stage(1, num_stages, epochs, "1f1b", environment=environment)[0]
+
+    first, second = run(before, 2), run(after, 4)
+    whole = in_one_process(1, 1, 4, None)[0]
+    assert first.samples + second.samples == [SIZE] * 4
+    assert first.losses + second.losses == pytest.approx(whole.losses, rel=1e-9)
+    assert_close(second.state, whole.state, 1e-9)
+    newest = max(tmp_path.glob("checkpoint-*"))
+    parts = sorted(path.name for path in newest.glob("model.pt*"))
+    assert parts == ["model.pt", "model.pt.stage1", "model.pt.stage2"][: after or 1]

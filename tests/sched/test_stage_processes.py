@@ -1,0 +1,157 @@
+"""A real job whose stages have processes of their own, under the scheduler."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipollux_sched.spec.job import JobSpec
+from tests.programs import Forked
+from tests.sched.processes import processes_of
+from tests.sched.scripts import STAGES
+from tests.sched.test_scheduler import Jobs, Wish, scheduler_on
+from tests.waiting import until
+
+A, B = "node-a", "node-b"
+SIZE = 90
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    assert processes_of(tmp_path / "state") == []
+
+
+def trains_on(*nodes: str) -> Any:
+    def told(jobs: Jobs) -> bool:
+        state = jobs["stages"].state
+        return sorted(state.running_on) == sorted(nodes) and state.reason == "Training"
+
+    return told
+
+
+def scripts_of(directory: Path, stage: int) -> list[psutil.Process]:
+    """The processes that run a stage, of all replicas."""
+    return [
+        process
+        for process in processes_of(directory)
+        if process.environ().get("LOCAL_RANK") == str(stage)
+    ]
+
+
+def check_steps(results: Path) -> set[tuple[int, int]]:
+    """Fail unless every sample of an epoch was taken once, and all processes had the same loss.
+
+    Returns:
+        The pairs of processes and stages that the job ran with.
+    """
+    steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for path in results.glob("*.txt"):
+        for text in path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                line = json.loads(text)
+                steps[line["step"]].append(line)
+    taken: dict[int, list[int]] = defaultdict(list)
+    for step, lines in sorted(steps.items()):
+        if step < max(steps):
+            assert len(lines) == lines[0]["processes"], step
+        for replica in {line["replica"] for line in lines}:
+            same = [line for line in lines if line["replica"] == replica]
+            assert len({(line["loss"], tuple(line["numbers"])) for line in same}) == 1, step
+            taken[same[0]["epoch"]] += same[0]["numbers"]
+    for epoch in range(max(taken)):
+        assert sorted(taken[epoch]) == list(range(SIZE)), f"epoch {epoch}"
+    return {(line["processes"], line["stages"]) for lines in steps.values() for line in lines}
+
+
+def job(results: Path, **fields: Any) -> JobSpec:
+    return JobSpec(
+        name="stages",
+        script=str(STAGES),
+        num_stages=2,
+        max_replicas=2,
+        requested_replicas=2,
+        environment={"RESULTS": str(results)},
+        **fields,
+    )
+
+
+def test_a_replica_of_two_processes_starts_grows_and_stops(directory: Path, tmp_path: Path) -> None:
+    """It grows by a restart, which loses no sample; what it has told is one job's."""
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        policy.allocations["stages"] = [A]
+        scheduler.submit(job(tmp_path, process_per_stage=True))
+        assert scheduler.wait(trains_on(A), timeout=240)
+        assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [1, 1]
+        assert scheduler.jobs()["stages"].state.live.why_not is not None
+        policy.allocations["stages"] = [A, B]
+        assert scheduler.wait(trains_on(A, B), timeout=240)
+        assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [2, 2]
+        until(lambda: "stages" in scheduler.store.last_points(), "its steps are told")
+        scheduler.control.cancel("stages")
+        assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
+        state = scheduler.jobs()["stages"].state
+    assert (state.generation, state.failures) == (2, 0)
+    assert check_steps(tmp_path) == {(2, 2), (4, 2)}
+
+
+@pytest.mark.exhaustive
+def test_the_process_of_a_stage_is_killed(directory: Path, tmp_path: Path) -> None:
+    """Its replica ends with it, and the job goes on from its checkpoint."""
+    policy = Wish()
+    with scheduler_on(directory, policy, checkpoint_interval=0.5) as scheduler:
+        policy.allocations["stages"] = [A]
+        scheduler.submit(job(tmp_path, process_per_stage=True))
+        assert scheduler.wait(trains_on(A), timeout=240)
+        until(lambda: list(directory.glob("**/model.pt.stage1")), "a checkpoint is there")
+        (second,) = scripts_of(directory, 1)
+        second.kill()
+        assert scheduler.wait(
+            lambda jobs: jobs["stages"].state.generation == 2 and trains_on(A)(jobs), timeout=240
+        )
+        scheduler.control.cancel("stages")
+        assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
+        state = scheduler.jobs()["stages"].state
+    assert state.failures == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.sched.test_stage_processes import A, Wish, job, scheduler_on, trains_on
+
+directory, results = Path(sys.argv[1]), Path(sys.argv[2])
+policy = Wish()
+scheduler = scheduler_on(directory, policy)
+scheduler.start()
+policy.allocations["stages"] = [A]
+scheduler.submit(job(results, process_per_stage=True))
+scheduler.wait(trains_on(A), timeout=240)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Runs a scheduler that is killed when the job trains."""
+
+
+@pytest.mark.exhaustive
+def test_another_scheduler_takes_it_over(directory: Path, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with Forked(script, [str(directory), str(tmp_path)]) as killed:
+        assert killed.wait() == -9, killed.errors
+    before = [process.pid for stage in (0, 1) for process in scripts_of(directory, stage)]
+    policy = Wish()
+    policy.allocations["stages"] = [A]
+    with scheduler_on(directory, policy) as scheduler:
+        assert scheduler.wait(trains_on(A), timeout=240)
+        after = [process.pid for stage in (0, 1) for process in scripts_of(directory, stage)]
+        assert after == before
+        scheduler.control.cancel("stages")
+        assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
+    assert check_steps(tmp_path) == {(2, 2)}
