@@ -6,8 +6,8 @@ over prefixes:
     best[k][j] = min over i < j of max(best[k-1][i], cost of layers i … j-1)
 
 in O(K·L²) for L layers. A `LayerProfile` is cut so that GPipe's T_pipe (`timing.gpipe`) is least,
-with forward and backward apart, copies at the cuts and a memory limit (`search`). The cut is made
-for GPipe's time line; `schedule` matters to memory alone.
+with forward and backward apart, copies at the cuts and a memory limit (`search`); for 1F1B that cut
+is then moved to where 1F1B is faster (`refine`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, Link
 from .memory import check_choices, check_limit, kept_bytes, state_bytes
+from .refine import refine_cut
 from .search import Bools, CutCosts, find_cut, least_rest
 
 _ROUNDING = 1e-12
@@ -52,13 +53,14 @@ def partition(
         memory_limit: bytes of each stage's device; None: no limit.
         micro_bsz: b, samples per micro-batch.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b"; matters to memory alone.
+        schedule: "gpipe" or "1f1b".
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute, or occupy the device that receives.
 
     Returns:
-        The number of layers of each stage, in order (torchgpipe's `balance`). Optimal: no other
-        contiguous cut is faster by more than rounding.
+        The number of layers of each stage, in order (torchgpipe's `balance`). By GPipe it is
+        optimal: no other contiguous cut is faster by more than rounding. By 1F1B it is at least as
+        fast as GPipe's best, and mostly the best.
 
     Raises:
         ValueError: when there are fewer layers than stages, an argument is out of range, plain
@@ -98,6 +100,8 @@ def partition(
     if ends is None:
         assert memory_limit is not None  # noqa: S101  # without one, L >= K layers have a cut
         raise ValueError(_nothing_fits(memory_limit, least_rest(memory)[-1][0], run))
+    if schedule == "1f1b":
+        ends = refine_cut(costs, allowed, ends)
     return [end - start for start, end in itertools.pairwise(ends)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
 from pipollux_perfmodel.partitioning.memory import stage_memory
 from pipollux_perfmodel.partitioning.partition import partition
-from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.gpipe import StageTimes
+from pipollux_perfmodel.timing.one_f_one_b import final_times
+from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint, ScheduleKind
 from tests.extent import examples
 
 
@@ -127,6 +129,8 @@ def seconds(case: Case, balance: list[int]) -> float:
             case.link.latency + stage[-1].output_bytes * b / case.link.bandwidth
             for stage in stages[:-1]
         ]
+    if case.schedule == "1f1b":
+        return one_f_one_b(case, forward, backward, copies)
     order = range(case.num_microbatches)
     jobs = [with_copies(forward, copies, case.overlapping) for _ in order]
     back = []
@@ -135,6 +139,18 @@ def seconds(case: Case, balance: list[int]) -> float:
         times = [g + f if again else g for f, g in zip(forward, backward, strict=True)]
         back.append(with_copies(times[::-1], copies[::-1], case.overlapping))
     return flow_shop(jobs) + flow_shop(back)
+
+
+def one_f_one_b(
+    case: Case, forward: list[float], backward: list[float], copies: list[float]
+) -> float:
+    several = case.checkpoint == "except_last" and case.num_microbatches > 1
+    again = case.checkpoint == "always" or several
+    usual = [g + f if again else g for f, g in zip(forward, backward, strict=True)]
+    last = backward if several else usual
+    num = case.num_microbatches
+    times = StageTimes(forward, usual, last, copies)
+    return float(final_times(times, num, case.overlapping)[0])
 
 
 def with_copies(times: list[float], copies: list[float], overlapping: bool) -> list[float]:
@@ -150,7 +166,9 @@ def with_copies(times: list[float], copies: list[float], overlapping: bool) -> l
 LINKS = (None, Link(0.0, 5.0), Link(0.5, 20.0), Link(0.1, 1.0))
 
 
-def random_case(rng: np.random.Generator, max_layers: int = 8) -> Case:
+def random_case(
+    rng: np.random.Generator, max_layers: int = 8, schedule: ScheduleKind = "gpipe"
+) -> Case:
     num_layers = int(rng.integers(1, max_layers + 1))
     kind = rng.integers(4)
 
@@ -170,7 +188,7 @@ def random_case(rng: np.random.Generator, max_layers: int = 8) -> Case:
         num_microbatches=int(rng.choice([1, 2, 3, 4, 8])),
         micro_bsz=float(rng.choice([0.5, 1.0, 3.0])),
         checkpoint=CHECKPOINTS[rng.integers(3)],
-        schedule=SCHEDULES[rng.integers(2)],
+        schedule=schedule,
         link=LINKS[rng.integers(4)],
         overlapping=bool(rng.integers(2)),
     )
@@ -213,6 +231,36 @@ def test_no_other_cut_that_fits_is_faster(seed: int) -> None:
         least = 1e-9 if case.num_microbatches == 1 else 1e-12
         assert seconds(case, found) <= best * (1 + least) + 1e-12, case
     assert 10 < refused < 200
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_by_1f1b_a_cut_is_at_least_as_good_as_gpipes_and_mostly_the_best(limited: bool) -> None:
+    rng = np.random.default_rng(200)
+    slower, gpipes = [], []
+    while len(slower) < 200:
+        case = random_case(rng, max_layers=9, schedule="1f1b")
+        balances = all_balances(case.profile.num_layers, case.num_stages)
+        memory = [case.memory(balance) for balance in balances]
+        limit = float(rng.choice(memory)) if limited else math.inf
+        fitting = [
+            balance
+            for balance, needed in zip(balances, memory, strict=True)
+            if needed <= limit * (1 + 1e-12)
+        ]
+        best = min(seconds(case, balance) for balance in fitting)
+        if len(fitting) == 1 or best == 0:
+            continue
+        found = case.found(limit if limited else None)
+        assert found in fitting
+        slower.append(seconds(case, found) / best - 1)
+        # GPipe's best cut, of those that have room for 1F1B.
+        other = replace(case, schedule="gpipe")
+        least = min(seconds(other, balance) for balance in fitting)
+        ties = [x for x in fitting if seconds(other, x) <= least * (1 + 1e-9) + 1e-12]
+        assert seconds(case, found) <= max(seconds(case, x) for x in ties) * (1 + 1e-9)
+        gpipes.append(min(seconds(case, x) for x in ties) / best - 1)
+    assert np.mean(slower) < 0.5 * np.mean(gpipes)
+    assert np.mean(slower) < 0.005
 
 
 def test_no_other_cut_of_more_layers_is_faster() -> None:
@@ -267,6 +315,12 @@ def test_forward_and_backward_have_slowest_stages_of_their_own() -> None:
     assert partition(LayerProfile.from_layers(layers), 2, 8) == [1, 2]
 
 
+def test_1f1b_is_cut_by_what_a_stage_has_to_do_for_a_micro_batch() -> None:
+    layers = [Layer(0, 3, 0, 0), Layer(0, 3, 0, 0), Layer(0, 0, 0, 6)]
+    # Never more than 6 s, where GPipe's best cut has a stage of 9 s.
+    assert partition(LayerProfile.from_layers(layers), 2, 8, schedule="1f1b") == [2, 1]
+
+
 def test_proportional_times_are_cut_as_plain_costs_are() -> None:
     costs = np.random.default_rng(2).gamma(2.0, size=40).tolist()
     profile = LayerProfile.from_layers([Layer(0, cost, 0, 2 * cost) for cost in costs])
@@ -283,7 +337,7 @@ def test_less_memory_means_another_cut_until_there_is_none() -> None:
     assert partition(profile, 2, 2) == [3, 3]
     assert partition(profile, 2, 2, memory_limit=29.0) == [4, 2]
     # The last stage of 1F1B keeps one micro-batch alone.
-    assert partition(profile, 2, 2, memory_limit=29.0, schedule="1f1b") == [3, 3]
+    assert partition(profile, 2, 8, memory_limit=29.0, schedule="1f1b") == [3, 3]
     message = (
         r"memory_limit is 15 bytes but 2 stages need at least 20 on one device with 2 "
         r"micro-batches of 1 samples; give more stages or smaller micro-batches, or "

@@ -169,9 +169,9 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
     link = Link(0.1, 10.0)
     how: dict[str, Any] = {"checkpoint": "except_last", "link": link, "transfers_overlap": False}
     plan = plan_stages(
-        profile, 4, 6, BASE, micro_bsz=2.0, memory_limit=60.0, schedule="1f1b", **how
+        profile, 4, 6, BASE, micro_bsz=2.0, memory_limit=50.0, schedule="1f1b", **how
     )
-    cut = partition(profile, 4, 6, 60.0, micro_bsz=2.0, schedule="1f1b", **how)
+    cut = partition(profile, 4, 6, 50.0, micro_bsz=2.0, schedule="1f1b", **how)
     assert cut != partition(profile, 4, 6, micro_bsz=2.0, schedule="1f1b", **how)
     assert list(plan.balance) == cut
     assert plan.perf_params == price_stages(profile, cut, BASE, schedule="1f1b", **how)
@@ -180,9 +180,9 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
     assert not plan.perf_params.transfers_overlap
     modes: dict[str, Any] = {"checkpoint": "except_last", "schedule": "1f1b"}
     assert np.all(plan.memory(2.0, [1, 6]) == stage_memory(profile, cut, 2.0, [1, 6], **modes))
-    assert plan.memory(2.0, 6).max() <= 60.0
-    room = largest_micro_bsz(profile, cut, 60.0, [1, 6], **modes)
-    assert plan.largest_micro_bsz(60.0, [1, 6]).tolist() == room.tolist()
+    assert plan.memory(2.0, 6).max() <= 50.0
+    room = largest_micro_bsz(profile, cut, 50.0, [1, 6], **modes)
+    assert plan.largest_micro_bsz(50.0, [1, 6]).tolist() == room.tolist()
     assert room[1] >= 2
 
 
