@@ -149,6 +149,9 @@ OPTIONS = {
         "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30), or None",
     ),
     "broadcast_buffers": switch(),
+    "shard_optimizer": switch(
+        "True, for replicas that each hold a part of the optimizer's state, or False is needed"
+    ),
 }
 """What the options of a model may be, as far as their kind goes."""
 

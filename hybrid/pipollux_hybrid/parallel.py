@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
+from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import check_schedule, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
@@ -93,6 +94,8 @@ class HybridParallel(PipelineModel):
             DistributedDataParallel.
         broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
             each iteration.
+        shard_optimizer: Whether each replica steps a share of the parameters, holds the optimizer's
+            state of these only, and gets the others: the same results with 1/R of the state.
         check_replicas: Compare all parameters and buffers of the replicas after every optimizer
             step (True) or at every n-th; for debugging, as it reads every byte.
             ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
@@ -119,6 +122,7 @@ class HybridParallel(PipelineModel):
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         broadcast_buffers: bool = True,
+        shard_optimizer: bool = False,
         check_replicas: bool | int = False,
     ) -> None:
         ctx = context()
@@ -130,6 +134,7 @@ class HybridParallel(PipelineModel):
             "scaling_rule": scaling_rule,
             "lr_scheduler": lr_scheduler,
             "broadcast_buffers": broadcast_buffers,
+            "shard_optimizer": shard_optimizer,
         }
         check_arguments(module, optimizer, options)
         check_single(ctx)
@@ -153,10 +158,9 @@ class HybridParallel(PipelineModel):
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
-        agreed = {**vars(request), "example_inputs": example_inputs is not None}
+        agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype, "schedule": schedule}
-        agreed |= {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
-        agreed |= {"scaling_rule": scaling_rule, "lr_scheduler": lr_scheduler}
+        agreed |= {"bucket_bytes": bucket_bytes, "devices": None, "activation_checkpoint": None}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
@@ -166,11 +170,12 @@ class HybridParallel(PipelineModel):
         self.__dict__["_engine"], self._elsewhere = make_engine(
             ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, schedule
         )
+        shards = OptimizerShards(ctx, module, optimizer, wanted=shard_optimizer)
         self.balance, self._deferred = list(cut.balance), batchnorm.deferred_layers(module)
         if ctx.env.leads:
             metrics.reporter  # noqa: B018  # made here, so that what it lacks is said before training
         self._rule = scaling_rule or default_rule(optimizer)
-        self._complete, self._no_sync = True, False
+        self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
         self._result: SyncResult | None = None
         self._timing = StageProfiler(ctx, self._engine.stages, self.devices)
         self._synchronizer = GradientSynchronizer(
@@ -187,17 +192,17 @@ class HybridParallel(PipelineModel):
         )
         self._check = ReplicaCheck(module, ctx, interval)
         self._same_samples = SameSamples(ctx)
-        self._norm = torch.tensor(math.nan)
         self._optimizer = AdaptiveOptimizer(
             optimizer,
             is_complete=lambda: self._complete,
             factor=self._rate_factor,
             on_step=self._stepped,
+            shards=shards,
         )
-        if lr_scheduler is not None:
-            self._optimizer.follow(lr_scheduler)
-        self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer.preconditioner)
-        load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere))
+        self._optimizer.follow(lr_scheduler)
+        self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer)
+        load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere, shards))
+        self._noise.prepare()
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
@@ -234,13 +239,9 @@ class HybridParallel(PipelineModel):
         recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         # A batch that only keeps step with its peers is another replica's to count.
         counts = plan is None or plan.num_samples > 0
+        separately = plan is not None and plan.num_separate > recomputed
         with self._counting(counts):
-            output = self._engine.run(
-                batch,
-                sizes,
-                training=self.training,
-                separately=plan is not None and plan.num_separate > recomputed,
-            )
+            output = self._engine.run(batch, sizes, training=self.training, separately=separately)
         if plan is not None:
             self._synchronizer.watch(output, plan)
         else:
@@ -352,14 +353,13 @@ class HybridParallel(PipelineModel):
             return
         self._result = result
         self._timing.end()
-        loss_scale, self._batch.loss_scale = self._batch.loss_scale, None
-        if self._noise.wanted():
-            self._noise.measure(result, 1.0 if loss_scale is None else float(loss_scale))
+        self._noise.measure(result)
 
     def _rejoined(self) -> None:
         """Go on with other replicas, as all of them would after a restart."""
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
+        self._noise.prepare()
         batchnorm.drop_statistics(self._deferred)
         self._complete, self._result, self._norm = True, None, torch.tensor(math.nan)
 

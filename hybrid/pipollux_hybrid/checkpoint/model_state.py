@@ -16,6 +16,7 @@ from pipollux_hybrid.errors import CheckpointError
 from pipollux_hybrid.job.context import context
 
 from .async_save import StagingBuffers
+from .optimizer_shards import LOST, OptimizerShards
 from .parameter_groups import ParameterGroups, plain_name
 from .remembering import BufferCopies, copied, unchanged
 from .state import State, check_loadable
@@ -34,6 +35,7 @@ class ModelState(State):
         optimizer: Its optimizer.
         lr_scheduler: The optimizer's scheduler, if any.
         elsewhere: Names of the parameters and buffers that other processes of the replica hold.
+        shards: Whose state of the optimizer this replica holds; None: everything.
     """
 
     in_parts = True
@@ -45,8 +47,10 @@ class ModelState(State):
         optimizer: torch.optim.Optimizer,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         elsewhere: Collection[str] = (),
+        shards: OptimizerShards | None = None,
     ) -> None:
         super().__init__(STATE_NAME)
+        self._shards = shards or OptimizerShards(context(), module, optimizer, wanted=False)
         self._module, self._elsewhere = module, frozenset(elsewhere)
         self._groups = ParameterGroups(module, optimizer)
         self._lr_scheduler = lr_scheduler
@@ -60,10 +64,12 @@ class ModelState(State):
     def save(self, fileobj: BinaryIO) -> None:
         """Write everything with ``torch.save``."""
         torch.save(self.content(), fileobj)
+        self._shards.drop()
 
     def snapshot(self) -> Callable[[BinaryIO], None]:
         """Copy the tensors to the host's memory; what is not a tensor is small and copied, too."""
         copy = self._host_copy.take(self.content())
+        self._shards.drop()
 
         def write(fileobj: BinaryIO) -> None:
             self._host_copy.wait()
@@ -100,11 +106,29 @@ class ModelState(State):
             CheckpointError: It is of another model or optimizer; the first difference is named.
         """
         self._load_model(self._here(content["model"]))
-        self._groups.restore(self._optimizer_here(content["optimizer"]))
+        ours = self._optimizer_here(content["optimizer"])
+        self._groups.restore(ours, self._shards.is_own)
         self._load_frozen(content.get("frozen"))
         if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
             self._check_schedule(content.get("lr_scheduler_class"))
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
+
+    def sync(self) -> None:
+        """Gather the optimizer's state on replica 0, if replicas hold parts of it."""
+        if context().env.checkpoint_dir is not None:
+            self._shards.gather(everywhere=False)
+
+    def spread(self) -> None:
+        """Gather the optimizer's state on all replicas, if they hold parts of it."""
+        self._shards.gather(everywhere=True)
+
+    def rejoined(self) -> None:
+        """Divide the optimizer's state among the replicas that there are now."""
+        self._shards.rejoin()
+
+    def lost(self) -> str:
+        """Return what a replica that dies takes with it: its part of the optimizer's state."""
+        return LOST if self._shards.divided else ""
 
     def remember(self) -> Callable[[], None]:
         """Copy what a script may change beside the optimizer's step, which a void one leaves out.
@@ -138,7 +162,7 @@ class ModelState(State):
             "frozen": [
                 plain_name(n) for n, p in self._module.named_parameters() if not p.requires_grad
             ],
-            "optimizer": self._groups.state(),
+            "optimizer": self._groups.state(self._shards.whole),
             "lr_scheduler": schedule,
             "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
         }

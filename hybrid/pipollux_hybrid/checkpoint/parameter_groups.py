@@ -9,7 +9,7 @@ there already and stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -36,22 +36,36 @@ class ParameterGroups:
         self._module = module
         self._optimizer = optimizer
 
-    def state(self) -> dict[str, Any]:
-        """Return the optimizer's state, keyed by names of parameters instead of by numbers."""
+    def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
+        """Return the optimizer's state, keyed by names of parameters instead of by numbers.
+
+        Args:
+            whole: The state of each parameter, where the optimizer holds a part of it only.
+        """
         packed = self._optimizer.state_dict()
         groups = self._names()
         flat = [name for group in groups for name in group]
+        state = {flat[i]: state for i, state in packed["state"].items()}
+        if whole is not None:
+            names = {p: plain_name(n) for n, p in self._module.named_parameters()}
+            state = {names[parameter]: held for parameter, held in whole.items()}
         return {
             "class": type(self._optimizer).__name__,
-            "state": {flat[i]: state for i, state in packed["state"].items()},
+            "state": state,
             "groups": [
                 {**group, "params": names}
                 for group, names in zip(packed["param_groups"], groups, strict=True)
             ],
         }
 
-    def restore(self, content: Mapping[str, Any]) -> None:
+    def restore(
+        self, content: Mapping[str, Any], keeps: Callable[[nn.Parameter], bool] = lambda _: True
+    ) -> None:
         """Restore what :meth:`state` returned.
+
+        Args:
+            content: That.
+            keeps: Whether this replica holds the state of a parameter.
 
         Raises:
             CheckpointError: It is of another optimizer; the first difference is named.
@@ -64,7 +78,12 @@ class ParameterGroups:
         for group, names in zip(content["groups"], groups, strict=True):
             packed.append({**group, "params": list(range(first, first + len(names)))})
             first += len(names)
-        state = {i: content["state"][n] for i, n in enumerate(flat) if n in content["state"]}
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = {
+            i: content["state"][name]
+            for i, (name, parameter) in enumerate(zip(flat, held, strict=True))
+            if name in content["state"] and keeps(parameter)
+        }
         self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def check(self, content: Mapping[str, Any]) -> None:

@@ -134,6 +134,20 @@ class State:
     def sync(self) -> None:
         """Make the state the same on all replicas; called on every rank before a save."""
 
+    def spread(self) -> None:
+        """Have on all replicas what is saved; called on every rank before some come or go.
+
+        By default :meth:`sync`; a state of which replicas hold parts does more.
+        """
+        self.sync()
+
+    def lost(self) -> str:
+        """Return what could not be had again if another replica had died, one clause; empty: all.
+
+        Those that are left then go on from the checkpoint, and say why.
+        """
+        return ""
+
     def rejoined(self) -> None:
         """Do to what is not saved what a restart does; called on every rank.
 

@@ -53,7 +53,8 @@ class ProcessMesh:
             column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), wait, "gloo")
             row, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), wait, "gloo")
         self._row = ReplicaGroup(row, env.processes_per_replica)
-        self._column = ReplicaGroup(column, env.num_replicas)
+        self.column = ReplicaGroup(column, env.num_replicas)
+        """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:
         """Add numbers up over the stages of this replica, whose processes all call it.
@@ -69,7 +70,7 @@ class ProcessMesh:
         Raises:
             PeerLostError: A process is gone.
         """
-        return _sum(self._column, numbers)
+        return _sum(self.column, numbers)
 
     def gather_from_stages(self, content: bytes) -> list[bytes]:
         """Return bytes of each stage of this replica, whose processes all call it.

@@ -152,7 +152,7 @@ class LiveMembership:
         metrics = ctx.component(Metrics)
         metrics.flush()
         for state in ctx.component(States).values():
-            state.sync()
+            state.spread()
         if forming.rank is None:
             # Replica 0 may still write a checkpoint, and another one is to write the next.
             ctx.component(CheckpointManager).saver.wait()

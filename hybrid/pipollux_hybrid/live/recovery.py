@@ -171,6 +171,8 @@ class Recovery:
             self._context.component(Metrics).drop_losses()
         if not reason and (self._num_pending() or (last is not None and last.pending)):
             reason = PENDING
+        states = self._context.component(States).values()
+        reason = reason or next(filter(None, (state.lost() for state in states)), "")
         reason = reason or why_not_live(self._context, joins=False) or ""
         return {
             "exchanges": control.exchanges,

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.errors import ConfigurationError
 
 from .kept_gradients import KeptGradients
 from .scaling_rules import is_adam_like
+from .sharded_step import ShardedStep
 
 __all__ = ["AdaptiveOptimizer", "adaptive_of"]
 
@@ -49,6 +51,7 @@ class AdaptiveOptimizer:
         is_complete: Whether the gradients of an iteration are complete.
         factor: The factor on the learning rate of the coming step.
         on_step: Called after each real step.
+        shards: Whose state of the optimizer this replica holds; None: everything.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class AdaptiveOptimizer:
         is_complete: Callable[[], bool],
         factor: Callable[[], float],
         on_step: Callable[[], None],
+        shards: OptimizerShards | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._sharded = None if shards is None else ShardedStep(optimizer, shards)
         self._is_complete = is_complete
         self._factor = factor
         self._on_step = on_step
@@ -96,11 +101,21 @@ class AdaptiveOptimizer:
         if not self._adam:
             return None
         if parameter not in self._preconditioners:
+            if self._sharded is not None and self._sharded.active:
+                return None  # a backward cannot ask for it; it would be here
             weights = self._weights(parameter)
             if weights is None:
                 return None
             self._preconditioners[parameter] = weights
         return self._preconditioners[parameter]
+
+    def share_preconditioners(self) -> None:
+        """Get the weights of squares that other replicas have the state for; all call it at once.
+
+        Where replicas hold parts of the state, it comes before an iteration that is measured.
+        """
+        if self._adam and self._sharded is not None and self._sharded.active:
+            self._preconditioners |= self._sharded.exchange(self._weights, self._preconditioners)
 
     def _weights(self, parameter: nn.Parameter) -> Tensor | None:
         state = self.optimizer.state.get(parameter, {})
@@ -131,7 +146,7 @@ class AdaptiveOptimizer:
             if not self._is_complete():
                 self._kept.check()
                 return None
-            result = self._scaled(original)
+            result = self._scaled(self._own(original))
             self._may_zero = True
             self.num_steps += 1
             self._steps_used += 1
@@ -180,9 +195,12 @@ class AdaptiveOptimizer:
         """Make a learning-rate scheduler skip accumulation steps.
 
         Args:
-            lr_scheduler: Anything with a ``step``. Its class is replaced by one derived from it, as
-                an attribute of the object would get into its ``state_dict``.
+            lr_scheduler: Anything with a ``step``; None: there is none. Its class is replaced by
+                one derived from it, as an attribute of the object would get into its
+                ``state_dict``.
         """
+        if lr_scheduler is None:
+            return
         kind = type(lr_scheduler)
         if getattr(kind, "_pipollux_follows", None) is not None:
             kind = kind.__mro__[1]
@@ -194,6 +212,10 @@ class AdaptiveOptimizer:
 
         names = {"step": step, "_pipollux_follows": True, "__module__": kind.__module__}
         lr_scheduler.__class__ = type(kind.__name__, (kind,), names)
+
+    def _own(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what steps this replica's parameters, and has the others'."""
+        return step if self._sharded is None else functools.partial(self._sharded.step, step)
 
     def _scaled(self, step: Callable[[], Any]) -> Any:
         factor = self._factor()

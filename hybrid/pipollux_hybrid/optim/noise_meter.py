@@ -9,7 +9,7 @@ averages so far, which all replicas have alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -20,6 +20,7 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.sync.grad_norms import sum_products
 from pipollux_hybrid.sync.sync_result import SyncResult
 
+from .adaptive_optimizer import AdaptiveOptimizer
 from .gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 
 __all__ = ["NoiseMeter"]
@@ -53,19 +54,19 @@ class NoiseMeter:
     Args:
         ctx: The job's context, whose :class:`MeasuredNoise` holds the noise scale.
         parameters: The model's parameters.
-        preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
+        optimizer: Has the weights of a parameter's squares in norms (Adam's geometry), or None.
     """
 
     def __init__(
         self,
         ctx: JobContext,
         parameters: Sequence[nn.Parameter],
-        preconditioner: Callable[[nn.Parameter], Tensor | None],
+        optimizer: AdaptiveOptimizer,
     ) -> None:
         self._batch, self._mesh = ctx.batch, ctx.mesh
         self._noise = ctx.component(MeasuredNoise)
         self._parameters = list(parameters)
-        self._preconditioner = preconditioner
+        self._optimizer = optimizer
         self._previous: _Step | None = None
         self._steps = 0
         self._measured_at = -1
@@ -79,17 +80,27 @@ class NoiseMeter:
         """Return whether this iteration is measured, or kept to compare the next one with."""
         return self._is_due(self._steps) or (self._differences() and self._is_due(self._steps + 1))
 
-    def stepped(self) -> None:
-        """Note that the optimizer stepped."""
-        self._steps += 1
+    def prepare(self) -> None:
+        """Have ready what measuring the coming iteration takes; all replicas call it at once."""
+        if self.wanted():
+            self._optimizer.share_preconditioners()
 
-    def measure(self, result: SyncResult, loss_scale: float = 1.0) -> None:
+    def stepped(self) -> None:
+        """Note that the optimizer stepped; all replicas do at once."""
+        self._steps += 1
+        self.prepare()
+
+    def measure(self, result: SyncResult) -> None:
         """Add what the synchronisation of this step measured; gradients are averages by now.
 
         Args:
             result: Of the synchronisation.
-            loss_scale: What the loss, and so every gradient, was multiplied by.
         """
+        scaled_by, self._batch.loss_scale = self._batch.loss_scale, None
+        if not self.wanted():
+            return
+        # What the loss, and so every gradient, was multiplied by.
+        loss_scale = 1.0 if scaled_by is None else float(scaled_by)
         self._take_weights()
         noise, limits = self._noise.scale, self._batch.limits
         if noise is None:
@@ -110,7 +121,7 @@ class NoiseMeter:
         """
         for parameter, gradient in zip(self._parameters, self._gradients(), strict=True):
             if gradient is not None:
-                self._preconditioner(parameter)
+                self._optimizer.preconditioner(parameter)
 
     def _is_due(self, step: int) -> bool:
         noise = self._noise.scale
@@ -201,7 +212,7 @@ class NoiseMeter:
     def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
         """Return the inner product over all stages, in the optimizer's geometry."""
         mine = sum_products(
-            (a, b, self._preconditioner(parameter))
+            (a, b, self._optimizer.preconditioner(parameter))
             for parameter, a, b in zip(self._parameters, one, other, strict=True)
             if a is not None and b is not None
         )
@@ -209,7 +220,7 @@ class NoiseMeter:
 
     def _preconditioned(self) -> bool:
         first = next((p for p in self._parameters if p.requires_grad and p.grad is not None), None)
-        mine = first is not None and self._preconditioner(first) is not None
+        mine = first is not None and self._optimizer.preconditioner(first) is not None
         # A stage may have no parameters, and all have to go the same way.
         return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0] > 0
 

@@ -100,6 +100,11 @@ class Shrinking(Bound):
     shrinks = True
 
 
+def check_share(optimizer: torch.optim.Optimizer) -> None:
+    """A replica has moments of its own parameters only; each of the others has some of five."""
+    assert 1 <= len(optimizer.state) <= 5 - (pipollux.num_replicas() - 1)
+
+
 def main() -> None:
     pipollux.init_process_group("gloo", timeout=60.0)
     kind = os.environ.get("DATA", "indices")
@@ -115,7 +120,12 @@ def main() -> None:
     checked = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 16)
     num_stages = int(os.environ.get("STAGES", "2"))
     model = pipollux.HybridParallel(
-        module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
+        module,
+        optimizer,
+        num_stages=num_stages,
+        lr_scheduler=schedule,
+        check_replicas=True,
+        shard_optimizer="SHARDED" in os.environ,
     )
     accum = pipollux.Accumulator()
     average = pipollux.register_for_checkpointing("average", AveragedModel(module))
@@ -137,6 +147,8 @@ def main() -> None:
             output = model(numbers)
             F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
             optimizer.step()
+            if "SHARDED" in os.environ and metrics.step:
+                check_share(optimizer)
             micro_step = context().batch.micro_step
             assert micro_step is not None
             counted = numbers[: micro_step.num_samples].flatten()

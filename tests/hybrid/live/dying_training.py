@@ -117,7 +117,12 @@ def main() -> None:
     checked = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 16)
     num_stages = int(os.environ.get("STAGES", "2"))
     model = pipollux.HybridParallel(
-        module, optimizer, num_stages=num_stages, lr_scheduler=schedule, check_replicas=True
+        module,
+        optimizer,
+        num_stages=num_stages,
+        lr_scheduler=schedule,
+        check_replicas=True,
+        shard_optimizer="sharded" in options,
     )
     # Where it is not enabled it hands everything on.
     scaler = pipollux.GradScaler("cpu", 1024.0, growth_interval=3, enabled="scaler" in options)

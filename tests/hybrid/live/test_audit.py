@@ -40,8 +40,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "AdaptiveOptimizer": (
-        "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _steps_used "
-        "optimizer",
+        "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _sharded "
+        "_steps_used optimizer",
         "num_steps",
     ),
     "AsyncSaver": (
@@ -146,12 +146,16 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_part_started _proposal _reporter _step_time _sync_time _timed profile",
     ),
     "NoiseMeter": (
-        "_batch _measured_at _mesh _noise _parameters _preconditioner _previous _steps",
+        "_batch _measured_at _mesh _noise _optimizer _parameters _previous _steps",
         "",
     ),
     "NormSum": (
         "",
         "_factor _total _waiting",
+    ),
+    "OptimizerShards": (
+        "_context _moving _optimizer _owners _parameters _wanted _whole",
+        "",
     ),
     "ParameterHooks": (
         "",
@@ -216,6 +220,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "SampleStream": (
         "",
         "_dataset _reader _request",
+    ),
+    "ShardedStep": (
+        "_hidden _optimizer _shards",
+        "",
     ),
     "SignsOfLife": (
         "",

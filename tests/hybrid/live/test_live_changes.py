@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,27 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     for step, lines in ours.items():  # one after the other: a failure names the first
         for line, other in zip(lines, theirs[step], strict=True):
             assert line == other, step
+
+
+def change_twice(job: ChangingJob) -> dict[int, list[dict[str, Any]]]:
+    """Two replicas, then a third, then replica 0 leaves."""
+    job.begin(2)
+    job.wait_until_at(5)
+    job.add()
+    job.wait_until_at(9)
+    job.ask_to_leave(0, 3)
+    job.wait()
+    assert job.check() == [(1, 2), (8, 3), (12, 2)]
+    return job.steps()
+
+
+@pytest.mark.parametrize("kind", first(1, ["accumulation", "text"]))
+def test_state_that_is_divided_is_divided_anew_as_replicas_come_and_go(
+    make_job: MakeJob, kind: str
+) -> None:
+    whole = change_twice(make_job(DATA=kind, CHANGES="5,9"))
+    divided = change_twice(make_job(DATA=kind, CHANGES="5,9", SHARDED="1"))
+    assert divided == whole
 
 
 @pytest.mark.exhaustive

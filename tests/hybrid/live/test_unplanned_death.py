@@ -196,16 +196,18 @@ def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> N
 
 
 @pytest.mark.parametrize(
-    ("option", "why"),
+    ("option", "point", "why"),
     [
-        ("accumulates", "an Accumulator holds amounts that were not synchronized"),
-        ("clamps", "the script has changed parameters in the step that is void"),
+        ("accumulates", "forward", "an Accumulator holds amounts that were not synchronized"),
+        ("clamps", "forward", "the script has changed parameters in the step that is void"),
+        ("sharded", "forward", r"each replica held the optimizer's state of its own parameters"),
+        ("sharded", "step", r"each replica held the optimizer's state of its own parameters"),
     ],
 )
 def test_what_cannot_be_had_again_ends_the_job_and_says_why(
-    make_job: MakeJob, option: str, why: str
+    make_job: MakeJob, option: str, point: str, why: str
 ) -> None:
-    job = make_job(DIES="1:7:forward", OPTIONS=option)
+    job = make_job(DIES=f"1:7:{point}", OPTIONS=option)
     job.begin(3)
     codes = [program.wait() for program in job.programs]
     assert codes == [1, -signal.SIGKILL, 1]

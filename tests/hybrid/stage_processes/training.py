@@ -27,6 +27,7 @@ class Case(NamedTuple):
     checkpoint: str
     accum_steps: int
     schedule: str
+    sharded: bool = False
 
 
 class Trained(NamedTuple):
@@ -74,6 +75,7 @@ def train(name: str, case: Case, epochs: int, adam: bool) -> Trained:
         num_microbatches=1,
         activation_checkpoint=case.checkpoint,
         schedule=case.schedule,
+        shard_optimizer=case.sharded,
     )
     losses, history = [], []
     turns = itertools.cycle((8, 1, 3, 5, 2, 7, 4, 6))

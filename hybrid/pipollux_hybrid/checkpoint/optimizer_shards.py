@@ -1,0 +1,323 @@
+"""The optimizer's state divided among the replicas, each of which holds that of its own parameters.
+
+Parameters are given out whole, the largest first, each to the replica that has least by then. Who
+owns what follows from the model as it was wrapped and the number of replicas alone, so all replicas
+know it alike, whenever they came.
+
+Where the whole state is needed it is gathered in the host's memory: on replica 0 for a checkpoint,
+and on all of them where replicas are to come or go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.groups import ReplicaGroup
+from pipollux_hybrid.job.peers import lost_peers
+
+__all__ = ["LOST", "OptimizerShards", "give_out"]
+
+PARCEL = 16 * 2**20
+"""Bytes of tensors that travel together; a larger tensor travels alone."""
+LOST = (
+    "each replica held the optimizer's state of its own parameters only (shard_optimizer=True), "
+    "and that of the lost replica cannot be had again"
+)
+EACH_ALONE = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""Optimizers of ``torch.optim`` that step each parameter by itself."""
+Told = list[tuple[int, list[tuple[str, Any]]]]
+"""For each parameter, by its number, what there is of state; of a tensor, its :class:`_Kind`."""
+
+
+class _Kind(NamedTuple):
+    """What has to be known of a tensor to make room for it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    moves: bool
+    """Whether it belongs to the parameter's device; else it stays on the host."""
+
+
+class OptimizerShards:
+    """Which parameters' state this replica holds, and the whole state where that is needed.
+
+    Args:
+        ctx: The job's context.
+        module: The layers, as they are wrapped.
+        optimizer: Over their parameters.
+        wanted: Whether the state is to be divided; else every replica holds everything.
+
+    Raises:
+        ConfigurationError: It is wanted, and the optimizer is not known to step each parameter by
+            itself.
+    """
+
+    def __init__(
+        self, ctx: JobContext, module: nn.Module, optimizer: torch.optim.Optimizer, *, wanted: bool
+    ) -> None:
+        if wanted:
+            _check(optimizer)
+        self._context, self._optimizer, self._wanted = ctx, optimizer, wanted
+        # What is trained comes first: of frozen parameters there may never be any state.
+        order = sorted(module.parameters(), key=lambda p: (not p.requires_grad, -p.nbytes))
+        self._parameters = order
+        self._owners: tuple[int, dict[nn.Parameter, int]] = (0, {})
+        self._whole: dict[nn.Parameter, dict[str, Any]] | None = None
+        self._moving: set[tuple[nn.Parameter, str]] = set()
+        self.drop()  # what some optimizers have from the beginning
+
+    @property
+    def divided(self) -> bool:
+        """Whether other replicas hold a part of the state."""
+        return self._wanted and self._context.env.num_replicas > 1
+
+    @property
+    def rank(self) -> int:
+        """The rank of this replica."""
+        return self._context.env.rank
+
+    @property
+    def group(self) -> ReplicaGroup | None:
+        """The processes that hold the same parameters; None: there is one."""
+        mesh = self._context.mesh
+        return self._context.control.group if mesh is None else mesh.column
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The same for tensors on the parameters' devices; None: torch's default group."""
+        mesh = self._context.mesh
+        return None if mesh is None else mesh.replicas
+
+    @property
+    def whole(self) -> Mapping[nn.Parameter, dict[str, Any]] | None:
+        """The state of all parameters since :meth:`gather`; None: the optimizer has what is here.
+
+        Its tensors are in the host's memory.
+        """
+        return self._whole
+
+    def owner(self, parameter: nn.Parameter) -> int:
+        """Return the rank of the replica that holds the state of a parameter."""
+        size = self._context.env.num_replicas
+        if self._owners[0] != size:
+            ranks = give_out([p.nbytes for p in self._parameters], size)
+            self._owners = size, dict(zip(self._parameters, ranks, strict=True))
+        return self._owners[1][parameter]
+
+    def is_own(self, parameter: nn.Parameter) -> bool:
+        """Return whether this replica holds the state of a parameter."""
+        return not self.divided or self.owner(parameter) == self._context.env.rank
+
+    def drop(self) -> None:
+        """Forget what other replicas hold."""
+        self._whole = None
+        if self.divided:
+            for parameter in self._parameters:
+                if parameter in self._optimizer.state and not self.is_own(parameter):
+                    del self._optimizer.state[parameter]
+
+    def rejoin(self) -> None:
+        """Take this replica's share of what :meth:`gather` has given, as others come or go."""
+        for parameter, state in (self._whole or {}).items():
+            if self.is_own(parameter) and parameter not in self._optimizer.state:
+                self._optimizer.state[parameter] = {
+                    name: value.to(parameter.device) if (parameter, name) in self._moving else value
+                    for name, value in state.items()
+                }
+        self.drop()
+
+    def gather(self, *, everywhere: bool) -> None:
+        """Make the state whole, until the next step; all replicas call it at a step boundary.
+
+        Args:
+            everywhere: Whether on all replicas; else on replica 0.
+
+        Raises:
+            PeerLostError: A replica is gone.
+        """
+        group, rank = self.group, self.rank
+        if not self.divided or group is None:
+            return
+        self.drop()
+        told, ours = self._describe()
+        content = io.BytesIO()
+        torch.save(told, content)
+        with _reaching_peers():
+            found = group.all_gather_bytes(content.getvalue())
+        everyone: list[Told] = [torch.load(io.BytesIO(x), weights_only=True) for x in found]
+        receivers = range(group.size) if everywhere else range(1)
+        kinds = [[_Kind(*x[1]) for _, s in part for _, x in s if x[0]] for part in everyone]
+        tensors = [
+            ours if r == rank else [_make(kind) for kind in part] if rank in receivers else []
+            for r, part in enumerate(kinds)
+        ]
+        sizes = [[_size(kind) for kind in part] for part in kinds]
+        with _reaching_peers():
+            _send_parcels(group, rank, receivers, tensors, [_parcels(part) for part in sizes])
+        if rank in receivers:
+            self._put_together(everyone, tensors)
+
+    def _describe(self) -> tuple[Told, list[Tensor]]:
+        """Return what there is of this replica's state, and its tensors, in the host's memory."""
+        told: Told = []
+        tensors: list[Tensor] = []
+        for number, parameter in enumerate(self._parameters):
+            if parameter not in self._optimizer.state:
+                continue
+            values: list[tuple[str, Any]] = []
+            for name, value in self._optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    tensors.append(_without_gaps(value.detach().cpu()))
+                    kind = _kind(tensors[-1], moves=value.device.type != "cpu")
+                    values.append((name, (True, tuple(kind))))
+                else:
+                    values.append((name, (False, value)))
+            told.append((number, values))
+        return told, tensors
+
+    def _put_together(self, everyone: Sequence[Told], tensors: Sequence[Sequence[Tensor]]) -> None:
+        found: dict[int, dict[str, Any]] = {}
+        for told, given in zip(everyone, tensors, strict=True):
+            remaining = iter(given)
+            for number, values in told:
+                found[number] = {
+                    name: next(remaining) if is_tensor else value
+                    for name, (is_tensor, value) in values
+                }
+                self._moving |= {
+                    (self._parameters[number], name)
+                    for name, (is_tensor, kind) in values
+                    if is_tensor and _Kind(*kind).moves
+                }
+        self._whole = {self._parameters[number]: found[number] for number in sorted(found)}
+
+
+def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
+    """Return who owns what: each in turn goes to the replica that has least by then.
+
+    Args:
+        sizes: Of the parameters, in the order in which they are given out.
+        num_replicas: Number R of replicas.
+
+    Returns:
+        For each parameter the rank of its owner.
+
+    Example:
+        >>> give_out([4, 3, 2, 2, 1], 2)
+        [0, 1, 1, 0, 1]
+    """
+    filled = [0] * num_replicas
+    ranks = []
+    for size in sizes:
+        ranks.append(min(range(num_replicas), key=filled.__getitem__))
+        filled[ranks[-1]] += size
+    return ranks
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step may look at several parameters together."""
+    known = [getattr(torch.optim, name) for name in EACH_ALONE if hasattr(torch.optim, name)]
+    step = inspect.unwrap(type(optimizer).step)
+    if not any(isinstance(optimizer, x) and step is inspect.unwrap(x.step) for x in known):
+        raise ConfigurationError(
+            f"shard_optimizer=True with {type(optimizer).__name__}, which is not known to step "
+            "each parameter by itself: use one of torch.optim's "
+            f"{', '.join(kind.__name__ for kind in known)}, or leave shard_optimizer out"
+        )
+
+
+@contextmanager
+def _reaching_peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_peers("while gathering the optimizer's state", error) from error
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if channels_last else tensor.contiguous()
+
+
+def _kind(tensor: Tensor, *, moves: bool) -> _Kind:
+    return _Kind(tensor.dtype, tuple(tensor.shape), tensor.stride(), moves)
+
+
+def _make(kind: _Kind) -> Tensor:
+    return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype)
+
+
+def _size(kind: _Kind) -> int:
+    return torch.Size(kind.shape).numel() * kind.dtype.itemsize
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor without gaps as they lie in memory."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
+def _parcels(sizes: Sequence[int]) -> list[list[int]]:
+    """Return which tensors travel together, by their numbers."""
+    parcels: list[list[int]] = []
+    filled = PARCEL
+    for number, size in enumerate(sizes):
+        if size == 0:
+            continue
+        if filled + size > PARCEL:
+            parcels.append([])
+            filled = 0
+        parcels[-1].append(number)
+        filled += size
+    return parcels
+
+
+def _send_parcels(
+    group: ReplicaGroup,
+    rank: int,
+    receivers: Sequence[int],
+    tensors: Sequence[Sequence[Tensor]],
+    parcels: Sequence[Sequence[Sequence[int]]],
+) -> None:
+    """Send this replica's tensors to those that receive, and receive those of the others there.
+
+    Args:
+        group: All replicas.
+        rank: Of this one.
+        receivers: Who receives.
+        tensors: Of each replica: this one's own, and room for those of others.
+        parcels: Of each replica, which of its tensors travel together.
+    """
+    for turn in range(max(map(len, parcels))):
+        under_way: list[tuple[Any, Tensor, list[Tensor]]] = []
+        for source in range(group.size) if rank in receivers else ():
+            if source != rank and turn < len(parcels[source]):
+                views = [_bytes(tensors[source][number]) for number in parcels[source][turn]]
+                direct = len(views) == 1
+                room = views[0] if direct else torch.empty(sum(map(len, views)), dtype=torch.uint8)
+                work = group.start_receive(room, source)
+                under_way.append((work, room, [] if direct else views))
+        if turn < len(parcels[rank]):
+            views = [_bytes(tensors[rank][number]) for number in parcels[rank][turn]]
+            content = views[0] if len(views) == 1 else torch.cat(views)
+            others = [receiver for receiver in receivers if receiver != rank]
+            under_way += [(group.start_send(content, other), content, []) for other in others]
+        for work, content, views in under_way:
+            group.wait(work)
+            parts = content.split([len(view) for view in views]) if views else ()
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part)
