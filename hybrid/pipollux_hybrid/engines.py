@@ -19,21 +19,25 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.process_engine import SCHEDULES, ProcessEngine, Schedule
+from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 
-__all__ = ["check_schedule", "make_engine", "refuse_plain_loop"]
+__all__ = ["choose_schedule", "make_engine", "refuse_plain_loop"]
 
-DEFAULT: Schedule = "1f1b"
+DEFAULT: ScheduleKind = "1f1b"
 """Where a replica has several processes, and the script names no schedule."""
 
 
-def check_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> None:
-    """Refuse a schedule that this replica's processes cannot run.
+def choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:
+    """Return the order in which stages work on micro-batches.
 
     Args:
         ctx: The job's context.
         schedule: What the script asks for.
         num_stages: Number K of stages.
+
+    Returns:
+        That of the replica's processes; GPipe's where one drives all stages.
 
     Raises:
         ConfigurationError: It is unknown, or there are not as many processes as stages.
@@ -56,6 +60,9 @@ def check_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> No
             f"processes_per_replica={num_stages}) and start the script with torchrun "
             f"--nproc-per-node={num_stages}, or a multiple of that"
         )
+    if processes == 1:
+        return "gpipe"
+    return next((known for known in SCHEDULES if known == schedule), DEFAULT)
 
 
 def make_engine(
@@ -65,7 +72,7 @@ def make_engine(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     checkpoint: str,
-    schedule: str | None,
+    schedule: ScheduleKind,
 ) -> tuple[PipelineEngine | ProcessEngine, frozenset[str]]:
     """Return what runs batches, and the names of what other processes hold.
 
@@ -76,14 +83,13 @@ def make_engine(
         balance: Number of layers of each stage.
         devices: One device per stage.
         checkpoint: When activations are recomputed.
-        schedule: What the script asks for.
+        schedule: Of :func:`choose_schedule`.
     """
     if ctx.mesh is None:
         return PipelineEngine(module, balance, devices, checkpoint), frozenset()
     draw_alike(ctx)
-    kind = next((known for known in SCHEDULES if known == schedule), DEFAULT)
     engine = ProcessEngine(
-        module, balance, devices[ctx.env.stage], checkpoint, kind, ctx.mesh.stages
+        module, balance, devices[ctx.env.stage], checkpoint, schedule, ctx.mesh.stages
     )
     return engine, keep_stage(module, optimizer, engine.stages, engine.index)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
-from pipollux_hybrid.engines import check_schedule, make_engine, refuse_plain_loop
+from pipollux_hybrid.engines import choose_schedule, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
@@ -144,7 +144,7 @@ class HybridParallel(PipelineModel):
         self._batch, spec = ctx.batch, ctx.pipeline
         spec.fewest_samples = FEWEST_NORMALISED if self._normalises else 1
         wanted = choose_num_stages(ctx.env, num_stages, balance)
-        check_schedule(ctx, schedule, wanted)
+        spec.schedule = choose_schedule(ctx, schedule, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         spec.checkpoint_mode = cast(Checkpoint, activation_checkpoint)
@@ -155,11 +155,12 @@ class HybridParallel(PipelineModel):
             example_inputs=example_inputs,
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
+            schedule=spec.schedule,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
-        agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype, "schedule": schedule}
+        agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
         agreed |= {"bucket_bytes": bucket_bytes, "devices": None, "activation_checkpoint": None}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
@@ -168,7 +169,7 @@ class HybridParallel(PipelineModel):
         metrics.cut, self._layer_profile = cut, cut.profile
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"], self._elsewhere = make_engine(
-            ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, schedule
+            ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, spec.schedule
         )
         shards = OptimizerShards(ctx, module, optimizer, wanted=shard_optimizer)
         self.balance, self._deferred = list(cut.balance), batchnorm.deferred_layers(module)

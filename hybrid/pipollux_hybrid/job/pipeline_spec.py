@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from pipollux_perfmodel.timing.params import Checkpoint
+    from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 __all__ = ["PipelineSpec"]
 
@@ -23,6 +23,8 @@ class PipelineSpec:
     """The devices of the stages."""
     checkpoint_mode: Checkpoint = "never"
     """Which micro-batches are recomputed."""
+    schedule: ScheduleKind = "gpipe"
+    """The order in which stages work on micro-batches."""
     microbatches_follow: bool = False
     """Whether M follows the goodput; else the script decides on it."""
     fewest_samples: int = 1

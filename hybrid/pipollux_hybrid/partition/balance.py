@@ -16,7 +16,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import num_samples
 from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memory
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .layer_profiler import profile_layers
 from .tied_parameters import TiedParameters, blocks_of, check_ties, find_ties, merge_layers
@@ -42,6 +42,7 @@ class PartitionRequest:
     example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoint = "never"
+    schedule: ScheduleKind = "gpipe"
     memory_limit: float | None = None
     """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
 
@@ -136,6 +137,7 @@ def _cut(
     options: dict[str, Any] = {
         "micro_bsz": request.num_samples / microbatches,
         "checkpoint": request.checkpoint,
+        "schedule": request.schedule,
     }
     try:
         # Whatever is balanced, it has to fit.
@@ -163,7 +165,12 @@ def _check_memory(
         return
     samples = request.num_samples / request.num_microbatches
     needed = stage_memory(
-        profile, balance, samples, request.num_microbatches, checkpoint=request.checkpoint
+        profile,
+        balance,
+        samples,
+        request.num_microbatches,
+        checkpoint=request.checkpoint,
+        schedule=request.schedule,
     )
     stage = int(needed.argmax())
     if needed[stage] > limit:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
+from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
 from .engine import cut_stages, num_recomputed, with_index
@@ -31,10 +32,8 @@ from .process_stage import ProcessStage
 from .skip import layout_of
 from .stage import Stage
 
-__all__ = ["SCHEDULES", "LossFunction", "ProcessEngine", "Schedule"]
+__all__ = ["LossFunction", "ProcessEngine"]
 
-Schedule: TypeAlias = Literal["gpipe", "1f1b"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """What gives the mean loss of a micro-batch, a scalar, from the model's output and the targets."""
 
@@ -57,7 +56,7 @@ class ProcessEngine:
         balance: Number of layers of each stage, from first to last.
         device: This stage's.
         checkpoint: When activations are recomputed.
-        schedule: One of :data:`SCHEDULES`.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
         group: The K processes of the replica, in the order of stages.
 
     Raises:
@@ -70,7 +69,7 @@ class ProcessEngine:
         balance: Sequence[int],
         device: torch.device,
         checkpoint: str,
-        schedule: Schedule,
+        schedule: ScheduleKind,
         group: dist.ProcessGroup,
     ) -> None:
         self.checkpoint, self._kind, self._group = checkpoint, schedule, group

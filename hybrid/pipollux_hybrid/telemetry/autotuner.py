@@ -85,7 +85,8 @@ class Autotuner:
         """Fit the performance model to all measurements, and propose a batch shape by it."""
         from pipollux_perfmodel import fit_perf_params  # imports scipy
 
-        data = self.profile.fit_data(self.num_stages, self._context.pipeline.checkpoint_mode)
+        pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
+        data = self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes)
         if data is None:
             return
         params = fit_perf_params(
@@ -99,6 +100,7 @@ class Autotuner:
             backward_shares=data.backward_shares,
             compute_time=data.compute_time,
             checkpoint=data.checkpoint,
+            schedule=pipeline.schedule,
         )
         if self.num_stages > 1:
             self.overlap = params.overlap

@@ -275,6 +275,7 @@ class Metrics(Autotuner):
             env.num_replicas,
             atomic_bsz,
             self._context.batch.num_microbatches,
+            env.processes_per_replica,
         )
 
     def take_loss(self) -> tuple[float, int]:

@@ -40,6 +40,8 @@ class StepConfiguration(NamedTuple):
     num_replicas: int
     atomic_bsz: int
     num_microbatches: int
+    processes: int = 1
+    """Of a replica: one for each stage, or one for all."""
 
 
 class StepTimes:
@@ -173,18 +175,21 @@ class StepProfile:
                 (c.num_replicas for c, m in self._measurements.items() if m.optim), default=0
             )
 
-    def fit_data(self, num_stages: int, checkpoint: Checkpoint = "never") -> FitData | None:
+    def fit_data(
+        self, num_stages: int, checkpoint: Checkpoint = "never", processes: int = 1
+    ) -> FitData | None:
         """Return what there is to fit for pipelines of ``num_stages``; None before the first step.
 
         Args:
             num_stages: Number K of stages.
             checkpoint: Which micro-batches are recomputed.
+            processes: Processes of a replica; what the other engine took says nothing of this one.
         """
         with self._lock:
             rows = [
                 (c, m)
                 for c, m in self._measurements.items()
-                if c.num_stages == num_stages and m.optim
+                if (c.num_stages, c.processes) == (num_stages, processes) and m.optim
             ]
             if not rows:
                 return None
@@ -222,7 +227,8 @@ class StepProfile:
         """Restore what :meth:`to_json` returned."""
         with self._lock:
             for row in content:
-                key = StepConfiguration(*(int(row[name]) for name in StepConfiguration._fields))
+                fields = StepConfiguration._fields
+                key = StepConfiguration(*(int(row[name]) for name in fields if name in row))
                 entry = self._measurements.setdefault(key, Measurements())
                 # The first release kept both kinds of steps in the list of accumulation steps.
                 entry.alone.load_json(row.get("alone", row["accum"]))

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipollux_hybrid.job.context import context
+from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.step_profile import StepProfile
 from tests.hybrid.models import assert_close
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -76,3 +79,27 @@ def test_restarts_change_the_engine_and_the_stages(
     newest = max(tmp_path.glob("checkpoint-*"))
     parts = sorted(path.name for path in newest.glob("model.pt*"))
     assert parts == ["model.pt", "model.pt.stage1", "model.pt.stage2"][: after or 1]
+
+
+def fitted_job() -> tuple[str, int, list[int]]:
+    """Train, fit, and go on with another engine's measurements among one's own."""
+    whole_job(2, 4, "1f1b")
+    metrics = context().component(Metrics)
+    metrics.fit()
+    assert metrics.perf_params is not None
+    rows = metrics.profile.to_json()
+    other = StepProfile()
+    other.load_json([{**row, "processes": 1} for row in rows])
+    kept = [
+        len(found.atomic_bsz) if (found := other.fit_data(2, "except_last", count)) else 0
+        for count in (1, 2)
+    ]
+    return metrics.perf_params.schedule, metrics.perf_params.num_stages, kept
+
+
+def test_the_performance_model_knows_the_schedule() -> None:
+    """And takes nothing for its own that the other engine has measured."""
+    ((first, second),) = run_stages(fitted_job, 1, 2)
+    assert first[:2] == second[:2] == ("1f1b", 2)
+    assert first[2][0] > 0
+    assert first[2][1] == 0
