@@ -44,14 +44,14 @@ def load_profile(*, exhaustive: bool) -> None:
 
 
 def examples(usual: int, exhaustive: int | None = None) -> settings:
-    """Return how many examples hypothesis tries; with fresh seeds four times as many.
+    """Return how many examples hypothesis tries; with fresh seeds twice as many.
 
     Args:
         usual: in `make test`.
-        exhaustive: with fresh seeds, where four times as many are not what is wanted.
+        exhaustive: with fresh seeds, where twice as many are not what is wanted.
     """
     fresh = settings.get_current_profile_name() == FRESH
-    return settings(max_examples=(exhaustive or 4 * usual) if fresh else usual)
+    return settings(max_examples=(exhaustive or 2 * usual) if fresh else usual)
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:

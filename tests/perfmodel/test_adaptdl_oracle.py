@@ -26,7 +26,7 @@ def both(
     )
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(
     perf_params(max_stages=1),
     grad_params(),
@@ -97,7 +97,7 @@ def test_arrays_give_what_scalars_give() -> None:
     )
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(
     perf_params(max_stages=1),
     grad_params(),
@@ -138,7 +138,7 @@ def test_same_batch_size_wherever_theirs_is_allowed(
         assert goodput == 0.0 or (in_bounds and in_range)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(perf_params(max_stages=1), grad_params(), allocations(), st.integers(1, 128))
 def test_same_batch_size_without_a_largest(
     params: PerfParams, gradient: GradParams, allocation: tuple[int, int], init_batch_size: int

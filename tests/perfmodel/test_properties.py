@@ -45,7 +45,7 @@ def assert_never_slower(fast: StepTime, slow: StepTime) -> None:
         assert fewer <= more * SLACK, name
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), grad_params(), sizes(), st.integers(1, 64))
 def test_efficiency_and_goodput(
     params: PerfParams, gradient: GradParams, configuration: Sizes, init_batch_size: int
@@ -62,7 +62,7 @@ def test_efficiency_and_goodput(
     assert throughput == pytest.approx(batch_size / times_of(params, configuration).total)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes())
 def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration: Sizes) -> None:
     times = times_of(params, configuration)
@@ -76,7 +76,7 @@ def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration
     assert all(isinstance(value, float) and np.isfinite(value) for value in times)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes())
 def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration: Sizes) -> None:
     assume(params.gradient_shares)
@@ -93,7 +93,7 @@ def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration:
     )
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes(), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_of_stages_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -105,7 +105,7 @@ def test_more_overlap_of_stages_is_never_slower(
     assert_never_slower(fast, slow)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes(), st.floats(1, 10), st.floats(1, 10))
 def test_more_overlap_of_network_is_never_slower(
     params: PerfParams, configuration: Sizes, one: float, other: float
@@ -117,7 +117,7 @@ def test_more_overlap_of_network_is_never_slower(
     assert fast <= slow * SLACK
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes())
 def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     params: PerfParams, configuration: Sizes
@@ -133,7 +133,7 @@ def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     assert_never_slower(beside, between)
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(pipelines(), sizes(), st.floats(0.0, 1.0), st.integers(0, 7))
 @example(HIDING, TWO_NODES, 0.0, 2)
 def test_work_that_takes_less_never_makes_an_iteration_longer(
@@ -170,7 +170,7 @@ def with_less_of(params: PerfParams, number: int, factor: float) -> PerfParams:
     )
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes())
 @example(HIDING, TWO_NODES)
 def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
@@ -185,7 +185,7 @@ def test_a_last_micro_batch_that_is_not_recomputed_is_never_slower(
     assert never == all_of_them
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), sizes())
 def test_more_samples_micro_batches_and_replicas_take_longer(
     params: PerfParams, configuration: Sizes
@@ -202,7 +202,7 @@ def test_more_samples_micro_batches_and_replicas_take_longer(
     assert times_of(params, more_replicas).network_time * SLACK >= times.network_time
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(perf_params(max_stages=1), sizes())
 def test_every_extra_has_a_neutral_default(params: PerfParams, configuration: Sizes) -> None:
     spelled_out = params._replace(
@@ -236,7 +236,7 @@ def test_arrays_give_what_scalars_give(params: PerfParams, configurations: list[
 BYTES = st.floats(0.0, 1e6)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(
     st.lists(
         st.builds(Layer, *[st.just(1.0)] * 4, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6

@@ -105,7 +105,7 @@ def test_replica_0_leaves_again_and_again(tmp_path: Path, repository: Path) -> N
         job.begin(1)
         settle(job, 1)
         sizes = []
-        for _ in range(5):
+        for _ in range(3):
             job.add()
             settle(job, 2)
             job.ask_to_leave(0, 2)

@@ -187,7 +187,7 @@ def anything(draw: st.DrawFn) -> dict[str, Any]:
     return data
 
 
-@examples(40, 200)
+@examples(40, 100)
 @given(anything())
 def test_any_measurements_give_parameters(data: dict[str, Any]) -> None:
     with warnings.catch_warnings():

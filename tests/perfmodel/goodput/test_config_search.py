@@ -156,7 +156,7 @@ def compare(goodput_fn: GoodputFunction, question: Question) -> float:
     return found.goodput / max(every.values())
 
 
-@examples(125, 1000)
+@examples(125, 500)
 @given(pipelines(), grad_params(), questions())
 def test_against_every_number_of_micro_batches(
     params: PerfParams, gradient: GradParams, question: Question

@@ -16,7 +16,7 @@ from tests.perfmodel.strategies import allocations, grad_params, perf_params
 SEVEN = (0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(
     perf_params(),
     grad_params(),
@@ -46,7 +46,7 @@ def test_goodput_never_exceeds_throughput(
     assert goodput == pytest.approx(throughput * efficiency)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(grad_params(), st.integers(1, 1000))
 def test_efficiency_falls_with_the_batch_size(gradient: GradParams, init_batch_size: int) -> None:
     goodput_fn = GoodputFunction(SEVEN, gradient, init_batch_size)
@@ -111,7 +111,7 @@ def all_allowed(limits: Limits) -> tuple[np.ndarray, np.ndarray]:
     return atomic_bsz[allowed], accum_steps[allowed]
 
 
-@examples(125, 1000)
+@examples(125, 500)
 @given(perf_params(), grad_params(), limits())
 def test_optimize_against_exhaustive_search(
     params: PerfParams, gradient: GradParams, limits: Limits

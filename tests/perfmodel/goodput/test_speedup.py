@@ -35,7 +35,7 @@ class Counted(GoodputFunction):
         return super().optimize(num_nodes, num_replicas, *args, **kwargs)
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(perf_params(), grad_params(), allocations(40))
 def test_is_the_ratio_of_best_goodputs(
     params: PerfParams, gradient: GradParams, allocation: tuple[int, int]

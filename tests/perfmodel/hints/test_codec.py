@@ -37,7 +37,7 @@ SEVEN = {
 TWO = {**SEVEN, "forward_shares": [0.2, 0.1], "backward_shares": [0.4, 0.3]}
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(pipelines())
 def test_nothing_is_lost(params: PerfParams) -> None:
     wire = perf_params_to_json(params)
@@ -49,7 +49,7 @@ def test_nothing_is_lost(params: PerfParams) -> None:
         assert (name in wire) == (getattr(params, name) != PerfParams._field_defaults[name])
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(grad_params())
 def test_nothing_of_the_gradient_is_lost(params: GradParams) -> None:
     wire = grad_params_to_json(params)
@@ -79,7 +79,7 @@ def test_a_schedule_is_gpipes_where_none_is_told() -> None:
     assert told == old._replace(schedule="1f1b")
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(pipelines(), st.integers(1, 8))
 def test_hints_carry_pipelines(params: PerfParams, num_microbatches: int) -> None:
     hints = SchedHints(

@@ -70,7 +70,7 @@ def test_adaptdls_empty_hints_are_unknown() -> None:
     assert hints.speedup_function() is None
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(
     perf_params(),
     grad_params(),

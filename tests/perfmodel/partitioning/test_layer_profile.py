@@ -33,7 +33,7 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {**layer, **changes}
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(profiles)
 def test_json_gives_the_same_profile_back(profile: LayerProfile) -> None:
     text = json.dumps(profile.to_json_object(), allow_nan=False)
@@ -47,7 +47,7 @@ def test_json_may_leave_out_what_has_a_default() -> None:
     assert "name" not in profile.to_json_object()["layers"][0]
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(profiles, st.floats(0, 100), st.data())
 def test_sums_are_those_of_the_layers(
     profile: LayerProfile, micro_bsz: float, data: st.DataObject

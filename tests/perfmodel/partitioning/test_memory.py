@@ -162,7 +162,7 @@ def test_one_call_answers_for_many(checkpoint: Checkpoint, schedule: ScheduleKin
         assert together[:, i, j].tolist() == alone.tolist()
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(
     st.integers(0, 1000),
     st.integers(1, 5),

@@ -31,7 +31,7 @@ def all_balances(num_layers: int, num_stages: int) -> list[list[int]]:
     return [np.diff([0, *cut, num_layers]).tolist() for cut in cuts]
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(st.data())
 def test_no_other_cut_has_a_faster_slowest_stage(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.floats(0, 100), min_size=1, max_size=9))

@@ -28,7 +28,7 @@ seconds, sizes = st.floats(1e-3, 1.0), st.integers(0, 100)
 layers = st.builds(Layer, seconds, seconds, seconds, seconds, sizes, sizes, sizes, sizes)
 
 
-@examples(60, 400)
+@examples(60, 200)
 @given(
     st.lists(layers, min_size=3, max_size=6),
     st.integers(1, 3),

@@ -65,7 +65,7 @@ def copies_of(
     return [link.latency + stage[-1].output_bytes * b / link.bandwidth for stage in stages]
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(
     cuts(),
     st.integers(1, 20),
@@ -100,7 +100,7 @@ def test_the_pipeline_takes_what_its_layers_take(
     assert step_time(params, *args).accum_time == pytest.approx(expected, rel=1e-12)
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), links)
 def test_every_stage_takes_what_its_layers_take(
     cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, link: Link | None
@@ -122,7 +122,7 @@ def test_every_stage_takes_what_its_layers_take(
         assert list(found) == pytest.approx(expected, rel=1e-12, abs=1e-12 * total)
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(cuts(), st.sampled_from(CHECKPOINTS), links)
 def test_a_price_is_whole_and_keeps_what_layers_do_not_tell(
     cut: tuple[LayerProfile, list[int]], checkpoint: Checkpoint, link: Link | None
@@ -186,7 +186,7 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
     assert room[1] >= 2
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), st.data())
 def test_a_corrected_profile_predicts_what_was_measured(
     cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, data: st.DataObject

@@ -81,7 +81,7 @@ def line_of(case: Case, num_devices: int) -> Schedule:
     )
 
 
-@examples(150, 1500)
+@examples(150, 750)
 @given(cases())
 def test_time_lines_are_as_simulated(drawn: tuple[Case, int]) -> None:
     case, num_devices = drawn
@@ -135,7 +135,7 @@ def kept(case: Case, played: Result, device: int, num_devices: int, of: dict[str
     return most
 
 
-@examples(60, 400)
+@examples(60, 200)
 @given(cases(), st.data(), st.sampled_from(CHECKPOINTS))
 def test_memory_is_what_is_there_at_the_worst_time(
     drawn: tuple[Case, int], data: st.DataObject, checkpoint: Checkpoint

@@ -48,14 +48,14 @@ def near(expected: object) -> object:
     return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-@examples(600, 6000)
+@examples(600, 3000)
 @given(cases())
 def test_stages_are_final_when_they_are_simulated_to_be(case: Case) -> None:
     found = final_times(times_of(case), case.num_microbatches, case.overlapping)
     assert found == near(simulate(case, "1f1b").final)
 
 
-@examples(150, 1000)
+@examples(150, 500)
 @given(cases())
 def test_stages_that_take_turns_are_final_when_they_are_simulated_to_be(case: Case) -> None:
     found = serial_final_times(times_of(case), case.num_microbatches)
@@ -63,7 +63,7 @@ def test_stages_that_take_turns_are_final_when_they_are_simulated_to_be(case: Ca
 
 
 @pytest.mark.exhaustive
-@examples(100, 1000)
+@examples(100, 500)
 @given(cases(most_stages=12, most_microbatches=100))
 def test_long_pipelines_are_final_when_they_are_simulated_to_be(case: Case) -> None:
     found = final_times(times_of(case), case.num_microbatches, case.overlapping)
@@ -99,7 +99,7 @@ def test_equal_stages_take_as_long_as_in_the_papers(num_stages: int, num_microba
     assert found == near(gpipe.final_times(times, num_microbatches, overlapping=True))
 
 
-@examples(200, 1000)
+@examples(200, 500)
 @given(cases())
 def test_without_copies_1f1b_is_never_slower_than_gpipe(case: Case) -> None:
     times = times_of(case)._replace(transfer=(0.0,) * (len(case.forward) - 1))

@@ -15,7 +15,7 @@ from tests.perfmodel.differentiated import gradient_of
 from tests.perfmodel.strategies import allocations, perf_params
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(perf_params(), st.integers(1, 16), st.integers(1, 64))
 def test_ideal_pipeline_takes_as_long_as_its_schedule(
     params: PerfParams, num_microbatches: int, micro_bsz: int
@@ -31,7 +31,7 @@ def test_ideal_pipeline_takes_as_long_as_its_schedule(
     assert pipeline_time(params, micro_bsz, num_microbatches) == pytest.approx(makespan, rel=1e-12)
 
 
-@examples(100, 800)
+@examples(100, 400)
 @given(perf_params(), st.integers(1, 16), st.floats(0, 1), st.floats(0, 1))
 def test_more_overlap_is_never_slower(
     params: PerfParams, num_microbatches: int, one: float, other: float
@@ -46,7 +46,7 @@ def test_more_overlap_is_never_slower(
     )
 
 
-@examples(50, 400)
+@examples(50, 200)
 @given(perf_params(max_stages=1), st.integers(1, 16))
 def test_one_stage_has_nothing_to_overlap(params: PerfParams, num_microbatches: int) -> None:
     # Shares of one stage sum to 1, so every micro-batch costs C(b), whatever overlap is.
@@ -54,7 +54,7 @@ def test_one_stage_has_nothing_to_overlap(params: PerfParams, num_microbatches: 
     assert pipeline_time(params, 8, num_microbatches) == pytest.approx(num_microbatches * compute)
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(
     perf_params(), allocations(), st.integers(1, 512), st.integers(0, 8), st.sampled_from([1, 2, 8])
 )

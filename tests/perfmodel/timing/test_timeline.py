@@ -18,7 +18,7 @@ from tests.extent import examples
 times = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=6)
 
 
-@examples(150, 1200)
+@examples(150, 600)
 @given(times, st.integers(1, 10))
 def test_makespan_is_the_closed_form(
     stages: list[tuple[float, float]], num_microbatches: int
@@ -34,7 +34,7 @@ def test_makespan_is_the_closed_form(
 
 
 @pytest.mark.parametrize("make", [gpipe_schedule, one_f_one_b_schedule])
-@examples(50, 400)
+@examples(50, 200)
 @given(stages=times, num_microbatches=st.integers(1, 6))
 def test_every_dependency_is_kept(
     make: Callable[..., list[StageEvent]], stages: list[tuple[float, float]], num_microbatches: int

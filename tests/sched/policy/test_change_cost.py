@@ -48,7 +48,7 @@ def allocations(draw: st.DrawFn) -> Allocation:
     return Allocation(nodes, draw(st.sampled_from(SHAPES)) if nodes else None)
 
 
-@examples(300, 3000)
+@examples(300, 1500)
 @given(
     old=allocations(),
     new=allocations(),
@@ -106,7 +106,7 @@ def test_time_lost_counts_both_kinds_of_changes() -> None:
     assert changed.change_factor(live=False) == pytest.approx((100 - 30 - 10) / 130)
 
 
-@examples(200, 2000)
+@examples(200, 1000)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     draw=st.randoms(use_true_random=False),

@@ -23,7 +23,7 @@ from tests.sched.policy.policy_cases import (
     violations,
 )
 
-QUICK = examples(15, 80)
+QUICK = examples(15, 40)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
