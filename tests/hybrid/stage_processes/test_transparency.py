@@ -57,8 +57,12 @@ def test_two_replicas() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("name", ["mlp", "transformer", "convolutional"])
+@pytest.mark.parametrize(
+    ("name", "num_replicas", "num_stages"),
+    [
+        *(("mlp", 1, 3), ("mlp", 2, 2), ("transformer", 1, 4), ("transformer", 2, 3)),
+        *(("convolutional", 1, 2), ("convolutional", 2, 4)),
+    ],
+)
 def test_all_cases(name: str, num_replicas: int, num_stages: int) -> None:
     check(name, num_replicas, num_stages, ALL, adam=False)
