@@ -56,6 +56,8 @@ class PeerWatch:
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
         self.timeout = timeout
         self._env = env
+        self.word = "replica" if env.processes_per_replica == 1 else "rank"
+        """What a process is in messages."""
         self._lost: dict[int, float] = {}
         """Replicas whose hosts are lost, and the seconds since they were last heard of."""
         self._ended: set[int] = set()
@@ -158,9 +160,9 @@ class PeerWatch:
                 f"the network there, must be down. {self._advice()}"
             )
         if self._frozen:
-            gave = "gives" if len(self._frozen) == 1 else "give"
+            gave = "has given" if len(self._frozen) == 1 else "have given"
             return (
-                f"{self._names(self._frozen)} {gave} no sign of life since "
+                f"{self._names(self._frozen)} {gave} no sign of life for "
                 f"{max(self._frozen.values()):.0f} s: stopped, or on a machine that gets nowhere"
             )
         if self._ended:
@@ -184,7 +186,7 @@ class PeerWatch:
         for rank in sorted(ranks):
             hosts.setdefault(self._hosts[rank], []).append(str(rank))
         return " and ".join(
-            f"replica{'s' if len(found) > 1 else ''} {', '.join(found)} on {host}"
+            f"{self.word}{'s' if len(found) > 1 else ''} {', '.join(found)} on {host}"
             for host, found in hosts.items()
         )
 
@@ -243,7 +245,8 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
         error: what the library says that carries messages.
     """
     known = dist.is_initialized()
-    here = f"replica {dist.get_rank()} of {dist.get_world_size()}" if known else "this replica"
+    word = "replica" if _watch is None else _watch.word
+    here = f"{word} {dist.get_rank()} of {dist.get_world_size()}" if known else f"this {word}"
     why = "another replica has ended or hangs; its log says why"
     if _watch is not None:
         why = _watch.explain()

@@ -172,14 +172,14 @@ FIELDS: dict[str, tuple[str, str]] = {
     "PeerWatch": (
         "",
         "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _news "
-        "_pause _shared _thread timeout",
+        "_pause _shared _thread timeout word",
     ),
     "PipelineEngine": (
         "_layout checkpoint devices stages",
         "_copy_streams",
     ),
     "PipelineSpec": (
-        "checkpoint_mode devices fewest_samples microbatches_follow num_stages",
+        "checkpoint_mode devices fewest_samples microbatches_follow num_stages schedule",
         "",
     ),
     "RandomState": (
