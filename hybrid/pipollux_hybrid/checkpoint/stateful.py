@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -45,6 +45,8 @@ class ObjectState(State):
         super().__init__(f"{name}.pt")
         self._object = obj
         self._checked = False
+        # An average of the parameters, say, has its stage's layers.
+        self.in_parts = isinstance(obj, nn.Module)
         self._tensors = [*obj.parameters(), *obj.buffers()] if isinstance(obj, nn.Module) else []
         if isinstance(obj, AveragedModel) and context().control.losses.expected:
             obj.__dict__["update_parameters"] = partial(_update_unless_void, obj)
@@ -55,7 +57,16 @@ class ObjectState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Hand the object what :meth:`save` wrote, tensors on the CPU."""
-        self.adopt(torch.load(fileobj, map_location="cpu", weights_only=True))
+        self.load_parts([fileobj])
+
+    def load_parts(self, files: Sequence[BinaryIO]) -> None:
+        """Hand the object what several stages wrote, of which it takes what it has itself."""
+        parts = [torch.load(x, map_location="cpu", weights_only=True) for x in files]
+        content = parts[0]
+        if self.in_parts and (len(parts) > 1 or context().mesh is not None):
+            whole = {name: x for part in parts for name, x in part.items()}
+            content = {name: whole[name] for name in self._object.state_dict() if name in whole}
+        self.adopt(content)
 
     def content(self) -> Any:
         """Return what the object's ``state_dict()`` gives."""
@@ -101,7 +112,7 @@ def register_for_checkpointing(name: str, obj: S) -> S:
 
     For anything that training needs beside the model and its optimizer: a ``GradScaler``, an
     exponential average of the parameters, a second learning-rate scheduler. Rank 0's is
-    saved.
+    saved; of a module, where each stage has a process, those of all stages.
 
     Example::
 

@@ -135,6 +135,12 @@ def test_a_schedule_needs_processes() -> None:
         wrapped(make_model("mlp"), schedule="1f1b")
 
 
+def test_one_stage_needs_none() -> None:
+    """A scheduler may choose one stage for a script that names a schedule."""
+    model = wrapped(make_model("mlp"), num_stages=1, schedule="1f1b")
+    assert float(model.train_step(INPUTS, TARGETS, F.cross_entropy)) > 0.0
+
+
 @pytest.mark.parametrize("processes", [0, 1.5, True, "2"])
 def test_processes_per_replica(processes: Any) -> None:
     with pytest.raises(ConfigurationError, match="processes_per_replica"):

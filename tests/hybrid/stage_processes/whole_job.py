@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipollux_hybrid import (
     Accumulator,
     AdaptiveDataLoader,
     HybridParallel,
     init_process_group,
+    register_for_checkpointing,
     remaining_epochs_until,
 )
 from pipollux_hybrid.job.context import context
@@ -62,6 +64,10 @@ def whole_job(
         lr_scheduler=(scheduler := StepLR(optimizer, 4, 0.5)),
         check_replicas=True,
     )
+    average = register_for_checkpointing(
+        "average", AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    )
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(module))
     sums = Accumulator()
     losses, norms, samples = [], [], []
     for _ in remaining_epochs_until(num_epochs):
@@ -83,5 +89,7 @@ def whole_job(
         outputs = model(data.tensors[0])
     held = [x for state in optimizer.state.values() for x in state.values()]
     size = sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor) and x.dim())
+    averaged = {f"average.{name}": x for name, x in average.module.state_dict().items()}
+    state = {**module.state_dict(), **averaged}
     noise = context().component(Metrics).noise_scale()
-    return Outcome(losses, norms, noise, summed, outputs, dict(module.state_dict()), size, samples)
+    return Outcome(losses, norms, noise, summed, outputs, state, size, samples)
