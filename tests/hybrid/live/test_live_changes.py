@@ -86,14 +86,14 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
 
 
 def change_twice(job: ChangingJob) -> dict[int, list[dict[str, Any]]]:
-    """Two replicas, then a third, then replica 0 leaves."""
+    """Two replicas, then a third, then replica 0 leaves, each in the middle of an epoch."""
     job.begin(2)
     job.wait_until_at(5)
     job.add()
-    job.wait_until_at(9)
+    job.wait_until_at(12)
     job.ask_to_leave(0, 3)
     job.wait()
-    assert job.check() == [(1, 2), (8, 3), (12, 2)]
+    assert job.check() == [(1, 2), (8, 3), (15, 2)]
     return job.steps()
 
 
@@ -101,8 +101,8 @@ def change_twice(job: ChangingJob) -> dict[int, list[dict[str, Any]]]:
 def test_state_that_is_divided_is_divided_anew_as_replicas_come_and_go(
     make_job: MakeJob, kind: str
 ) -> None:
-    whole = change_twice(make_job(DATA=kind, CHANGES="5,9"))
-    divided = change_twice(make_job(DATA=kind, CHANGES="5,9", SHARDED="1"))
+    whole = change_twice(make_job(DATA=kind, CHANGES="5,12"))
+    divided = change_twice(make_job(DATA=kind, CHANGES="5,12", SHARDED="1"))
     assert divided == whole
 
 

@@ -154,7 +154,7 @@ class Run:
         self.stepped: list[list[Tensor]] = []
         self.optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
         self.optimizer.register_step_post_hook(lambda *_: self._note_parameters())
-        self._stops_after = stops_after
+        self._stops_after, self._background = stops_after, sharded
         with suppress(Stopped):
             self._train()
 
@@ -164,7 +164,7 @@ class Run:
                 context().component(Metrics)._proposal = 4, 6 // num_replicas() - 1, 0
             for inputs, targets in self.loader:
                 if len(self.stepped) == 2 * (self._stops_after or PASSED + 1):
-                    save_all_states()
+                    save_all_states(background=self._background)
                     raise Stopped
                 self._body(inputs, targets)
 
