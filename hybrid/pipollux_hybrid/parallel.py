@@ -178,7 +178,7 @@ class HybridParallel(PipelineModel):
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
         self._result: SyncResult | None = None
-        self._timing = StageProfiler(ctx, self._engine.stages, self.devices)
+        self._timing = StageProfiler(ctx, self._engine)
         self._synchronizer = GradientSynchronizer(
             self._engine.named_parameters(module),
             num_replicas=ctx.env.num_replicas,

@@ -90,7 +90,8 @@ class ProcessEngine:
                     "schedule out"
                 )
         mine = self.stages[self.index].place(self.device)
-        self._stage = ProcessStage(mine, self.num_stages, group, layout)
+        self.stage_process = ProcessStage(mine, self.num_stages, group, layout)
+        """What torch's schedules drive."""
         self._schedules: dict[tuple[int, bool], ScheduleGPipe | Schedule1F1B] = {}
         self._loss: Callable[[int, Any, Any], Tensor] = _no_loss
         self._failure: Exception | None = None
@@ -162,7 +163,7 @@ class ProcessEngine:
         self._loss = weighted
         losses: list[Tensor] = []
         recomputed = self.checkpointed(len(sizes), training=training)
-        self._stage.begin(sizes, recomputed=recomputed, has_backward=True)
+        self.stage_process.begin(sizes, recomputed=recomputed, has_backward=True)
         self._run(inputs, targets, sizes, losses, trains=True)
         loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
         return self._shared_loss(loss)
@@ -180,7 +181,7 @@ class ProcessEngine:
         Raises:
             BrokenPipelineError: Another stage is gone.
         """
-        self._stage.begin(sizes, recomputed=0, has_backward=False)
+        self.stage_process.begin(sizes, recomputed=0, has_backward=False)
         outputs = self._run(inputs, None, sizes, [], trains=False)
         return self._shared_output(gather(outputs, sizes) if self.is_last else None)
 
@@ -194,7 +195,7 @@ class ProcessEngine:
         trains: bool,
     ) -> list[PyTree]:
         """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
-        first = self._stage.is_first
+        first = self.stage_process.is_first
         batches = (
             [(x,) for x in scatter(map_tensors(Tensor.detach, inputs), sizes)]
             if first
@@ -206,7 +207,7 @@ class ProcessEngine:
         outputs: list[PyTree] = []
         if not trains:
             self._loss = _no_loss
-            keep = self._stage.output_chunks  # cleared at the next begin
+            keep = self.stage_process.output_chunks  # cleared at the next begin
         try:
             with self._own_random_numbers():
                 schedule._step_microbatches(
@@ -219,7 +220,7 @@ class ProcessEngine:
         except Exception as error:
             raise self._told(error) from error.__cause__
         if not trains and self.is_last:
-            leaving = self._stage.leaving
+            leaving = self.stage_process.leaving
             outputs = [leaving.value(tensors) for tensors in keep]
         return outputs
 
@@ -230,14 +231,14 @@ class ProcessEngine:
             kind = _OneForwardOneBackward if alternates else _GPipe
             loss = self._compute_loss if trains else None
             self._schedules[key] = kind(
-                self._stage, num_microbatches, loss_fn=loss, scale_grads=False
+                self.stage_process, num_microbatches, loss_fn=loss, scale_grads=False
             )
         return self._schedules[key]
 
     def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
         index, labels = target
         try:
-            return self._loss(index, self._stage.leaving.value(tensors), labels)
+            return self._loss(index, self.stage_process.leaving.value(tensors), labels)
         except Exception as error:  # the script's own code
             self._failure = error
             raise

@@ -12,9 +12,10 @@ waiting for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,10 @@ from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
 
-__all__ = ["ProcessStage"]
+__all__ = ["Observer", "ProcessStage"]
+
+Observer: TypeAlias = Callable[[int, str, float, float], None]
+"""Called as (micro-batch, "forward" or "backward", start, end), in seconds."""
 
 
 class _Layers(nn.Module):
@@ -93,6 +97,10 @@ class ProcessStage(PipelineStage):
         self._inputs: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._sent: BoundaryLayout | None = None
+        self.clock: Callable[[], float] = time.perf_counter
+        """Tells the seconds, for :attr:`observer`."""
+        self.observer: Observer | None = None
+        """Told of each forward and backward that was run."""
 
     @property
     def leaving(self) -> BoundaryLayout:
@@ -137,7 +145,8 @@ class ProcessStage(PipelineStage):
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with self._observed("forward", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         # As many gradients are kept for the stage before.
         counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
         self._stage_meta.inputs = counted
@@ -182,6 +191,11 @@ class ProcessStage(PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         return tuple(self._gradients.pop(bwd_chunk_id))
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a micro-batch; see :class:`PipelineStage`."""
+        with self._observed("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the gradients of a micro-batch back; see :class:`PipelineStage`."""
         gradients = self.bwd_cache.pop(bwd_chunk_id, ())
@@ -197,6 +211,14 @@ class ProcessStage(PipelineStage):
             for x, g, kind in zip(inputs, gradients, kinds, strict=True)
             if kind.requires_grad
         ]
+
+    @contextmanager
+    def _observed(self, phase: str, chunk: int) -> Iterator[None]:
+        observer = self.observer
+        start = self.clock() if observer is not None else 0.0
+        yield
+        if observer is not None:
+            observer(chunk, phase, start, self.clock())
 
     # --- messages ----------------------------------------------------------------------------
 

@@ -70,7 +70,8 @@ class Tracer:
         if self._path is not None:
             path, self._path = self._path, None
             self._write(path, step, events, devices)
-        if directory is not None and time.monotonic() >= self._next:
+        first = self._context.env.stage == 0  # of the processes of a replica
+        if first and directory is not None and time.monotonic() >= self._next:
             self._next = time.monotonic() + TRACE_INTERVAL
             name = f"replica-{rank}-step-{step:08d}.json"
             if not self._write(directory / name, step, events, devices):

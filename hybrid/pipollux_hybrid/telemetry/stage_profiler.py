@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import nn
-
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.pipeline.engine import PipelineEngine
+from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 from .chrome_trace import Tracer
 from .metrics import Metrics
+from .process_stage_timer import GatheredTimes, ProcessStageTimer
 from .stage_timer import Recording, StageTimer, stage_times
 
 __all__ = ["StageProfiler"]
@@ -31,21 +29,23 @@ class StageProfiler:
 
     Args:
         ctx: The job's context, whose metrics and tracer get the time lines.
-        stages: The stages' modules.
-        devices: Their devices.
+        engine: Whose stages they are.
     """
 
-    def __init__(
-        self, ctx: JobContext, stages: Sequence[nn.Module], devices: Sequence[torch.device]
-    ) -> None:
-        self._possible = ctx.mesh is None
-        """Whether this process sees all stages."""
+    def __init__(self, ctx: JobContext, engine: PipelineEngine | ProcessEngine) -> None:
         self._metrics = ctx.component(Metrics)
         self._tracer = ctx.component(Tracer)
-        self._devices = list(devices)
-        self._timer = StageTimer(stages, devices)
+        self._devices = list(engine.devices)
+        self._timer: StageTimer | ProcessStageTimer
+        if isinstance(engine, ProcessEngine):
+            assert ctx.mesh is not None  # noqa: S101  # the engine is made of it
+            self._timer = ProcessStageTimer(ctx.mesh, engine)
+        else:
+            self._timer = StageTimer(engine.stages, engine.devices)
+        # Processes of a replica time the same steps: one may be asked for a trace alone.
+        self._out_of_turn = ctx.mesh is None
         self._countdown = FIRST_TIMED
-        self._recording: Recording | None = None
+        self._recording: Recording | GatheredTimes | None = None
         self._step = 0
 
     def gradient_arrived(self, stage: int) -> None:
@@ -66,7 +66,7 @@ class StageProfiler:
         Returns:
             Whether it is timed.
         """
-        if not (self._possible and self._is_due(measures_noise)):
+        if not self._is_due(measures_noise):
             return False
         self._timer.start(num_recomputed)
         return True
@@ -89,7 +89,7 @@ class StageProfiler:
 
     def _is_due(self, measures_noise: bool) -> bool:
         self._countdown -= 1
-        if self._tracer.wanted and self._recording is None:
+        if self._out_of_turn and self._tracer.wanted and self._recording is None:
             return True
         # Rather not while the noise is measured; but where it always is, the wait has an end.
         measuring = measures_noise and self._countdown > -PATIENCE

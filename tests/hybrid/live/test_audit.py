@@ -234,7 +234,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "StageProfiler": (
-        "_possible",
+        "_out_of_turn",
         "_countdown _devices _metrics _recording _step _timer _tracer",
     ),
     "StageTimer": (

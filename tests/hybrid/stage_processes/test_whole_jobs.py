@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.step_profile import StepProfile
-from tests.hybrid.models import assert_close
+from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
 from tests.hybrid.stage_processes.whole_job import SIZE, Outcome, whole_job
@@ -103,3 +106,36 @@ def test_the_performance_model_knows_the_schedule() -> None:
     assert first[:2] == second[:2] == ("1f1b", 2)
     assert first[2][0] > 0
     assert first[2][1] == 0
+
+
+def traced_job(folder: Path) -> list[list[list[float]]]:
+    init_process_group("gloo")
+    module = make_model("mlp")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+    loader = AdaptiveDataLoader(make_data("mlp", 24 * 64), batch_size=64)
+    model.export_chrome_trace(folder / f"{context().env.stage}.json")
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        model.train_step(inputs, targets, torch.nn.functional.cross_entropy)
+        optimizer.step()
+    rows = context().component(Metrics).profile.to_json()
+    return [row["forward"] + row["backward"] for row in rows]
+
+
+def test_stages_are_timed_in_all_processes(tmp_path: Path) -> None:
+    """One row for each in the trace, of forwards and backwards in the schedule's order."""
+    ((first, second),) = run_stages(traced_job, 1, 2, tmp_path)
+    assert first == second
+    (times,) = first
+    assert len(times) >= 4
+    assert all(seconds > 0.0 for stages in times for seconds in stages)
+    for path in (tmp_path / "0.json", tmp_path / "1.json"):
+        spans = [x for x in json.loads(path.read_text())["traceEvents"] if x["ph"] == "X"]
+        rows = [[x["name"] for x in spans if x["tid"] == stage] for stage in (0, 1)]
+        alternating = [f"{phase} {n}" for n in range(4) for phase in ("forward", "backward")]
+        ahead = ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "forward 3"]
+        assert rows == [[*ahead, "backward 2", "backward 3"], alternating]
+        for stage in (0, 1):
+            row = [x for x in spans if x["tid"] == stage]
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(row))
