@@ -228,14 +228,16 @@ class HybridParallel(PipelineModel):
         Returns:
             What the module returns, on :attr:`output_device`.
         """
-        batch, sizes = self._received(batch_of(inputs, keywords))
+        batch = batch_of(inputs, keywords)
+        sizes = self._sizes(batch)
         if isinstance(self._engine, ProcessEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
             with _passing_on():
                 output = self._engine.run(batch, sizes)
-            batchnorm.drop_statistics(self._deferred)
+            batchnorm.commit_statistics(self._deferred, lambda _: None)
             return output
+        batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
         recomputed = self._engine.checkpointed(len(sizes), training=self.training)
         # A batch that only keeps step with its peers is another replica's to count.
@@ -278,17 +280,17 @@ class HybridParallel(PipelineModel):
         Raises:
             ConfigurationError: Inputs and targets do not go together.
         """
-        targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
         if not isinstance(self._engine, ProcessEngine):
+            targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
             loss = loss_fn(self(inputs), targets)
             loss.backward()
             return loss.detach().double()
-        batch, sizes = self._received(inputs)
-        plan = self._plan(sizes, batch)
+        sizes = self._sizes(inputs)
+        plan = self._plan(sizes, inputs)
         counts, training = plan.num_samples > 0, self.training
         with self._counting(counts), self._synchronizer.backward(plan), _passing_on():
             return self._engine.train(
-                batch, targets, sizes, loss_fn, training=training, counted=counts
+                inputs, targets, sizes, loss_fn, training=training, counted=counts
             )
 
     @contextmanager
@@ -303,8 +305,8 @@ class HybridParallel(PipelineModel):
         finally:
             self._no_sync = False
 
-    def _received(self, batch: PyTree) -> tuple[PyTree, list[int]]:
-        """Return a batch on the first device, and the samples of each micro-batch."""
+    def _sizes(self, batch: PyTree) -> list[int]:
+        """Return the samples of each micro-batch of a batch that was received."""
         self._watch.check()
         self._timing.cancel()
         spec = self._context.pipeline
@@ -313,8 +315,7 @@ class HybridParallel(PipelineModel):
         alone = self._context.mesh is None
         if any(x.training for x in self._deferred) if alone else self._normalises and self.training:
             fewest = max(fewest, 2)  # a single value has no variance
-        sizes = cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
-        return map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch), sizes
+        return cut_sizes(batch_size_of(batch), self.num_microbatches, fewest)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Have layers keep statistics of the forwards within, if their samples count."""

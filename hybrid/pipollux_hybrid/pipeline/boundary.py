@@ -21,7 +21,14 @@ from pipollux_hybrid.errors import ConfigurationError
 
 from .microbatch import PyTree, Structure, flatten, unflatten
 
-__all__ = ["HEADER_BYTES", "BoundaryLayout", "describe", "from_header", "to_header"]
+__all__ = [
+    "HEADER_BYTES",
+    "BoundaryLayout",
+    "describe",
+    "from_header",
+    "rest_of_header",
+    "to_header",
+]
 
 HEADER_BYTES = 4096
 """Bytes of the message that comes first; what does not fit follows in a second one."""

@@ -195,13 +195,12 @@ class ProcessEngine:
         trains: bool,
     ) -> list[PyTree]:
         """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
-        first = self.stage_process.is_first
-        batches = (
-            [(x,) for x in scatter(map_tensors(Tensor.detach, inputs), sizes)]
-            if first
-            else [()] * len(sizes)
-        )
-        labels = scatter(targets, sizes) if trains and self.is_last else None
+        batches: list[tuple[PyTree, ...]] = [()] * len(sizes)
+        if self.stage_process.is_first:
+            batches = [(x,) for x in scatter(map_tensors(self._here, inputs), sizes)]
+        labels = None
+        if trains and self.is_last:
+            labels = scatter(map_tensors(self._here, targets), sizes)
         schedule = self._schedule(len(sizes), trains=trains)
         self._failure = None
         outputs: list[PyTree] = []
@@ -218,11 +217,18 @@ class ProcessEngine:
                     return_outputs=not trains,
                 )
         except Exception as error:
-            raise self._told(error) from error.__cause__
+            schedule._internal_losses.clear()
+            told = self._told(error)
+            if told is error:
+                raise
+            raise told from (error if error.__cause__ is None else told.__cause__)
         if not trains and self.is_last:
             leaving = self.stage_process.leaving
             outputs = [leaving.value(tensors) for tensors in keep]
         return outputs
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, non_blocking=True)
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> ScheduleGPipe | Schedule1F1B:
         key = num_microbatches, trains
@@ -251,8 +257,8 @@ class ProcessEngine:
         """
         if error is self._failure or isinstance(error, ConfigurationError):
             return error
-        if error.__cause__ is not None:
-            return _innermost(error)
+        if isinstance(error.__cause__, Exception):
+            return error.__cause__
         if isinstance(error, RuntimeError):
             return BrokenPipelineError(str(error))
         return error
@@ -319,10 +325,3 @@ def _without_gradient(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor.register_hook(torch.zeros_like)
     return tensor
-
-
-def _innermost(error: BaseException) -> Exception:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    assert isinstance(error, Exception)  # noqa: S101  # torch catches nothing else
-    return error

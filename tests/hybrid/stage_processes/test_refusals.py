@@ -44,7 +44,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         if len(x) < 4:
-            raise ValueError("too few samples for Odd")
+            raise ValueError("too few samples for Odd") from KeyError("inner")
         kept: Tensor = x
         return kept
 
