@@ -94,4 +94,4 @@ def _reaching_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost_peers("while telling other stages of the step", error) from error
+        raise lost_peers("while telling other stages and replicas of the step", error) from error

@@ -141,7 +141,7 @@ class MembershipWatch:
 
     def _run(self) -> None:
         # A state needs it at the first change, when others wait, and it takes a while to import.
-        from pipollux_perfmodel import perf_params_to_json  # noqa: F401
+        from pipollux_perfmodel import perf_params_to_json  # noqa: F401  # imported ahead
 
         while not self._ending.wait(INTERVAL):
             self._retired.clear()
