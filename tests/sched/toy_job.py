@@ -44,14 +44,14 @@ def main() -> int:
     generation = int(os.environ["PIPOLLUX_GENERATION"])
     directory = Path(os.environ["PIPOLLUX_CHECKPOINT_DIR"])
     names = [name for name in os.environ if name.startswith(("PIPOLLUX_", "OMP_", "CUDA_"))]
-    print(json.dumps({name: os.environ[name] for name in sorted(names)}))
+    say(json.dumps({name: os.environ[name] for name in sorted(names)}))
     if options.stubborn:
         # One child in a session of its own, one that is orphaned: both must be found.
         nap = [sys.executable, "-c", "import time; time.sleep(300)"]
         subprocess.Popen(nap, start_new_session=True)
         subprocess.Popen(["/bin/sh", "-c", "sleep 300 &"])
     step = load(directory)
-    print(f"replica {rank} of generation {generation} goes on from step {step}")
+    say(f"replica {rank} of generation {generation} goes on from step {step}")
     supervisor = Supervisor(generation) if rank == 0 else None
     reached = [step]
     if options.beats and supervisor is not None:
@@ -64,7 +64,7 @@ def main() -> int:
         reached[0] = step
         time.sleep(options.step_seconds)
         if options.prints:
-            print("step", step)
+            say(f"step {step}")
         if step == options.fail_at and rank == options.fail_rank:
             raise RuntimeError(f"step {step} went wrong on replica {rank}")
         if supervisor is not None:
@@ -82,6 +82,11 @@ def main() -> int:
                 write(directory / "stopped.json", marker)
             return 143
     return 0
+
+
+def say(line: str) -> None:
+    """Print a line at one go; unbuffered, `print` tears it, and others write between."""
+    sys.stdout.write(line + "\n")
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:
@@ -166,7 +171,7 @@ class Supervisor:
         try:
             self.client.request(method, url, **content).raise_for_status()
         except httpx.TransportError:
-            print(f"nobody answers {method} {url}")
+            say(f"nobody answers {method} {url}")
             return False
         return True
 
