@@ -37,6 +37,7 @@ from pipollux_hybrid.sync.replica_check import ReplicaCheck, check_interval
 from pipollux_hybrid.sync.same_samples import SameSamples
 from pipollux_hybrid.sync.sync_result import SyncResult
 from pipollux_hybrid.sync.synchronizer import GradientSynchronizer
+from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 from pipollux_perfmodel.timing.params import Checkpoint
@@ -65,7 +66,7 @@ class HybridParallel(PipelineModel):
         balance: Number of layers of each stage, instead of ``num_stages``. Or what to cut them by:
             ``"time"``, for the fastest iteration (the default with ``example_inputs``);
             ``"memory"``, for the smallest maximum of a stage's memory;
-            ``"parameters"`` (the default without). Tied layers stay together.
+            ``"parameters"`` (the default without). Tied layers stay together in one process.
         num_microbatches: Number M of micro-batches that a batch is cut into; it may be changed
             between steps through the attribute of the same name. None: one for one stage, 4·K for
             more (at most one per sample), and from there it follows the goodput if
@@ -156,6 +157,7 @@ class HybridParallel(PipelineModel):
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
             schedule=spec.schedule,
+            ties_apart=ctx.mesh is not None or schedule is not None,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
@@ -167,6 +169,7 @@ class HybridParallel(PipelineModel):
             broadcast_tensors([*module.parameters(), *module.buffers()])
         cut = choose_balance(ctx, module, optimizer, chosen[0], request)
         metrics.cut, self._layer_profile = cut, cut.profile
+        self._tied = TiedCopies.of(ctx, module, cut.balance)
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"], self._elsewhere = make_engine(
             ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, spec.schedule
@@ -188,10 +191,11 @@ class HybridParallel(PipelineModel):
             on_finished=self._backward_finished,
             buffers=BufferSynchronizer.of(ctx, module) if broadcast_buffers else None,
             mesh=ctx.mesh,
+            tied=self._tied,
             reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes,
         )
-        self._check = ReplicaCheck(module, ctx, interval)
+        self._check = ReplicaCheck(module, ctx, interval, self._tied)
         self._same_samples = SameSamples(ctx)
         self._optimizer = AdaptiveOptimizer(
             optimizer,
@@ -201,8 +205,9 @@ class HybridParallel(PipelineModel):
             shards=shards,
         )
         self._optimizer.follow(lr_scheduler)
-        self._noise = NoiseMeter(ctx, list(module.parameters()), self._optimizer)
-        load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere, shards))
+        self._noise = NoiseMeter(ctx, counted(self._tied, module.parameters()), self._optimizer)
+        tied_names = self._tied.listed_names() if self._tied else {}
+        load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere, shards, tied_names))
         self._noise.prepare()
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)

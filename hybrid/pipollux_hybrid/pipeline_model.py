@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from pipollux_hybrid.checkpoint.parameter_groups import plain_name
+from pipollux_hybrid.checkpoint.tied_names import with_last_values
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.module_wrapper import ModuleWrapper
 from pipollux_hybrid.optim.clipping import clip_over_stages
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.num_microbatches import chosen_microbatches
 from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+from pipollux_hybrid.sync.tied_copies import TiedCopies
 from pipollux_hybrid.telemetry.chrome_trace import Tracer
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import LayerProfile
@@ -37,6 +39,8 @@ class PipelineModel(ModuleWrapper):
     """The gradients' norm when they were clipped last."""
     _elsewhere: frozenset[str]
     """Names of the parameters and buffers that other processes of the replica hold."""
+    _tied: TiedCopies | None
+    """Of which parameters other stages hold copies."""
     balance: list[int]
     """Number of layers of each stage."""
 
@@ -63,6 +67,8 @@ class PipelineModel(ModuleWrapper):
 
         A process takes what is of its own stage.
         """
+        if self._tied is not None:
+            state_dict = with_last_values(state_dict, self._tied.names(), strict=strict)
         here = {n: x for n, x in state_dict.items() if plain_name(n) not in self._elsewhere}
         return super().load_state_dict(here, strict, assign)
 
@@ -146,6 +152,6 @@ class PipelineModel(ModuleWrapper):
         if self._complete:
             options = norm_type, error_if_nonfinite, foreach
             self._norm = clip_over_stages(
-                self._context.mesh, list(self.module.parameters()), max_norm, *options
+                self._context.mesh, self._tied, list(self.module.parameters()), max_norm, *options
             )
         return self._norm

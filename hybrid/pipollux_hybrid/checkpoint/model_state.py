@@ -36,6 +36,7 @@ class ModelState(State):
         lr_scheduler: The optimizer's scheduler, if any.
         elsewhere: Names of the parameters and buffers that other processes of the replica hold.
         shards: Whose state of the optimizer this replica holds; None: everything.
+        shared: What the whole module calls parameters that other stages hold a copy of.
     """
 
     in_parts = True
@@ -48,11 +49,12 @@ class ModelState(State):
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         elsewhere: Collection[str] = (),
         shards: OptimizerShards | None = None,
+        shared: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
         super().__init__(STATE_NAME)
         self._shards = shards or OptimizerShards(context(), module, optimizer, wanted=False)
         self._module, self._elsewhere = module, frozenset(elsewhere)
-        self._groups = ParameterGroups(module, optimizer)
+        self._groups = ParameterGroups(module, optimizer, shared)
         self._lr_scheduler = lr_scheduler
         self._host_copy = StagingBuffers()
         self._optimizer, self._parameters = optimizer, list(module.parameters())
@@ -159,9 +161,7 @@ class ModelState(State):
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
-            "frozen": [
-                plain_name(n) for n, p in self._module.named_parameters() if not p.requires_grad
-            ],
+            "frozen": [n for p, n in self._groups.names().items() if not p.requires_grad],
             "optimizer": self._groups.state(self._shards.whole),
             "lr_scheduler": schedule,
             "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
@@ -172,16 +172,19 @@ class ModelState(State):
         return {name: x for name, x in named.items() if plain_name(name) not in self._elsewhere}
 
     def _optimizer_here(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        # What is elsewhere may be here too, under another name, if several stages share it.
+        elsewhere = self._elsewhere - set(self._groups.names().values())
         groups = []
         for group in content["groups"]:
-            here = [plain_name(name) not in self._elsewhere for name in group["params"]]
+            here = [plain_name(name) not in elsewhere for name in group["params"]]
             fields = {
                 field: [x for x, stays in zip(group[field], here, strict=True) if stays]
                 for field in ("params", "param_names")
                 if field in group
             }
             groups.append({**group, **fields})
-        return {**content, "groups": groups, "state": self._here(content["state"])}
+        state = {n: x for n, x in content["state"].items() if plain_name(n) not in elsewhere}
+        return {**content, "groups": groups, "state": state}
 
     def _check_model(self, saved: Mapping[str, Any]) -> None:
         ours = {plain_name(name): x for name, x in self._module.state_dict().items()}
@@ -203,8 +206,8 @@ class ModelState(State):
     def _load_frozen(self, frozen: Collection[str] | None) -> None:
         """Train what was trained when the checkpoint was written, and nothing else."""
         if frozen is not None:
-            for name, parameter in self._module.named_parameters():
-                parameter.requires_grad_(plain_name(name) not in frozen)
+            for parameter, name in self._groups.names().items():
+                parameter.requires_grad_(name not in frozen)
 
     def _check_schedule(self, theirs: str | None) -> None:
         ours = _kind_of(self._lr_scheduler)
@@ -224,7 +227,13 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     groups = []
     for same in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True):
         fields = [field for field in ("params", "param_names") if field in same[0]]
-        joined = {field: [x for group in same for x in group[field]] for field in fields}
+        names = [name for group in same for name in group["params"]]
+        # Stages may share a parameter, which each of them has the same state for.
+        chosen = {name: place for place, name in reversed(list(enumerate(names)))}
+        joined = {}
+        for field in fields:
+            flat = [x for group in same for x in group[field]]
+            joined[field] = [flat[place] for place in sorted(chosen.values())]
         groups.append({**same[0], **joined})
     state = {name: x for optimizer in optimizers for name, x in optimizer["state"].items()}
     first["optimizer"] = {**optimizers[0], "groups": groups, "state": state}

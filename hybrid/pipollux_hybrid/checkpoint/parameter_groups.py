@@ -30,10 +30,16 @@ class ParameterGroups:
     Args:
         module: Its layers name the parameters.
         optimizer: Over parameters of the module.
+        shared: What the whole module calls parameters that other stages hold a copy of.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shared: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
+        self._module, self._shared = module, dict(shared or {})
         self._optimizer = optimizer
 
     def state(self, whole: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
@@ -47,7 +53,7 @@ class ParameterGroups:
         flat = [name for group in groups for name in group]
         state = {flat[i]: state for i, state in packed["state"].items()}
         if whole is not None:
-            names = {p: plain_name(n) for n, p in self._module.named_parameters()}
+            names = self.names()
             state = {names[parameter]: held for parameter, held in whole.items()}
         return {
             "class": type(self._optimizer).__name__,
@@ -96,9 +102,14 @@ class ParameterGroups:
         saved = [[plain_name(name) for name in group["params"]] for group in content["groups"]]
         self._check_groups(saved)
 
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return the names of the module's parameters, those of the whole module."""
+        named = self._module.named_parameters()
+        return {p: plain_name(self._shared.get(p, name)) for name, p in named}
+
     def _names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
-        names = {parameter: plain_name(n) for n, parameter in self._module.named_parameters()}
+        names = self.names()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:  # came since the last step, which would have refused it
@@ -137,7 +148,7 @@ class ParameterGroups:
         """Make the groups again that the script added after it had begun."""
         if not later:
             return
-        parameters = {plain_name(n): p for n, p in self._module.named_parameters()}
+        parameters = {name: parameter for parameter, name in self.names().items()}
         made = []
         for group in later:
             tensors = [parameters[plain_name(name)] for name in group["params"]]

@@ -37,6 +37,7 @@ class ProcessMesh:
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
         ranks = torch.arange(env.world_size).view(env.num_replicas, env.processes_per_replica)
         wait = timedelta(seconds=timeout)
+        self._ranks, self._wait = ranks, wait
         columns, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=wait)
         rows, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=wait)
         kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -55,6 +56,16 @@ class ProcessMesh:
         self._row = ReplicaGroup(row, env.processes_per_replica)
         self.column = ReplicaGroup(column, env.num_replicas)
         """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
+
+    def among(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return a group of some stages of this replica, in that order; None: this is another one.
+
+        All processes of the job call it at the same place.
+        """
+        rows = self._ranks[:, list(stages)].tolist()
+        group: dist.ProcessGroup | None
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=self._wait)
+        return group
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:
         """Add numbers up over the stages of this replica, whose processes all call it.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.job.mesh import ProcessMesh
+from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 
 __all__ = ["clip_over_stages"]
 
 
 def clip_over_stages(
     mesh: ProcessMesh | None,
+    tied: TiedCopies | None,
     parameters: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
@@ -24,6 +27,7 @@ def clip_over_stages(
 
     Args:
         mesh: The groups of this process where each stage has one; None: these are all parameters.
+        tied: Of which parameters other stages hold copies, if of any; they count once.
         parameters: Of this process.
         max_norm: Largest norm of the result.
         norm_type: p of the p-norm.
@@ -40,7 +44,7 @@ def clip_over_stages(
         return nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in counted(tied, parameters) if p.grad is not None]
     mine = nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
     if math.isinf(norm_type):
         norm = max(float(content) for content in mesh.gather_from_stages(str(float(mine)).encode()))
@@ -51,6 +55,17 @@ def clip_over_stages(
             f"the total norm of order {norm_type} of the gradients of all stages is {norm}, so "
             "they cannot be clipped: leave error_if_nonfinite out to go on with such gradients"
         )
-    total = mine.new_tensor(norm)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    copies = [] if tied is None else tied.copies(parameters)
+    for copy in copies:
+        nn.utils.clip_grads_with_norm_(copy, max_norm, _norm_for(copy, norm), foreach)
+    apart = set(copies)
+    others = [p for p in parameters if p not in apart] if apart else parameters
+    total = mine.new_tensor(norm) if gradients or not copies else _norm_for(copies[0], norm)
+    nn.utils.clip_grads_with_norm_(others, max_norm, total, foreach)
     return total
+
+
+def _norm_for(copy: nn.Parameter, norm: float) -> Tensor:
+    """Return a norm in a type that follows from the copy alone, so that all copies stay equal."""
+    dtype = torch.promote_types(copy.dtype, torch.float32).to_real()
+    return torch.tensor(norm, dtype=dtype, device=copy.device)

@@ -43,6 +43,9 @@ class PartitionRequest:
     num_microbatches: int = 1
     checkpoint: Checkpoint = "never"
     schedule: ScheduleKind = "gpipe"
+    ties_apart: bool = False
+    """Whether layers that share a parameter may be on different stages, as where each has a process
+    of its own."""
     memory_limit: float | None = None
     """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
 
@@ -100,7 +103,7 @@ def choose_balance(
         ConfigurationError: The wishes contradict each other, the layers or the memory.
     """
     _check_limit(request)
-    ties, given = find_ties(module), request.rule is None
+    ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
     if ctx.joins is not None:  # the others have decided
         balance = _checked(ctx.joins.balance, request.num_stages, len(module))
@@ -255,7 +258,8 @@ def _check_count(ties: Sequence[TiedParameters], num_stages: int, num_layers: in
         tied = "; ".join(map(str, ties))
         raise ConfigurationError(
             f"num_stages={num_stages}: {tied}, and have to be on one stage, so at most {most} "
-            "stages can be cut; ask for fewer, or untie them"
+            "stages can be cut; ask for fewer, untie them, or give each stage a process of its own "
+            "(schedule=)"
         )
 
 

@@ -1,4 +1,8 @@
-"""Tied parameters: layers that share one must share a stage, as a gradient has one home."""
+"""Tied parameters: layers that share one must share a stage, as a gradient has one home.
+
+Not where each stage has a process of its own: there each holds a copy
+(:mod:`pipollux_hybrid.sync.tied_copies`).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,8 @@ def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
         if any(tie.first < end <= tie.last for end in ends):
             raise ConfigurationError(
                 f"balance={list(balance)}: {tie}, and would be on different stages: give a balance "
-                f"that keeps layers {tie.first} to {tie.last} in one stage, or untie them"
+                f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or give "
+                "each stage a process of its own (schedule=)"
             )
 
 

@@ -165,6 +165,29 @@ class Reducer:
             if again:
                 bucket.relaunch(self._weight)
 
+    def report(self, *, counts: bool) -> tuple[list[bool], list[bool]]:
+        """Return which buckets are late, and which parameters have a gradient.
+
+        Args:
+            counts: Whether this replica has samples that count.
+        """
+        present = [counts and p.grad is not None for b in self.buckets for p in b.parameters]
+        return [bucket.late for bucket in self.buckets], present
+
+    def write_back(self, factor: float, present: Sequence[float]) -> None:
+        """Wait for the sums, and make each gradient its sum times ``factor``.
+
+        Args:
+            factor: One over the weight of all replicas together.
+            present: For each parameter, in the order of buckets, replicas with a gradient.
+        """
+        offset = 0
+        for bucket in self.buckets:
+            here = present[offset : offset + len(bucket.parameters)]
+            offset += len(bucket.parameters)
+            bucket.wait()
+            bucket.write_back(factor, [count > 0.0 for count in here])
+
     def _launch(self, *, complete: bool) -> None:
         assert self._weight is not None  # noqa: S101  # set where backwards synchronise
         while self._next < len(self.buckets):

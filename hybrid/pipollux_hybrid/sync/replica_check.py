@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext
 
-__all__ = ["ReplicaCheck", "check_interval"]
+from .tied_copies import TiedCopies
+
+__all__ = ["ReplicaCheck", "check_interval", "tensor_digest"]
 
 DIGEST = 16
 """Bytes of a digest: 128 bits."""
@@ -53,10 +55,17 @@ class ReplicaCheck:
         module: The layers.
         ctx: The job's context, whose control plane the digests travel over.
         interval: Every how many optimizer steps; 0 for never.
+        tied: Of which parameters other stages hold copies, if of any.
     """
 
-    def __init__(self, module: nn.Module, ctx: JobContext, interval: int) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        ctx: JobContext,
+        interval: int,
+        tied: TiedCopies | None = None,
+    ) -> None:
+        self._module, self._tied = module, tied
         self._control, self._env = ctx.control, ctx.env
         self._interval = interval
 
@@ -85,6 +94,8 @@ class ReplicaCheck:
         processes = self._env.processes_per_replica
         stages = [everyones[stage::processes] for stage in range(processes)]
         if all(len(set(answers)) == 1 for answers in stages):
+            if self._tied is not None:
+                self._tied.compare(step, tensor_digest)
             return
         answers = stages[self._env.stage]
         counts = [int.from_bytes(answer[DIGEST:], "little") for answer in answers]
@@ -127,10 +138,11 @@ class ReplicaCheck:
 
     def _digests(self) -> tuple[list[str], list[bytes]]:
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return [name for name, _ in tensors], [_tensor_digest(*item) for item in tensors]
+        return [name for name, _ in tensors], [tensor_digest(*item) for item in tensors]
 
 
-def _tensor_digest(name: str, tensor: Tensor) -> bytes:
+def tensor_digest(name: str, tensor: Tensor) -> bytes:
+    """Return what tells a tensor from others: its name, kind, values and whether it is trained."""
     about = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode()
     # As bytes, so that -0.0 is not 0.0 and a NaN equals itself.
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -43,6 +43,7 @@ from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
 from .reducer import Reducer
 from .stage_gradients import reset_gradients, scale_gradients
 from .sync_result import SyncResult
+from .tied_copies import TiedCopies
 
 __all__ = ["GradientSynchronizer"]
 
@@ -66,6 +67,7 @@ class GradientSynchronizer:
             ``torch.bfloat16`` for half of the bytes.
         bucket_bytes: Bytes of a bucket on the wire.
         mesh: The groups of this process where each stage has one; its stage is the only one, then.
+        tied: Of which parameters other stages hold copies, if of any.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class GradientSynchronizer:
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         mesh: ProcessMesh | None = None,
+        tied: TiedCopies | None = None,
     ) -> None:
         check_wire(reduce_dtype, bucket_bytes, num_replicas)
         self._stages = [list(named) for named in stages]
@@ -89,7 +92,7 @@ class GradientSynchronizer:
         self._preconditioner = preconditioner
         self._on_gradient = on_gradient
         self._on_finished = on_finished
-        self._buffers = buffers
+        self._buffers, self._tied = buffers, tied
         self._wire, self._mesh = (reduce_dtype, bucket_bytes), mesh
         group = mesh.replicas if mesh else None
         self._reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1, group=group)
@@ -190,6 +193,8 @@ class GradientSynchronizer:
         self._begin(plan, task)
 
     def _begin(self, plan: BackwardPlan, task: int) -> None:
+        if self._tied is not None:
+            self._tied.begin()
         self._task, self._plans = task, [plan]
         self._synchronizes = plan.synchronize and not self._losses.void
         # One gradient for all samples of an iteration: no separate estimates.
@@ -275,6 +280,8 @@ class GradientSynchronizer:
         arrival, sizes = self._reducer.count(parameter), self._plans[0].samples_by_pass
         if arrival >= len(sizes):
             return
+        if self._tied is not None and self._tied.keep(parameter, arrival, gradient):
+            return
         factor = self._unit**2 / sizes[arrival]
         self._sqr[stage].add(gradient, self._preconditioner(parameter), factor)
 
@@ -301,6 +308,9 @@ class GradientSynchronizer:
         self._watched = None
         if self._measures:
             self._measurable = self._measurable and not self._reducer.surplus
+            if self._tied is not None:
+                factors = [self._unit**2 / x for x in self._plans[0].samples_by_pass]
+                self._tied.measure(self._sqr[0], factors, self._preconditioner)
         if not self._synchronizes:
             self._task = None
             self._on_finished(None)
@@ -308,6 +318,8 @@ class GradientSynchronizer:
         try:
             alone = self._num_replicas == 1 and self._mesh is None
             result = self._finish_alone() if alone else self._finish_together()
+            if self._tied is not None:
+                self._tied.add_up()
             self._fresh = self._averaged = True
             self._task, self._plans = None, []
             self._on_finished(result)
@@ -347,13 +359,7 @@ class GradientSynchronizer:
             scale_gradients(self._stages, self._unit / total.samples)
         else:
             reducer.relaunch([late > 0.0 for late in total.late])
-        factor = self._reference / total.samples
-        offset = 0
-        for bucket in reducer.buckets:
-            present = total.present[offset : offset + len(bucket.parameters)]
-            offset += len(bucket.parameters)
-            bucket.wait()
-            bucket.write_back(factor, [count > 0.0 for count in present])
+        reducer.write_back(self._reference / total.samples, total.present)
         if self._buffers is not None:
             self._buffers.synchronize(total.buffers)
         if total.part_samples > 0.0:
@@ -376,7 +382,7 @@ class GradientSynchronizer:
         return summary.sum_over_replicas(self._control.ride, mesh.sum_over_replicas)
 
     def _summary(self, *, speaks: bool) -> IterationTotals:
-        counts = self._samples > 0
+        late, present = self._reducer.report(counts=self._samples > 0)
         return IterationTotals(
             samples=self._samples if speaks else 0,
             part_samples=self._unit if speaks and self._plans[0].counted else 0,
@@ -384,12 +390,8 @@ class GradientSynchronizer:
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
             buffers=self._buffers.report() if self._buffers else [],
-            late=[bucket.late for bucket in self._reducer.buckets],
-            present=[
-                counts and parameter.grad is not None
-                for bucket in self._reducer.buckets
-                for parameter in bucket.parameters
-            ],
+            late=late,
+            present=present,
         )
 
     def _sqr_sum(self) -> float:

@@ -91,12 +91,13 @@ FIELDS: dict[str, tuple[str, str]] = {
     "GradientSynchronizer": (
         "_averaged _batch_over_part _buffers _comm_timer _control _fresh _hooks _lock _losses "
         "_measurable _measures _mesh _num_replicas _on_finished _on_gradient _plans "
-        "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _watched _wire",
+        "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
         "_estimates _part _samples _unit",
     ),
     "HybridParallel": (
         "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
-        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _synchronizer balance",
+        "_no_sync _noise _norm _normalises _optimizer _rule _same_samples _synchronizer _tied "
+        "balance",
         "_result _timing _watch",
     ),
     "JobContext": (
@@ -196,7 +197,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_counts _separate _weight",
     ),
     "ReplicaCheck": (
-        "_control _interval _module",
+        "_control _interval _module _tied",
         "_env",
     ),
     "ReplicaGroup": (
