@@ -359,7 +359,7 @@ class HybridParallel(PipelineModel):
             self._optimizer.keep_gradients(watched=not self._context.control.losses.void)
             return
         self._result = result
-        self._timing.end()
+        self._timing.end(result.buckets)
         self._noise.measure(result)
 
     def _rejoined(self) -> None:

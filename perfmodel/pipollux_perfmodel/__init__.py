@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         StageEvent,
         bubble_fraction,
         gpipe_schedule,
+        ideal_schedule,
         one_f_one_b_schedule,
     )
 
@@ -82,6 +83,7 @@ __all__ = [
     "gpipe_schedule",
     "grad_params_from_json",
     "grad_params_to_json",
+    "ideal_schedule",
     "interleaved_memory",
     "largest_micro_bsz",
     "least_memory",
@@ -119,6 +121,7 @@ _HOMES = {
         "StageEvent",
         "bubble_fraction",
         "gpipe_schedule",
+        "ideal_schedule",
         "one_f_one_b_schedule",
     ),
     "errors": ("InputError", "PipolluxError"),

@@ -47,6 +47,7 @@ TIMELINE = {
     "step": 7,
     "numStages": 1,
     "numMicrobatches": 1,
+    "schedule": "1f1b",
     "events": [[0, 0, "forward", 0.0, 0.1], [0, 0, "backward", 0.1, 0.3]],
 }
 

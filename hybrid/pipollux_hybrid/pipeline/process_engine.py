@@ -216,6 +216,7 @@ class ProcessEngine:
                     losses if trains else None,
                     return_outputs=not trains,
                 )
+            self.stage_process.notes.idle()
         except Exception as error:
             schedule._internal_losses.clear()
             told = self._told(error)

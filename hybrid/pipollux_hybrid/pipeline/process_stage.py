@@ -12,10 +12,9 @@ waiting for.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +31,9 @@ from .boundary import HEADER_BYTES, BoundaryLayout, describe, from_header, rest_
 from .microbatch import PyTree
 from .skip import SkipTracker
 from .stage import Stage
+from .stage_notes import StageNotes
 
-__all__ = ["Observer", "ProcessStage"]
-
-Observer: TypeAlias = Callable[[int, str, float, float], None]
-"""Called as (micro-batch, "forward" or "backward", start, end), in seconds."""
+__all__ = ["ProcessStage"]
 
 
 class _Layers(nn.Module):
@@ -97,10 +94,8 @@ class ProcessStage(PipelineStage):
         self._inputs: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._sent: BoundaryLayout | None = None
-        self.clock: Callable[[], float] = time.perf_counter
-        """Tells the seconds, for :attr:`observer`."""
-        self.observer: Observer | None = None
-        """Told of each forward and backward that was run."""
+        self.notes = StageNotes()
+        """Told of what the stage does, for time lines."""
 
     @property
     def leaving(self) -> BoundaryLayout:
@@ -127,7 +122,9 @@ class ProcessStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives a micro-batch; see :class:`PipelineStage`."""
         if self.is_first:
+            self.notes.idle()
             return []
+        self.notes.receiving(self.stage_index, fwd_chunk_id, "receive_input")
         if fwd_chunk_id == 0:
             self._layers.arriving = self._receive_header()
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 comes first
@@ -145,7 +142,7 @@ class ProcessStage(PipelineStage):
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        with self._observed("forward", fwd_chunk_id):
+        with self.notes.computing(self.stage_index, fwd_chunk_id, "forward"):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         # As many gradients are kept for the stage before.
         counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
@@ -156,6 +153,7 @@ class ProcessStage(PipelineStage):
         """Return what sends a micro-batch on; see :class:`PipelineStage`."""
         if self.is_last:
             return []
+        self.notes.sending(self.stage_index, fwd_chunk_id, "send_output")
         tensors, _ = self.fwd_cache[fwd_chunk_id]
         ops, to = [], self.stage_index + 1
         if fwd_chunk_id == 0:
@@ -178,7 +176,9 @@ class ProcessStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the gradients of a micro-batch; see :class:`PipelineStage`."""
         if self.is_last or not self.has_backward:
+            self.notes.idle()
             return []
+        self.notes.receiving(self.stage_index, bwd_chunk_id, "receive_gradient")
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         buffers = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
@@ -193,7 +193,7 @@ class ProcessStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
-        with self._observed("backward", bwd_chunk_id):
+        with self.notes.computing(self.stage_index, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -201,6 +201,7 @@ class ProcessStage(PipelineStage):
         gradients = self.bwd_cache.pop(bwd_chunk_id, ())
         if self.is_first or not self.has_backward:
             return []
+        self.notes.sending(self.stage_index, bwd_chunk_id, "send_gradient")
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 came first
         inputs, to = self._inputs.pop(bwd_chunk_id), self.stage_index - 1
         # As it was told; torch detaches what a stage gives on as it came.
@@ -211,14 +212,6 @@ class ProcessStage(PipelineStage):
             for x, g, kind in zip(inputs, gradients, kinds, strict=True)
             if kind.requires_grad
         ]
-
-    @contextmanager
-    def _observed(self, phase: str, chunk: int) -> Iterator[None]:
-        observer = self.observer
-        start = self.clock() if observer is not None else 0.0
-        yield
-        if observer is not None:
-            observer(chunk, phase, start, self.clock())
 
     # --- messages ----------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ back, so a bucket that was sent too early can be sent again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.peers import lost_peers
+
+from .sync_result import BucketTime
 
 __all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
 
@@ -65,12 +69,21 @@ class Bucket:
         self.launched = False
         self.late = False
         """Whether a gradient arrived after it was launched."""
+        self.times: list[BucketTime] | None = None
+        """When it was sent and summed in this backward; None: not timed."""
+        self._started = 0.0
+        self._ended: float | None = None
 
-    def reset(self) -> None:
-        """Reset the counters for a new backward."""
+    def reset(self, *, timed: bool = False) -> None:
+        """Reset the counters for a new backward.
+
+        Args:
+            timed: Whether it is to be timed how long sending takes.
+        """
         self.launched = self.late = False
         self._work = None
         self._streams.clear()
+        self.times = [] if timed else None
 
     def arrived(self) -> None:
         """One of the gradients was added to, on the current stream of this thread."""
@@ -82,8 +95,12 @@ class Bucket:
         self.launched = True
         with self._on_stream():
             self._pack(weight)
+            if self.times is not None:
+                self._started, self._ended = time.perf_counter(), None
             # Callers launch in the same order on all replicas, whatever thread they are in.
             self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        if self.times is not None and self.device.type != "cuda":
+            self._work.get_future().add_done_callback(self._note_end)
 
     def relaunch(self, weight: float) -> None:
         """Send again what was sent too early; the first answer is thrown away."""
@@ -105,6 +122,18 @@ class Bucket:
             when = f"while averaging the gradients of stage {self.stage}"
             raise lost_peers(when, error) from error
         self._work = None
+        if self.times is not None:
+            self.times.append(self._time())
+
+    def _note_end(self, _future: Any) -> None:
+        self._ended = time.perf_counter()
+
+    def _time(self) -> BucketTime:
+        if self.device.type == "cuda":  # where only the device knows
+            torch.cuda.synchronize(self.device)
+        end = time.perf_counter() if self._ended is None else self._ended
+        size = self._flat.numel() * self._flat.element_size()
+        return BucketTime(self.stage, size, self._started, end)
 
     def write_back(self, factor: float, present: Sequence[bool]) -> None:
         """Make each gradient the sum times ``factor``.

@@ -119,7 +119,7 @@ class Reducer:
         self._separate, self._shared = plan.num_separate, plan.shares_a_pass
         self._weight, self._next = weight, 0
         for bucket in self.buckets:
-            bucket.reset()
+            bucket.reset(timed=plan.timed)
         self._count_pending()
 
     def join(self, plan: BackwardPlan, weight: float | None) -> None:

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["SyncResult"]
+__all__ = ["BucketTime", "SyncResult"]
+
+
+class BucketTime(NamedTuple):
+    """One bucket of gradients on its way; seconds by ``time.perf_counter``."""
+
+    stage: int
+    num_bytes: int
+    start: float
+    """When it was handed over."""
+    end: float
+    """When the sums over all replicas were there."""
 
 
 @dataclass(frozen=True)
@@ -20,3 +32,5 @@ class SyncResult:
     sync_time: float
     """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
     an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.CommTimer`."""
+    buckets: tuple[BucketTime, ...] = ()
+    """The all-reduces of gradients, where the step was timed and there are several replicas."""

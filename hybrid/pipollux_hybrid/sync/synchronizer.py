@@ -371,6 +371,7 @@ class GradientSynchronizer:
             0 if total.unmeasurable else round(total.estimates),
             total.sqr / total.samples,
             self._comm_timer.stop(),
+            tuple(time for bucket in reducer.buckets for time in bucket.times or ()),
         )
 
     def _totals(self) -> IterationTotals:

@@ -1,7 +1,9 @@
 """The time line of a step as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-One row per stage; the gaps in a row are GPipe's bubble. The format is the Trace Event Format's JSON
-object: complete events (``"ph": "X"``), times in microseconds.
+One row per stage; the gaps in a row are the bubble. Below them, where each stage has a process, are
+rows of its messages to other stages and of its gradients' all-reduces. The format is the Trace
+Event Format's JSON object: complete events (``"ph": "X"``), times in microseconds, and flows from
+each forward to the next stage's and from each backward to the one before (``"ph": "s"``, ``"f"``).
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipollux_hybrid.job.context import JobContext
-from pipollux_perfmodel import StageEvent
+from pipollux_perfmodel import StageEvent, ideal_schedule
+from pipollux_perfmodel.timing.params import ScheduleKind
 
-__all__ = ["Tracer", "bubble", "trace_events"]
+__all__ = ["TraceSpan", "Tracer", "bubble", "trace_events"]
 
 LOG = logging.getLogger(__name__)
 TRACE_INTERVAL = 30.0
@@ -39,6 +42,19 @@ COLORS = (
 )
 """Names that chrome://tracing has colours for, one per micro-batch in turn; Perfetto goes by the
 events' names."""
+
+
+class TraceSpan(NamedTuple):
+    """Something that a stage did apart from forwards and backwards; seconds on their time line."""
+
+    stage: int
+    row: str
+    """Which of the stage's rows it is in."""
+    name: str
+    start: float
+    end: float
+    args: dict[str, int]
+    """Shown with it."""
 
 
 class Tracer:
@@ -63,27 +79,44 @@ class Tracer:
         self._path = Path(path)
 
     def take(
-        self, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
+        self,
+        step: int,
+        events: Sequence[StageEvent],
+        devices: Sequence[torch.device],
+        others: Sequence[TraceSpan] = (),
     ) -> None:
-        """Take a timed step. A file that cannot be written causes a warning, no error."""
+        """Take a timed step. A file that cannot be written causes a warning, no error.
+
+        Args:
+            step: Its number.
+            events: Its forwards and backwards.
+            devices: The device of each stage.
+            others: What else stages did.
+        """
         rank, directory = self._context.env.rank, self._context.env.trace_dir
         if self._path is not None:
             path, self._path = self._path, None
-            self._write(path, step, events, devices)
+            self._write(path, step, events, devices, others)
         first = self._context.env.stage == 0  # of the processes of a replica
         if first and directory is not None and time.monotonic() >= self._next:
             self._next = time.monotonic() + TRACE_INTERVAL
             name = f"replica-{rank}-step-{step:08d}.json"
-            if not self._write(directory / name, step, events, devices):
+            if not self._write(directory / name, step, events, devices, others):
                 self._next = math.inf
             for old in sorted(directory.glob(f"replica-{rank}-step-*"))[:-KEPT]:
                 old.unlink(missing_ok=True)
 
     def _write(
-        self, path: Path, step: int, events: Sequence[StageEvent], devices: Sequence[torch.device]
+        self,
+        path: Path,
+        step: int,
+        events: Sequence[StageEvent],
+        devices: Sequence[torch.device],
+        others: Sequence[TraceSpan],
     ) -> bool:
+        schedule = self._context.pipeline.schedule
         try:
-            write_trace(path, step, self._context.env.rank, events, devices)
+            write_trace(path, step, self._context.env.rank, events, devices, schedule, others)
         except OSError as error:
             LOG.warning("the time line of step %d cannot be written: %s", step, error)
             return False
@@ -96,16 +129,25 @@ def write_trace(
     rank: int,
     events: Sequence[StageEvent],
     devices: Sequence[torch.device],
+    schedule: ScheduleKind = "gpipe",
+    others: Sequence[TraceSpan] = (),
 ) -> None:
     """Write a time line to a file, atomically.
 
     Raises:
         OSError: The file cannot be written.
     """
+    ideal = ideal_schedule(schedule, events, len(devices))
     content = {
-        "traceEvents": trace_events(events, devices, rank),
+        "traceEvents": trace_events(events, devices, rank, others),
         "displayTimeUnit": "ms",
-        "otherData": {"step": step, "replica": rank, "bubble": bubble(events, len(devices))},
+        "otherData": {
+            "step": step,
+            "replica": rank,
+            "schedule": schedule,
+            "bubble": bubble(events, len(devices)),
+            "schedule_bubble": ideal.bubble_fraction if ideal is not None else None,
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -114,7 +156,10 @@ def write_trace(
 
 
 def trace_events(
-    events: Sequence[StageEvent], devices: Sequence[torch.device], rank: int = 0
+    events: Sequence[StageEvent],
+    devices: Sequence[torch.device],
+    rank: int = 0,
+    others: Sequence[TraceSpan] = (),
 ) -> list[dict[str, Any]]:
     """Return the entries of ``traceEvents``; in a row none overlaps another.
 
@@ -122,27 +167,59 @@ def trace_events(
         events: The time line, times in seconds.
         devices: The device of each stage.
         rank: This replica's rank, which is the process of the trace.
+        others: What else stages did, which has rows of its own below theirs.
     """
-    rows = [_name(rank, None, "process_name", f"replica {rank}")]
+    entries = [_name(rank, None, "process_name", f"replica {rank}")]
+    lanes = _lanes(others)
     for k, device in enumerate(devices):
-        rows.append(_name(rank, k, "thread_name", f"stage {k} ({device})"))
-        rows.append(_entry("thread_sort_index", "M", rank, k, args={"sort_index": k}))
+        entries += _head(rank, k, f"stage {k} ({device})")
         for name, event in _row(events, k):
-            start, end = _microseconds(event.start), _microseconds(event.end)
-            rows.append(
-                _entry(
-                    f"{name} {event.microbatch}",
-                    "X",
-                    rank,
-                    k,
-                    ts=start,
-                    dur=round(end - start, 3),
-                    cat=event.phase,
-                    cname=COLORS[event.microbatch % len(COLORS)],
-                    args={"micro-batch": event.microbatch},
-                )
+            entry = _complete(
+                f"{name} {event.microbatch}", rank, k, event, {"micro-batch": event.microbatch}
             )
-    return rows
+            color = COLORS[event.microbatch % len(COLORS)]
+            entries.append(entry | {"cat": event.phase, "cname": color})
+    for row, (title, spans) in enumerate(lanes, start=len(devices)):
+        entries += _head(rank, row, title)
+        entries += [_complete(x.name, rank, row, x, x.args) | {"cat": x.row} for x in spans]
+    return entries + _flows(events, rank)
+
+
+def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
+    """Return rows as (title, spans): as many of a kind as there are spans at once."""
+    lanes: list[tuple[str, list[TraceSpan]]] = []
+    for stage, kind in sorted({(span.stage, span.row) for span in others}):
+        ours: list[list[TraceSpan]] = []
+        for span in sorted(others, key=lambda span: span.start):
+            if (span.stage, span.row) != (stage, kind):
+                continue
+            free = next((lane for lane in ours if lane[-1].end <= span.start), None)
+            if free is None:
+                ours.append([span])
+            else:
+                free.append(span)
+        for number, lane in enumerate(ours):
+            title = f"stage {stage}: {kind}" + (f" ({number + 1})" if number else "")
+            lanes.append((title, lane))
+    return lanes
+
+
+def _flows(events: Sequence[StageEvent], rank: int) -> list[dict[str, Any]]:
+    """Return arrows from what gives a stage its input or gradient to what needs that."""
+    last: dict[tuple[str, int, int], StageEvent] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        # What comes before a backward of the same micro-batch is its recomputation.
+        last[event.phase, event.stage, event.microbatch] = event
+    flows: list[dict[str, Any]] = []
+    for (phase, stage, microbatch), giver in last.items():
+        taker = last.get((phase, stage + (1 if phase == "forward" else -1), microbatch))
+        if taker is None:
+            continue
+        alike = {"pid": rank, "id": len(flows), "cat": phase, "name": f"{phase} {microbatch}"}
+        start, end = _microseconds(giver.start), _microseconds(taker.start)
+        flows.append(alike | {"ph": "s", "tid": stage, "ts": start})
+        flows.append(alike | {"ph": "f", "tid": taker.stage, "ts": end, "bp": "e"})
+    return flows
 
 
 def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
@@ -175,6 +252,19 @@ def _row(events: Sequence[StageEvent], k: int) -> list[tuple[str, StageEvent]]:
         end = event.end if after is None else min(event.end, after.start)
         row.append((name, event._replace(end=end)))
     return row
+
+
+def _head(rank: int, row: int, title: str) -> list[dict[str, Any]]:
+    """Return a row's title and its place among the others."""
+    order = _entry("thread_sort_index", "M", rank, row, args={"sort_index": row})
+    return [_name(rank, row, "thread_name", title), order]
+
+
+def _complete(
+    name: str, rank: int, row: int, span: StageEvent | TraceSpan, args: dict[str, int]
+) -> dict[str, Any]:
+    start, end = _microseconds(span.start), _microseconds(span.end)
+    return _entry(name, "X", rank, row, ts=start, dur=round(end - start, 3), args=args)
 
 
 def _name(rank: int, k: int | None, kind: str, name: str) -> dict[str, Any]:

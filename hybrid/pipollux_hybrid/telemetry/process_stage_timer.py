@@ -1,8 +1,8 @@
 """The measured time line of one step where each stage has a process of its own.
 
-Every process notes when its stage works on which micro-batch, and at the end of the step those of a
-replica tell each other. They are on one host, whose clock they share. On a CUDA device a timed
-step waits for the device at each note, which is why few steps are timed.
+Every process notes what its stage does when, and at the end of the step those of a replica tell
+each other. They are on one host, whose clock they share. On a CUDA device a timed step waits for
+the device at each note, which is why few steps are timed.
 """
 
 from __future__ import annotations
@@ -15,30 +15,72 @@ import torch
 
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+from pipollux_hybrid.pipeline.stage_notes import StageSpan
+from pipollux_hybrid.sync.sync_result import BucketTime
 from pipollux_perfmodel import StageEvent
+
+from .chrome_trace import TraceSpan
 
 __all__ = ["GatheredTimes", "ProcessStageTimer"]
 
 
 class GatheredTimes:
-    """A step that was timed.
+    """A step that was timed; all times by one clock.
 
     Args:
-        events: Of all stages, by one clock.
+        spans: What the stages did.
+        buckets: The all-reduces of their gradients.
     """
 
-    def __init__(self, events: Sequence[StageEvent]) -> None:
-        self._events = list(events)
+    def __init__(self, spans: Sequence[StageSpan], buckets: Sequence[BucketTime]) -> None:
+        self._spans, self._buckets = list(spans), list(buckets)
+        self._first = min(span.start for span in spans)
 
     def done(self) -> bool:
         """Return whether :meth:`events` can be read without waiting."""
         return True
 
     def events(self) -> list[StageEvent]:
-        """Return the time line, in seconds from its first event, sorted by start."""
-        first = min(event.start for event in self._events)
-        shifted = (e._replace(start=e.start - first, end=e.end - first) for e in self._events)
-        return sorted(shifted, key=lambda event: event.start)
+        """Return the time line, in seconds from when the first stage was ready, sorted by start."""
+        events = [
+            StageEvent(
+                span.stage,
+                span.microbatch,
+                "forward" if span.work == "forward" else "backward",
+                *self._shifted(span),
+            )
+            for span in self._spans
+            if _computes(span)
+        ]
+        return sorted(events, key=lambda event: event.start)
+
+    def others(self) -> list[TraceSpan]:
+        """Return what stages did apart from that, on the same time line."""
+        messages = [
+            TraceSpan(
+                span.stage,
+                "sends and receives",
+                f"{span.work.replace('_', ' ')} {span.microbatch}",
+                *self._shifted(span),
+                {"micro-batch": span.microbatch},
+            )
+            for span in self._spans
+            if not _computes(span)
+        ]
+        sums = [
+            TraceSpan(
+                bucket.stage,
+                "all-reduces",
+                f"all-reduce {number}",
+                *self._shifted(bucket),
+                {"bytes": bucket.num_bytes},
+            )
+            for number, bucket in enumerate(self._buckets)
+        ]
+        return sorted([*messages, *sums], key=lambda span: span.start)
+
+    def _shifted(self, span: StageSpan | BucketTime) -> tuple[float, float]:
+        return span.start - self._first, span.end - self._first
 
 
 class ProcessStageTimer:
@@ -51,41 +93,41 @@ class ProcessStageTimer:
 
     def __init__(self, mesh: ProcessMesh, engine: ProcessEngine) -> None:
         self._mesh, self._engine = mesh, engine
-        self._spans: list[tuple[int, str, float, float]] = []
+        self._notes = engine.stage_process.notes
 
     @property
     def running(self) -> bool:
         """Whether a step is being timed."""
-        return self._engine.stage_process.observer is not None
+        return self._notes.running
 
     def start(self, _num_recomputed: int) -> None:
         """Time the coming forwards and backwards."""
-        self.cancel()
-        stage = self._engine.stage_process
-        stage.clock = self._clock
-        stage.observer = lambda *span: self._spans.append(span)
+        self._notes.begin(self._clock)
 
     def gradient_arrived(self, k: int) -> None:
         """Do nothing: forwards and backwards have ends here."""
 
-    def stop(self) -> GatheredTimes | None:
-        """End the step and return its timing; all processes of the replica do."""
-        spans = list(self._spans)
-        self.cancel()
-        told = self._mesh.gather_from_stages(json.dumps(spans).encode())
-        events = [
-            StageEvent(stage, microbatch, phase, start, end)
-            for stage, content in enumerate(told)
-            for microbatch, phase, start, end in json.loads(content)
-        ]
-        return GatheredTimes(events) if events else None
+    def stop(self, buckets: Sequence[BucketTime] = ()) -> GatheredTimes | None:
+        """End the step and return its timing; all processes of the replica do.
+
+        Args:
+            buckets: The all-reduces of this stage's gradients.
+        """
+        mine = json.dumps([self._notes.end(), [*buckets]])
+        told = [json.loads(x) for x in self._mesh.gather_from_stages(mine.encode())]
+        spans = [StageSpan(*entry) for entries, _ in told for entry in entries]
+        sums = [BucketTime(*entry) for _, entries in told for entry in entries]
+        return GatheredTimes(spans, sums) if any(map(_computes, spans)) else None
 
     def cancel(self) -> None:
         """Forget the step being timed."""
-        self._spans.clear()
-        self._engine.stage_process.observer = None
+        self._notes.end()
 
     def _clock(self) -> float:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
         return time.perf_counter()
+
+
+def _computes(span: StageSpan) -> bool:
+    return span.work in ("forward", "backward")

@@ -124,6 +124,7 @@ class Reporter:
                 "step": step,
                 "numStages": num_stages,
                 "numMicrobatches": num_microbatches,
+                "schedule": self._context.pipeline.schedule,
                 "events": [list(event) for event in events],
             }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+from pipollux_hybrid.sync.sync_result import BucketTime
 
 from .chrome_trace import Tracer
 from .metrics import Metrics
@@ -71,10 +74,17 @@ class StageProfiler:
         self._timer.start(num_recomputed)
         return True
 
-    def end(self) -> None:
-        """End the iteration's last backward."""
+    def end(self, buckets: Sequence[BucketTime] = ()) -> None:
+        """End the iteration's last backward.
+
+        Args:
+            buckets: The all-reduces of its gradients.
+        """
         if self._timer.running:
-            self._recording = self._timer.stop()
+            if isinstance(self._timer, ProcessStageTimer):
+                self._recording = self._timer.stop(buckets)
+            else:
+                self._recording = self._timer.stop()
             self._step = self._metrics.step + 1
             self._metrics.note_timed()
 
@@ -82,8 +92,10 @@ class StageProfiler:
         """Hand on the step that was timed last, once its devices are done with it."""
         if self._recording is None or not self._recording.done():
             return
-        events, self._recording = self._recording.events(), None
-        self._tracer.take(self._step, events, self._devices)
+        recording, self._recording = self._recording, None
+        events = recording.events()
+        others = recording.others() if isinstance(recording, GatheredTimes) else []
+        self._tracer.take(self._step, events, self._devices, others)
         count = max(event.microbatch for event in events) + 1
         self._metrics.add_timeline(events, *stage_times(events, len(self._devices), count))
 

@@ -224,6 +224,43 @@ def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
     return max(0.0, 1 - busy / (num_stages * makespan))
 
 
+def ideal_schedule(
+    kind: TimelineKind, events: Iterable[StageEvent], num_stages: int
+) -> Schedule | None:
+    """Return a schedule's own timeline of the work that was measured: only idle times differ.
+
+    Its stage times are the measured means over micro-batches; recomputation, which may be an event
+    of its own, counts as backward.
+
+    Args:
+        kind: "gpipe" or "1f1b".
+        events: measured forwards and backwards of one step.
+        num_stages: K.
+
+    Returns:
+        None when a stage lacks a forward or a backward.
+
+    Example:
+        >>> forward = StageEvent(0, 0, "forward", start=5.0, end=6.0)
+        >>> backward = StageEvent(0, 0, "backward", start=8.0, end=9.5)
+        >>> ideal_schedule("1f1b", [forward, backward], num_stages=1).makespan
+        2.5
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    seen: dict[tuple[str, int], set[int]] = {}
+    for event in events:
+        key = event.phase, event.stage
+        seconds.setdefault(key, []).append(event.end - event.start)
+        seen.setdefault(key, set()).add(event.microbatch)
+    wanted = [[(phase, k) for k in range(num_stages)] for phase in get_args(Phase)]
+    if not all(key in seen for row in wanted for key in row):
+        return None
+    forward, backward = (
+        tuple(math.fsum(seconds[key]) / len(seen[key]) for key in row) for row in wanted
+    )
+    return Schedule(kind, forward, backward, max(len(x) for x in seen.values()))
+
+
 class _Run:
     """Run the devices' orders, each piece as early as its input and its device allow."""
 

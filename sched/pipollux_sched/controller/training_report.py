@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from pipollux_perfmodel.timing.params import ScheduleKind
 from pipollux_sched.store import Point, Timeline
 
 MAX_POINTS = 1000
@@ -65,6 +66,7 @@ class TimelineReport(_Wire):
     step: _Count
     num_stages: _Positive
     num_microbatches: _Positive
+    schedule: Annotated[ScheduleKind, Field(description='"gpipe" or "1f1b"')] = "gpipe"
     events: Annotated[
         list[StageEntry],
         Field(
@@ -95,4 +97,5 @@ class TrainingReport(_Wire):
             num_stages=self.timeline.num_stages,
             num_microbatches=self.timeline.num_microbatches,
             events=tuple(self.timeline.events),
+            schedule=self.timeline.schedule,
         )

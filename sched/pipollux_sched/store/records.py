@@ -144,6 +144,8 @@ class Timeline:
     num_microbatches: int
     events: tuple[tuple[int, int, str, float, float], ...]
     """(stage, micro-batch, "forward" or "backward", start, end), in seconds."""
+    schedule: str = "gpipe"
+    """In which order the stages worked on micro-batches."""
 
 
 def job_state(row: JobRow) -> JobState:

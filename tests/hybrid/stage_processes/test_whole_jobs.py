@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
 from tests.hybrid.stage_processes.whole_job import SIZE, Outcome, whole_job
+
+SMALL_BUCKET = 500
+"""Bytes, so that each stage's gradients go in several buckets."""
 
 
 def in_one_process(num_replicas: int, num_stages: int, *args: Any, **options: Any) -> list[Outcome]:
@@ -125,9 +129,11 @@ def traced_job(folder: Path) -> list[list[list[float]]]:
     init_process_group("gloo")
     module = make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+    model = HybridParallel(
+        module, optimizer, num_stages=2, num_microbatches=4, bucket_bytes=SMALL_BUCKET
+    )
     loader = AdaptiveDataLoader(make_data("mlp", 24 * 64), batch_size=64)
-    model.export_chrome_trace(folder / f"{context().env.stage}.json")
+    model.export_chrome_trace(folder / f"{context().env.rank}-{context().env.stage}.json")
     for inputs, targets in loader:
         optimizer.zero_grad()
         model.train_step(inputs, targets, torch.nn.functional.cross_entropy)
@@ -137,18 +143,61 @@ def traced_job(folder: Path) -> list[list[list[float]]]:
 
 
 def test_stages_are_timed_in_all_processes(tmp_path: Path) -> None:
-    """One row for each in the trace, of forwards and backwards in the schedule's order."""
-    ((first, second),) = run_stages(traced_job, 1, 2, tmp_path)
+    """A row for each in the trace, in the schedule's order, and rows for all that they wait for.
+
+    1F1B has a stage send and receive at once.
+    """
+    (first, second), _ = run_stages(traced_job, 2, 2, tmp_path)
     assert first == second
     (times,) = first
     assert len(times) >= 4
     assert all(seconds > 0.0 for stages in times for seconds in stages)
-    for path in (tmp_path / "0.json", tmp_path / "1.json"):
-        spans = [x for x in json.loads(path.read_text())["traceEvents"] if x["ph"] == "X"]
-        rows = [[x["name"] for x in spans if x["tid"] == stage] for stage in (0, 1)]
-        alternating = [f"{phase} {n}" for n in range(4) for phase in ("forward", "backward")]
-        ahead = ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "forward 3"]
-        assert rows == [[*ahead, "backward 2", "backward 3"], alternating]
-        for stage in (0, 1):
-            row = [x for x in spans if x["tid"] == stage]
-            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(row))
+    alternating = [f"{phase} {n}" for n in range(4) for phase in ("forward", "backward")]
+    ahead = ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "forward 3"]
+    for replica, stage in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        trace = json.loads((tmp_path / f"{replica}-{stage}.json").read_text())
+        assert 0.0 < trace["otherData"]["schedule_bubble"] < 1.0
+        assert trace["otherData"]["schedule"] == "1f1b"
+        rows = rows_of(trace)
+        work = [rows.pop(f"stage {k} (cpu)") for k in (0, 1)]
+        assert [[x["name"] for x in row] for row in work] == [
+            [*ahead, "backward 2", "backward 3"],
+            alternating,
+        ]
+        talk = [rows.pop(f"stage {k}: sends and receives") for k in (0, 1)]
+        assert [x["name"] for x in talk[0] if "receive" in x["name"]] == [
+            f"receive gradient {n}" for n in range(4)
+        ]
+        assert [x["name"] for x in talk[0] if "send" in x["name"]] == [
+            f"send output {n}" for n in range(4)
+        ]
+        assert [x["name"] for x in talk[1]] == [
+            f"{what} {n}" for n in range(4) for what in ("receive input", "send gradient")
+        ]
+        for spans in (*map(by_start, map(chain, work, talk)), *work, *talk):
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 2e-3 for a, b in pairwise(spans))
+        for k in (0, 1):
+            sums = [x for title in rows if title.startswith(f"stage {k}: all") for x in rows[title]]
+            assert len(sums) > 1
+            assert all(x["dur"] >= 0.0 and x["args"]["bytes"] > 0 for x in sums)
+            # The last one goes when the last gradient is there.
+            assert max(x["ts"] for x in sums) > work[k][-1]["ts"]
+        assert trace["traceEvents"][0]["args"]["name"] == f"replica {replica}"
+        arrows = [x for x in trace["traceEvents"] if x["ph"] in "sf"]
+        assert [x["ph"] for x in arrows] == ["s", "f"] * 8
+        starts = {(x["tid"], x["name"]): x["ts"] for x in trace["traceEvents"] if x["ph"] == "X"}
+        assert all(starts[x["tid"], x["name"]] == x["ts"] for x in arrows)
+
+
+def rows_of(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    titles = [x for x in trace["traceEvents"] if x["name"] == "thread_name"]
+    return {
+        title["args"]["name"]: [
+            x for x in trace["traceEvents"] if x["ph"] == "X" and x["tid"] == title["tid"]
+        ]
+        for title in titles
+    }
+
+
+def by_start(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(spans, key=lambda span: (span["ts"], span["ts"] + span["dur"]))

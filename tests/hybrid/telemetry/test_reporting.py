@@ -149,6 +149,7 @@ def test_hints_and_points_arrive(listener: Listener, tmp_path: Path) -> None:
     assert len(times) < 4.5 * (times[-1] - times[0]) + 2, "thinned"
     timelines = [body["timeline"] for body in reports if body["timeline"]]
     assert timelines
+    assert timelines[-1]["schedule"] == "gpipe"
     events = timelines[-1]["events"]
     assert {tuple(event[:3]) for event in events} == {
         (stage, microbatch, phase)

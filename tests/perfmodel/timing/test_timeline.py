@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule
+from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule, ideal_schedule
+from pipollux_perfmodel.timing.params import ScheduleKind
 from pipollux_perfmodel.timing.timeline import Schedule, one_f_one_b_schedule
 from tests.extent import examples
 
@@ -166,6 +167,34 @@ def test_bubble_of_little() -> None:
     assert bubble_fraction([], 3) == 0.0
     assert bubble_fraction([StageEvent(0, 0, "forward", 5.0, 5.0)], 1) == 0.0
     assert bubble_fraction([StageEvent(1, 0, "forward", 5.0, 6.0)], 4) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_the_ideal_of_an_ideal_is_itself(kind: ScheduleKind) -> None:
+    """Whatever its stage times, when it began, and whether a backward comes in two pieces."""
+    line = Schedule(kind, (3.0, 1.0, 2.0), (1.0, 3.0, 2.5), 5)
+    whole = [e._replace(start=e.start + 70.0, end=e.end + 70.0) for e in line.events]
+    pieces = [
+        event._replace(start=start, end=end)
+        for event in whole
+        for middle in [event.start + 0.25 * (event.phase == "backward")]
+        for start, end in ((event.start, middle), (middle, event.end))
+    ]
+    for events in (whole, pieces):
+        found = ideal_schedule(kind, events, 3)
+        assert found is not None
+        assert found.makespan == pytest.approx(line.makespan)
+        assert found.bubble_fraction == pytest.approx(line.bubble_fraction)
+    late = ideal_schedule(kind, [e._replace(end=e.end + 50.0 * (e.stage == 1)) for e in whole], 3)
+    assert late is not None
+    assert late.forward == pytest.approx((3.0, 51.0, 2.0))
+
+
+def test_no_ideal_of_half_a_step() -> None:
+    events = gpipe_schedule([1.0, 1.0], [1.0, 1.0], 2)
+    assert ideal_schedule("gpipe", events, 3) is None
+    assert ideal_schedule("gpipe", [e for e in events if e.phase == "forward"], 2) is None
+    assert ideal_schedule("gpipe", [], 1) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_perfmodel import bubble_fraction, gpipe_schedule
+from pipollux_perfmodel import Schedule, bubble_fraction, gpipe_schedule
 from pipollux_sched.report.charts.bubble import bubble
 from pipollux_sched.report.charts.curves import thinned
 from pipollux_sched.report.charts.gantt import Hold, holds, slot_use
@@ -174,6 +174,27 @@ def test_bubble_compares_with_the_ideal_schedule(events: list[Event]) -> None:
     assert split is not None
     assert split.ideal_makespan == pytest.approx(even.makespan)
     assert same.overlap == pytest.approx(18 / 24)
+
+
+def test_bubble_is_held_against_the_jobs_own_schedule(events: list[Event]) -> None:
+    """With unequal stages 1F1B idles less than GPipe, so that its own ideal tells the truth."""
+    times = (3.0, 1.0), (1.0, 3.0)
+    own = Schedule("1f1b", *times, num_microbatches=4)
+    assert own.bubble_fraction < Schedule("gpipe", *times, num_microbatches=4).bubble_fraction - 0.1
+    told = {"step": 5, "num_stages": 2, "num_microbatches": 4, "events": own.events}
+    log = [{**e, **told, "schedule": "1f1b"} if e["type"] == "timeline" else e for e in events]
+    found = bubble(run_of(log).jobs["char-lm"])
+    assert found is not None
+    assert found.measured_bubble == found.ideal_bubble == pytest.approx(own.bubble_fraction)
+    assert found.ideal_makespan == pytest.approx(own.makespan)
+    words = Page(render_report(log)).text("bubble")
+    assert "1F1B's ideal with the same stage times would take 20.0 s with 20 % idle" in words
+    # What does not say goes by GPipe's order, as all jobs once did.
+    for event in log:
+        event.pop("schedule", None)
+    other = bubble(run_of(log).jobs["char-lm"])
+    assert other is not None
+    assert other.ideal_bubble > other.measured_bubble + 0.1
 
 
 def test_time_line_numbers_every_micro_batch(html: str) -> None:

@@ -38,6 +38,7 @@ def test_a_job_reports_and_hints(service: Service) -> None:
     assert [event["type"] for event in events] == ["hints", "first_step", "progress", "timeline"]
     assert events[2]["num_epochs"] == 3
     assert events[3]["events"] == TIMELINE["events"]
+    assert events[3]["schedule"] == TIMELINE["schedule"]
     shown = service.admin.get("/jobs/toy").json()
     assert shown["hints"]["initBatchSize"] == 8
     assert shown["generations"][0]["nodes"] == ["node-a"]

@@ -1,7 +1,8 @@
-"""The pipeline's bubble: one measured step above GPipe's ideal time line with the same stage times.
+"""The pipeline's bubble: one measured step above its schedule's ideal with the same stage times.
 
-Ideal means `gpipe_schedule` of Huang et al.: a stage works as soon as it has its input. Its stage
-times are the means of the measured step, so both do the same work, and only idle times differ.
+Ideal means that a stage works as soon as it has its input, in the order of the job's schedule:
+GPipe's, or 1F1B's. Its stage times are the means of the measured step, so both do the same work,
+and only idle times differ.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pipollux_perfmodel import StageEvent, bubble_fraction, gpipe_schedule
+from pipollux_perfmodel import StageEvent, bubble_fraction, ideal_schedule
+from pipollux_perfmodel.timing.params import ScheduleKind
 from pipollux_sched.report.run.records import JobRun, Run, StepTimeline
 from pipollux_sched.utils.text import duration, percent
 
 from .specs import Axis, Block, Group, TimelineChart, Tip
 
 ROW = 30.0
+NAMES: dict[ScheduleKind, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 class Bubble(NamedTuple):
@@ -39,32 +42,22 @@ def bubble(job: JobRun) -> Bubble | None:
 
     None when no time line with more than one stage was recorded, or a stage lacks a direction.
     """
-    complete = [t for t in job.timelines if t.num_stages > 1 and _complete(t)]
-    if not complete:
+    pairs = [
+        (timeline, ideal)
+        for timeline in job.timelines
+        if timeline.num_stages > 1 and timeline.makespan > 0
+        if (ideal := ideal_schedule(timeline.schedule, timeline.events, timeline.num_stages))
+    ]
+    if not pairs:
         return None
-    timeline = sorted(complete, key=lambda t: t.makespan)[(len(complete) - 1) // 2]
-    stages = range(timeline.num_stages)
-    forward = [_mean_time(timeline, k, "forward") for k in stages]
-    backward = [_mean_time(timeline, k, "backward") for k in stages]
-    ideal = gpipe_schedule(forward, backward, timeline.num_microbatches)
+    timeline, ideal = sorted(pairs, key=lambda pair: pair[0].makespan)[(len(pairs) - 1) // 2]
     return Bubble(
         timeline,
-        ideal,
+        ideal.events,
         bubble_fraction(timeline.events, timeline.num_stages),
-        bubble_fraction(ideal, timeline.num_stages),
+        ideal.bubble_fraction,
         _overlap(timeline.events),
     )
-
-
-def _complete(timeline: StepTimeline) -> bool:
-    wanted = {(k, phase) for k in range(timeline.num_stages) for phase in ("forward", "backward")}
-    return timeline.makespan > 0 and wanted <= {(e.stage, e.phase) for e in timeline.events}
-
-
-def _mean_time(timeline: StepTimeline, stage: int, phase: str) -> float:
-    """Return the mean time of a micro-batch, including recomputation, which is a separate event."""
-    chosen = [e for e in timeline.events if (e.stage, e.phase) == (stage, phase)]
-    return sum(e.end - e.start for e in chosen) / len({e.microbatch for e in chosen})
 
 
 def _overlap(events: Sequence[StageEvent]) -> float:
@@ -84,12 +77,13 @@ def verdict(job: JobRun, found: Bubble, run: Run) -> str:
     timeline = found.timeline
     head = (
         f"The measured step took {duration(timeline.makespan, 3)} and left its stages idle for "
-        f"{percent(found.measured_bubble)} of the time; GPipe's ideal with the same stage times "
+        f"{percent(found.measured_bubble)} of the time; {NAMES[timeline.schedule]}'s ideal with "
+        "the same stage times "
         f"would take {duration(found.ideal_makespan, 3)} with {percent(found.ideal_bubble)} idle."
     )
     nodes = {n for g in job.generations if g.number == timeline.generation for n in g.nodes}
     kinds = {run.nodes[n].kind for n in nodes if n in run.nodes}
-    if found.overlap < 0.02 and "cpu" in kinds:
+    if found.overlap < 0.02 and "cpu" in kinds and timeline.schedule == "gpipe":
         return (
             f"{head} The devices here are CPU threads, and torchgpipe drives all stages of a "
             "replica on CPUs from one thread: no two stages ever worked at the same time, so the "
@@ -112,7 +106,7 @@ def bubble_chart(found: Bubble, colour: int) -> TimelineChart:
     tips: list[Tip] = []
     rows: tuple[tuple[str, Sequence[StageEvent], float], ...] = (
         ("measured", measured, found.measured_bubble),
-        ("ideal GPipe", found.ideal, found.ideal_bubble),
+        (f"ideal {NAMES[timeline.schedule]}", found.ideal, found.ideal_bubble),
     )
     for name, events, share in rows:
         for event in events:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipollux_perfmodel import StageEvent
+from pipollux_perfmodel.timing.params import ScheduleKind
 
 FINISHED = ("Complete", "Failed", "Cancelled")
 
@@ -57,6 +58,8 @@ class StepTimeline(NamedTuple):
     num_stages: int
     num_microbatches: int
     events: tuple[StageEvent, ...]
+    schedule: ScheduleKind = "gpipe"
+    """In which order the stages worked on micro-batches."""
 
     @property
     def makespan(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipollux_perfmodel import StageEvent
+from pipollux_perfmodel.timing.params import SCHEDULES
 
 from .event_log import Event, names, numbers, real, text, whole
 from .records import (
@@ -354,6 +355,7 @@ def _parse_timeline(event: Event, generation: Generation | None) -> StepTimeline
         step=whole(event, "step"),
         num_stages=max(_num_stages(event, 1), 1 + max(e.stage for e in events)),
         num_microbatches=1 + max(e.microbatch for e in events),
+        schedule=next((x for x in SCHEDULES if x == event.get("schedule")), "gpipe"),
         events=events,
     )
 
