@@ -122,8 +122,12 @@ OPTIMIZER = {
 """What the optimizer of a model may be."""
 OPTIONS = {
     "activation_checkpoint": Allowed(
-        lambda value: value in CHECKPOINT_MODES,
-        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed",
+        lambda value: (
+            value in CHECKPOINT_MODES
+            or (is_sequence(value) and all(mode in CHECKPOINT_MODES for mode in value))
+        ),
+        f"{', '.join(map(repr, CHECKPOINT_MODES))} are allowed, or where each stage has a process "
+        "of its own a list with one of them for each",
     ),
     "balance": Allowed(
         _or_none(lambda value: isinstance(value, str) or is_sequence(value)),

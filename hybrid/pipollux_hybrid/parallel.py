@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline import batchnorm
+from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes, keeps_most
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline.process_engine import LossFunction, ProcessEngine
@@ -40,7 +40,6 @@ from pipollux_hybrid.sync.synchronizer import GradientSynchronizer
 from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
-from pipollux_perfmodel.timing.params import Checkpoint
 
 __all__ = ["HybridParallel"]
 
@@ -74,7 +73,7 @@ class HybridParallel(PipelineModel):
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
             of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
-            ``"never"``.
+            ``"never"``. Where each stage has a process of its own also a list, one for each.
         schedule: Where each stage has a process of its own, in which order it works on
             micro-batches: ``"1f1b"``, one forward and one backward in turn, with the activations
             of K micro-batches, or ``"gpipe"``, all forwards and then all backwards, with those of
@@ -114,7 +113,7 @@ class HybridParallel(PipelineModel):
         balance: Sequence[int] | str | None = None,
         num_microbatches: int | None = None,
         devices: Sequence[torch.device | str] | None = None,
-        activation_checkpoint: str = "except_last",
+        activation_checkpoint: str | Sequence[str] = "except_last",
         schedule: str | None = None,
         example_inputs: PyTree | None = None,
         memory_limit: float | None = None,
@@ -148,7 +147,8 @@ class HybridParallel(PipelineModel):
         spec.schedule = choose_schedule(ctx, schedule, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
-        spec.checkpoint_mode = cast(Checkpoint, activation_checkpoint)
+        modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
+        spec.checkpoint_mode = keeps_most(modes)
         self.num_microbatches = num_microbatches
         request = PartitionRequest(
             num_stages=wanted,
@@ -156,6 +156,7 @@ class HybridParallel(PipelineModel):
             example_inputs=example_inputs,
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
+            checkpoints=modes if len(set(modes)) > 1 else (),
             schedule=spec.schedule,
             ties_apart=ctx.mesh is not None or schedule is not None,
             memory_limit=memory_limit,
@@ -172,7 +173,7 @@ class HybridParallel(PipelineModel):
         self._tied = TiedCopies.of(ctx, module, cut.balance)
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"], self._elsewhere = make_engine(
-            ctx, module, optimizer, cut.balance, chosen, activation_checkpoint, spec.schedule
+            ctx, module, optimizer, cut.balance, chosen, modes[ctx.env.stage], spec.schedule
         )
         shards = OptimizerShards(ctx, module, optimizer, wanted=shard_optimizer)
         self.balance, self._deferred = list(cut.balance), batchnorm.deferred_layers(module)

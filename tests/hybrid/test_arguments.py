@@ -55,7 +55,18 @@ def wrap(module: nn.Module | None = None, **options: object) -> HybridParallel:
             r"activation_checkpoint='sometimes': 'always', 'except_last', 'never'",
         ),
         ({"num_stages": 2, "devices": ["cpu"]}, r"2 stages need 2 devices, devices give 1"),
-        ({"activation_checkpoint": ["never"]}, r"activation_checkpoint=\['never'\]: 'always'"),
+        (
+            {"activation_checkpoint": ["never", "often"]},
+            r"activation_checkpoint=\['never', 'often'\]: .* or where each stage has a process",
+        ),
+        (
+            {"activation_checkpoint": ["never", "always"]},
+            r"\['never', 'always'\] has 2 modes, and the number of stages is 1 .*: give one mode",
+        ),
+        (
+            {"activation_checkpoint": ["never", "always"], "num_stages": 2},
+            r"\['never', 'always'\]: one process drives all 2 stages .* one mode together: give",
+        ),
         ({"balance": 3}, r"balance=3: a list with the number of layers of each stage is allowed"),
         ({"balance": torch.tensor([4, 5])}, r"balance is a Tensor: a list with"),
         ({"devices": "cpu"}, r"devices='cpu': a list with one device for each stage is needed"),

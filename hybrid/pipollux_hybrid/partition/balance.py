@@ -42,6 +42,9 @@ class PartitionRequest:
     example_inputs: Any = None
     num_microbatches: int = 1
     checkpoint: Checkpoint = "never"
+    """Which micro-batches are recomputed; where stages differ, as in that which keeps most."""
+    checkpoints: Sequence[Checkpoint] = ()
+    """The same for each stage, where these differ."""
     schedule: ScheduleKind = "gpipe"
     ties_apart: bool = False
     """Whether layers that share a parameter may be on different stages, as where each has a process
@@ -167,15 +170,20 @@ def _check_memory(
     if profile is None or limit is None:
         return
     samples = request.num_samples / request.num_microbatches
-    needed = stage_memory(
-        profile,
-        balance,
-        samples,
-        request.num_microbatches,
-        checkpoint=request.checkpoint,
-        schedule=request.schedule,
-    )
-    stage = int(needed.argmax())
+    modes = request.checkpoints or [request.checkpoint] * len(balance)
+    by_mode = {
+        mode: stage_memory(
+            profile,
+            balance,
+            samples,
+            request.num_microbatches,
+            checkpoint=mode,
+            schedule=request.schedule,
+        )
+        for mode in set(modes)
+    }
+    needed = [float(by_mode[mode][stage]) for stage, mode in enumerate(modes)]
+    stage = max(range(len(needed)), key=needed.__getitem__)
     if needed[stage] > limit:
         raise ConfigurationError(
             f"balance={list(balance)}: stage {stage} needs {needed[stage]:.4g} bytes with "

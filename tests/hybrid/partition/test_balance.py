@@ -20,6 +20,7 @@ from pipollux_hybrid.partition.layer_memory import optimizer_bytes
 from pipollux_hybrid.partition.layer_profiler import _line
 from pipollux_hybrid.partition.tied_parameters import blocks_of, find_ties
 from pipollux_perfmodel import LayerProfile, stage_memory
+from pipollux_perfmodel.timing.params import Checkpoint
 from tests.hybrid.clock import Clock, PerSample, Work
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
@@ -211,6 +212,39 @@ def test_a_cut_has_to_fit(clock: Clock) -> None:
         cut(memory_limit=10_000)
     with pytest.raises(ConfigurationError, match=r"balance=\[1, 2\]: stage 1 needs .* is 7.5e\+04"):
         cut(memory_limit=75_000, balance=[1, 2])
+
+
+def test_a_given_cut_has_to_fit_in_the_mode_of_each_stage() -> None:
+    module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(8)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    sample = torch.randn(800, 100)
+
+    def cut(*modes: Checkpoint, limit: float | None = None) -> LayerProfile:
+        request = PartitionRequest(
+            num_stages=2,
+            balance=[4, 4],
+            example_inputs=sample,
+            num_microbatches=8,
+            checkpoint="never",
+            checkpoints=modes,
+            schedule="1f1b",
+            memory_limit=limit,
+        )
+        ctx = contexts.context()
+        profile = choose_balance(ctx, module, optimizer, torch.device("cpu"), request).profile
+        assert profile is not None
+        return profile
+
+    profile = cut()
+    always, never = (
+        stage_memory(profile, [4, 4], 100, 8, checkpoint=mode, schedule="1f1b")
+        for mode in ("always", "never")
+    )
+    between = float(always[0] + never[0]) / 2
+    assert never[1] < between < never[0]
+    cut("always", "never", limit=between)
+    with pytest.raises(ConfigurationError, match=r"balance=\[4, 4\]: stage 0 needs"):
+        cut("never", "always", limit=between)
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,37 @@ def test_layers_draw_numbers_of_their_own_and_the_script_the_same(seeds_by_rank:
     assert one[1][0] != one[1][1]
     ((again, _),) = run_stages(drops_out, 1, 2, seeds_by_rank)
     assert again == one
+
+
+class Counting(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        kept: Tensor = self.linear(x)
+        return kept
+
+
+def counts_forwards() -> int:
+    init_process_group("gloo")
+    module = nn.Sequential(Counting(), Counting(), Counting()).double()
+    model = HybridParallel(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        num_stages=3,
+        num_microbatches=4,
+        activation_checkpoint=["never", "always", "except_last"],
+    )
+    inputs, targets = make_data("mlp", SAMPLES).tensors
+    model.train_step(inputs, targets, F.cross_entropy)
+    layer = module[context().env.stage]
+    assert isinstance(layer, Counting)
+    return layer.count
+
+
+def test_each_stage_recomputes_as_it_was_told() -> None:
+    assert run_stages(counts_forwards, 1, 3) == [[4, 8, 7]]

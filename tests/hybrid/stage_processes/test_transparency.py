@@ -56,6 +56,11 @@ def test_two_replicas() -> None:
     check("mlp", 2, 2, CASES, adam=True)
 
 
+def test_stages_with_modes_of_their_own() -> None:
+    modes = ("always", "never", "except_last")
+    check("mlp", 1, 3, [Case(modes, n, schedule) for n, schedule in enumerate(SCHEDULES)], True)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "num_replicas", "num_stages"),

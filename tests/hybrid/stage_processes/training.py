@@ -24,7 +24,7 @@ SIZE = 2 * BATCH_SIZE + 17
 class Case(NamedTuple):
     """How a model is trained."""
 
-    checkpoint: str
+    checkpoint: str | Sequence[str]
     accum_steps: int
     schedule: str
     sharded: bool = False

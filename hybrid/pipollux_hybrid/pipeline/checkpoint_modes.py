@@ -1,0 +1,58 @@
+"""When activations are recomputed: alike in all stages, or in each as its memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_perfmodel.timing.params import Checkpoint
+
+__all__ = ["choose_modes", "keeps_most"]
+
+BY_MEMORY: tuple[Checkpoint, ...] = ("never", "except_last", "always")
+"""Those that keep more activations come first."""
+
+
+def choose_modes(
+    asked: str | Sequence[str], num_stages: int, *, stages_have_processes: bool
+) -> tuple[Checkpoint, ...]:
+    """Return the mode of each stage.
+
+    Args:
+        asked: One mode for all stages, or one for each.
+        num_stages: Number K of stages.
+        stages_have_processes: Whether each is in a process of its own.
+
+    Raises:
+        ConfigurationError: There are not as many as stages, or stages cannot differ.
+    """
+    if isinstance(asked, str):
+        return (_known(asked),) * num_stages
+    words = list(asked)
+    if not stages_have_processes and num_stages > 1:
+        raise ConfigurationError(
+            f"activation_checkpoint={words}: one process drives all {num_stages} stages of this "
+            "job, which have one mode together: give 'always', 'except_last' or 'never', or give "
+            "each stage a process of its own (schedule=)"
+        )
+    if len(words) != num_stages:
+        raise ConfigurationError(
+            f"activation_checkpoint={words} has {len(words)} modes, and the number of stages is "
+            f"{num_stages} (num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): give one mode "
+            "for each stage, or one for all"
+        )
+    return tuple(map(_known, words))
+
+
+def keeps_most(modes: Sequence[Checkpoint]) -> Checkpoint:
+    """Return the one of some modes that keeps most activations.
+
+    Example:
+        >>> keeps_most(["always", "except_last", "always"])
+        'except_last'
+    """
+    return next(mode for mode in BY_MEMORY if mode in modes)
+
+
+def _known(word: str) -> Checkpoint:
+    return next(mode for mode in BY_MEMORY if mode == word)
