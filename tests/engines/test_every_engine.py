@@ -222,7 +222,7 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.generations.stop("kept", 60.0)
     exited = again.exited("kept")
     assert exited.outcome is Outcome.STOPPED
-    assert f"step {exited.step}\n" in again.log(kept)
+    again.says(kept, f"step {exited.step}\n")
 
 
 @on_clusters
