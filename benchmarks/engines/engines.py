@@ -10,8 +10,9 @@ alone, the other one waits in a collective. What counts are ratios of neighbouri
 * ``halves``: each process trains a plain model on half of the batch, and nothing is sent: what two
   processes can gain on this machine at the most.
 * ``torch``: torch.distributed.pipelining by hand, Schedule1F1B.
-* ``1f1b`` and ``gpipe``: HybridParallel with these schedules, in a loop over its loader; a block of
-  steps is an epoch, so that the beginning of a loop is in it.
+* ``1f1b``, ``interleaved`` (two chunks to a stage) and ``gpipe``: HybridParallel with these
+  schedules, in a loop over its loader; a block of steps is an epoch, so that the beginning of a
+  loop is in it.
 * ``torchgpipe``: GPipe in one process, on two CPU devices.
 """
 
@@ -94,6 +95,8 @@ def transformer() -> tuple[list[nn.Module], TensorDataset]:
     return layers, TensorDataset(texts, texts[:, 0])
 
 
+CHUNKS = {"mlp": [2, 1, 1, 3], "transformer": [2, 1, 1, 2]}
+"""Layers of each of four chunks, of which each stage has two."""
 MODELS = {"mlp": (mlp, [3, 4]), "transformer": (transformer, [3, 3])}
 
 
@@ -147,7 +150,7 @@ def ours(name: str, num_microbatches: int, schedule: str, count: int) -> Steps:
     model = pipollux.HybridParallel(
         module,
         optimizer,
-        balance=MODELS[name][1],
+        balance=CHUNKS[name] if schedule == "interleaved" else MODELS[name][1],
         num_microbatches=num_microbatches,
         activation_checkpoint="never",
         schedule=schedule,
@@ -178,6 +181,7 @@ def compare(name: str, num_microbatches: int, rounds: int, count: int) -> None:
         "halves": whole(name, 2, False, lambda module: module),
         "torch": by_hand(name, num_microbatches),
         "1f1b": ours(name, num_microbatches, "1f1b", count),
+        "interleaved": ours(name, num_microbatches, "interleaved", count),
         "gpipe": ours(name, num_microbatches, "gpipe", count),
         "torchgpipe": whole(
             name,

@@ -22,10 +22,44 @@ from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 
-__all__ = ["choose_schedule", "make_engine", "refuse_plain_loop"]
+__all__ = ["choose_chunks", "choose_schedule", "make_engine", "refuse_plain_loop"]
 
 DEFAULT: ScheduleKind = "1f1b"
 """Where a replica has several processes, and the script names no schedule."""
+
+
+CHUNKS = 2
+"""Chunks of a stage that is interleaved, where the script does not say how many."""
+
+
+def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int | None) -> int:
+    """Return the number V of chunks of layers that each stage has.
+
+    Args:
+        ctx: The job's context.
+        schedule: What the script asks for.
+        chunks_per_stage: The same.
+
+    Returns:
+        1 unless stages are interleaved, and where a replica has one process.
+
+    Raises:
+        ConfigurationError: It is no whole number above 1, or the schedule has no chunks.
+    """
+    given = chunks_per_stage
+    if given is not None and schedule != "interleaved":
+        raise ConfigurationError(
+            f"chunks_per_stage={given!r} with schedule={schedule!r}: only schedule='interleaved' "
+            "gives a stage several chunks of layers; say that, or leave chunks_per_stage out"
+        )
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 2):
+        raise ConfigurationError(
+            f"chunks_per_stage={given!r}: a whole number of at least 2 is needed; with one chunk "
+            "to a stage say schedule='1f1b'"
+        )
+    if schedule != "interleaved" or ctx.env.processes_per_replica == 1:
+        return 1
+    return given or CHUNKS
 
 
 def choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:
@@ -80,7 +114,7 @@ def make_engine(
         ctx: The job's context.
         module: The layers; of those of other processes nothing stays.
         optimizer: Over the module's parameters; it keeps this process's.
-        balance: Number of layers of each stage.
+        balance: Number of layers of each stage, or of each chunk.
         devices: One device per stage.
         checkpoint: When activations are recomputed.
         schedule: Of :func:`choose_schedule`.

@@ -15,6 +15,7 @@ from torch import nn
 
 from pipollux_hybrid.checkpoint.parameter_groups import plain_name
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.pipeline.stage import Stage
 
 __all__ = ["LayerElsewhere", "keep_stage"]
 
@@ -46,7 +47,7 @@ class LayerElsewhere(nn.Module):
 def keep_stage(
     module: nn.Sequential,
     optimizer: torch.optim.Optimizer,
-    stages: Sequence[nn.Sequential],
+    stages: Sequence[Stage],
     index: int,
 ) -> frozenset[str]:
     """Take all layers but one stage's out of the module and out of the optimizer.
@@ -54,19 +55,19 @@ def keep_stage(
     Args:
         module: The layers, which are replaced by :class:`LayerElsewhere` in place.
         optimizer: Its groups stay, with the parameters that are left.
-        stages: The layers of each stage, by their names in the module.
+        stages: The layers of each stage, or of each chunk, by their names in the module.
         index: The stage that stays.
 
     Returns:
         The names of the parameters and buffers that other processes hold.
     """
     elsewhere = set()
-    for stage, layers in enumerate(stages):
-        if stage == index:
+    for layers in stages:
+        if layers.index == index:
             continue
         for name, layer in layers.named_children():
             elsewhere |= {plain_name(f"{name}.{inner}") for inner in layer.state_dict()}
-            module._modules[name] = LayerElsewhere(name, stage)
+            module._modules[name] = LayerElsewhere(name, layers.index)
     kept = set(module.parameters())
     for group in optimizer.param_groups:
         here = [parameter in kept for parameter in group["params"]]

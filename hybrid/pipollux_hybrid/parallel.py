@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
-from pipollux_hybrid.engines import choose_schedule, make_engine, refuse_plain_loop
+from pipollux_hybrid.engines import choose_chunks, choose_schedule, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
@@ -76,9 +76,11 @@ class HybridParallel(PipelineModel):
             ``"never"``. Where each stage has a process of its own also a list, one for each.
         schedule: Where each stage has a process of its own, in which order it works on
             micro-batches: ``"1f1b"``, one forward and one backward in turn, with the activations
-            of K micro-batches, or ``"gpipe"``, all forwards and then all backwards, with those of
-            M. Needs ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"`` there; else
-            one process drives all stages, by GPipe's order.
+            of K micro-batches; ``"interleaved"``, the same with V chunks of layers in each stage,
+            of which others wait for one; or ``"gpipe"``, all forwards and then all backwards, with
+            those of M. Needs ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"``
+            there; else one process drives all stages, by GPipe's order.
+        chunks_per_stage: V, where interleaved; 2 by default. ``balance`` has K·V entries then.
         example_inputs: A batch to measure the layers on, ideally as large as a replica's.
         memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
             nine tenths of a GPU's memory, and no limit on a CPU. A cut that does not fit is
@@ -115,6 +117,7 @@ class HybridParallel(PipelineModel):
         devices: Sequence[torch.device | str] | None = None,
         activation_checkpoint: str | Sequence[str] = "except_last",
         schedule: str | None = None,
+        chunks_per_stage: int | None = None,
         example_inputs: PyTree | None = None,
         memory_limit: float | None = None,
         scaling_rule: ScalingRule | None = None,
@@ -143,7 +146,8 @@ class HybridParallel(PipelineModel):
         metrics = self._metrics = ctx.component(Metrics)
         self._batch, spec = ctx.batch, ctx.pipeline
         spec.fewest_samples = FEWEST_NORMALISED if self._normalises else 1
-        wanted = choose_num_stages(ctx.env, num_stages, balance)
+        several = spec.chunks_per_stage = choose_chunks(ctx, schedule, chunks_per_stage)
+        wanted = choose_num_stages(ctx.env, num_stages, balance, several)
         spec.schedule = choose_schedule(ctx, schedule, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
@@ -159,6 +163,7 @@ class HybridParallel(PipelineModel):
             checkpoints=modes if len(set(modes)) > 1 else (),
             schedule=spec.schedule,
             ties_apart=ctx.mesh is not None or schedule is not None,
+            chunks_per_stage=several,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)

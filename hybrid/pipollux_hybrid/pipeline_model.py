@@ -42,7 +42,7 @@ class PipelineModel(ModuleWrapper):
     _tied: TiedCopies | None
     """Of which parameters other stages hold copies."""
     balance: list[int]
-    """Number of layers of each stage."""
+    """Number of layers of each stage; interleaved, of each of K·V chunks."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain module's state, keyed by its own layer names whatever the balance.
@@ -75,7 +75,7 @@ class PipelineModel(ModuleWrapper):
     @property
     def num_stages(self) -> int:
         """Number K of stages."""
-        return len(self.balance)
+        return self._context.pipeline.num_stages
 
     @property
     def devices(self) -> list[torch.device]:

@@ -142,6 +142,10 @@ class _Play:
         self.case = case
         self.one_f_one_b, self.takes_turns = "1f1b" in kind, "serial" in kind
         self.interleaved, self.num_devices = kind == "interleaved", num_devices
+        num = case.num_microbatches
+        # A round is K micro-batches, or as few more as divide all of them.
+        rounds = (size for size in range(min(num, num_devices), num + 1) if num % size == 0)
+        self.per_round = next(rounds)
         self.num_stages = len(case.forward)
         self.to_do = [self._lists(device) for device in range(num_devices)]
         self.busy_with = [0] * num_devices
@@ -176,7 +180,7 @@ class _Play:
     def _lists(self, device: int) -> dict[str, list[Name]]:
         """Everything that a device does: by round, then by stage, then by micro-batch."""
         num, devices = self.case.num_microbatches, self.num_devices
-        per_round = num // max(1, num // devices)
+        per_round = self.per_round
         every = [(q, i) for q in range(device, self.num_stages, devices) for i in range(num)]
         there = sorted(every, key=lambda item: (item[1] // per_round, item[0], item[1]))
         back = sorted(every, key=lambda item: (item[1] // per_round, -item[0], item[1]))
@@ -187,8 +191,7 @@ class _Play:
 
     def _due(self, tasks: list[Task], device: int) -> list[Task]:
         """The one task that interleaved 1F1B wants next of a device, if it is there."""
-        num, hops = self.case.num_microbatches, self.num_devices - 1 - device
-        per_round = num // max(1, num // self.num_devices)
+        hops, per_round = self.num_devices - 1 - device, self.per_round
         others = self.num_stages // self.num_devices - 1
         lists = self.to_do[device]
         room = self.busy_with[device] <= others * per_round + 2 * hops

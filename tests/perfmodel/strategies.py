@@ -39,6 +39,7 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
     plain = draw(perf_params(max_stages))
     num_stages = plain.num_stages
     alpha = draw(st.one_of(st.just(()), _parts(2 * num_stages)))
+    schedule = draw(st.sampled_from(SCHEDULES))
     return plain._replace(
         forward_alpha_shares=alpha[:num_stages],
         backward_alpha_shares=alpha[num_stages:],
@@ -53,7 +54,8 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         growth_n=draw(st.one_of(st.just(1.0), st.just(0.0), st.floats(-2.0, 2.0))),
         two_node_penalty=draw(st.one_of(st.just(0.0), st.floats(0.0, 3.0))),
         overhead=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
-        schedule=draw(st.sampled_from(SCHEDULES)),
+        schedule=schedule,
+        chunks_per_stage=draw(st.integers(1, 3)) if schedule == "interleaved" else 1,
     )
 
 

@@ -25,6 +25,8 @@ class PipelineSpec:
     """Which micro-batches are recomputed."""
     schedule: ScheduleKind = "gpipe"
     """The order in which stages work on micro-batches."""
+    chunks_per_stage: int = 1
+    """V, chunks of layers that each stage has; 1 unless interleaved."""
     microbatches_follow: bool = False
     """Whether M follows the goodput; else the script decides on it."""
     fewest_samples: int = 1

@@ -9,17 +9,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import num_samples
-from pipollux_perfmodel import LayerProfile, least_memory, partition, stage_memory
+from pipollux_perfmodel import (
+    LayerProfile,
+    interleaved_memory,
+    least_memory,
+    partition,
+    stage_memory,
+)
 from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .layer_profiler import profile_layers
-from .tied_parameters import TiedParameters, blocks_of, check_ties, find_ties, merge_layers
+from .tied_parameters import (
+    TiedParameters,
+    blocks_of,
+    check_chunks,
+    check_ties,
+    find_ties,
+    merge_layers,
+)
 
 __all__ = [
     "PartitionRequest",
@@ -49,8 +64,21 @@ class PartitionRequest:
     ties_apart: bool = False
     """Whether layers that share a parameter may be on different stages, as where each has a process
     of its own."""
+    chunks_per_stage: int = 1
+    """V; the layers are cut into K·V parts, of which part q is in stage q mod K."""
     memory_limit: float | None = None
     """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
+
+    @property
+    def num_parts(self) -> int:
+        """K·V."""
+        return self.num_stages * self.chunks_per_stage
+
+    @property
+    def wish(self) -> str:
+        """How many parts were asked for, for messages."""
+        more = f", chunks_per_stage={self.chunks_per_stage}" if self.chunks_per_stage > 1 else ""
+        return f"num_stages={self.num_stages}{more}"
 
     @property
     def rule(self) -> str | None:
@@ -71,7 +99,7 @@ class Partitioning(NamedTuple):
     """How the layers are cut, and what that was decided by."""
 
     balance: list[int]
-    """Number of layers of each stage."""
+    """Number of layers of each stage, or of each chunk."""
     profile: LayerProfile | None
     """What the layers cost; None without example inputs."""
     memory_limit: float | None
@@ -109,23 +137,25 @@ def choose_balance(
     ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
     if ctx.joins is not None:  # the others have decided
-        balance = _checked(ctx.joins.balance, request.num_stages, len(module))
+        balance = _checked(ctx.joins.balance, request, len(module))
         return Partitioning(balance, None, None, blocks)
     if given:
-        balance = _checked(request.balance, request.num_stages, len(module))
+        balance = _checked(request.balance, request, len(module))
         check_ties(ties, balance)
     else:
-        _check_count(ties, request.num_stages, len(module))
+        _check_count(ties, request, len(module))
     profile = None
     if request.example_inputs is not None:
         profile = _agreed_profile(ctx, module, optimizer, device, request.example_inputs)
     limit = _limit(ctx, request, device) if profile is not None else None
     if given:
         _check_memory(profile, balance, request, limit)
-        return Partitioning(balance, profile, limit, blocks)
-    counts = _cut(module, profile, blocks, request, limit)
-    ends = iter(blocks)
-    balance = [sum(next(ends) for _ in range(count)) for count in counts]
+    else:
+        ends = iter(blocks)
+        counts = _cut(module, profile, blocks, request, limit)
+        balance = [sum(next(ends) for _ in range(count)) for count in counts]
+    if request.chunks_per_stage > 1:
+        check_chunks(find_ties(module), balance, request.num_stages)
     return Partitioning(balance, profile, limit, blocks)
 
 
@@ -138,7 +168,7 @@ def _cut(
 ) -> list[int]:
     """Return the number of blocks of each stage."""
     if profile is None:
-        return partition(_sums(_sizes(module), blocks), request.num_stages)
+        return partition(_sums(_sizes(module), blocks), request.num_parts)
     merged, microbatches = merge_layers(profile, blocks), request.num_microbatches
     options: dict[str, Any] = {
         "micro_bsz": request.num_samples / microbatches,
@@ -146,6 +176,8 @@ def _cut(
         "schedule": request.schedule,
     }
     try:
+        if request.chunks_per_stage > 1:
+            return _cut_chunks(merged, request, limit)
         # Whatever is balanced, it has to fit.
         fastest = partition(merged, request.num_stages, microbatches, limit, **options)
         if request.rule == "time":
@@ -160,6 +192,53 @@ def _cut(
     return counts
 
 
+def _cut_chunks(merged: LayerProfile, request: PartitionRequest, limit: float | None) -> list[int]:
+    """Return the number of blocks of each chunk: as equally slow as can be, if that fits."""
+    samples = request.num_samples / request.num_microbatches
+    options: dict[str, Any] = {"micro_bsz": samples, "checkpoint": request.checkpoint}
+    microbatches, parts = request.num_microbatches, request.num_parts
+    cuts = [
+        partition(merged, parts, microbatches, bound, **options)
+        for bound in (None, least_memory(merged, parts, microbatches, **options))
+    ]
+    if request.rule == "memory":
+        cuts.reverse()
+    elif request.rule == "parameters":
+        cuts = [partition((merged.column("parameter_bytes") + 1.0).tolist(), parts)]
+    fits = (cut for cut in cuts if limit is None or _memory(merged, cut, request).max() <= limit)
+    chosen = next(fits, cuts[-1])
+    _check_memory(merged, chosen, request, limit)
+    return chosen
+
+
+def _memory(
+    profile: LayerProfile, balance: Sequence[int], request: PartitionRequest
+) -> NDArray[np.float64]:
+    """Return the bytes that the example batch needs on each stage's device, K entries."""
+    modes = request.checkpoints or [request.checkpoint] * request.num_stages
+    by_mode = {mode: _memory_if(mode, profile, balance, request) for mode in set(modes)}
+    return np.array([by_mode[mode][stage] for stage, mode in enumerate(modes)])
+
+
+def _memory_if(
+    checkpoint: Checkpoint,
+    profile: LayerProfile,
+    balance: Sequence[int],
+    request: PartitionRequest,
+) -> NDArray[np.float64]:
+    """Return the same if all stages recompute alike."""
+    microbatches, samples = request.num_microbatches, request.num_samples / request.num_microbatches
+    if request.chunks_per_stage > 1:
+        stages = request.num_stages
+        return interleaved_memory(
+            profile, balance, stages, samples, microbatches, checkpoint=checkpoint
+        )
+    schedule = request.schedule
+    return stage_memory(
+        profile, balance, samples, microbatches, checkpoint=checkpoint, schedule=schedule
+    )
+
+
 def _check_memory(
     profile: LayerProfile | None,
     balance: Sequence[int],
@@ -170,20 +249,8 @@ def _check_memory(
     if profile is None or limit is None:
         return
     samples = request.num_samples / request.num_microbatches
-    modes = request.checkpoints or [request.checkpoint] * len(balance)
-    by_mode = {
-        mode: stage_memory(
-            profile,
-            balance,
-            samples,
-            request.num_microbatches,
-            checkpoint=mode,
-            schedule=request.schedule,
-        )
-        for mode in set(modes)
-    }
-    needed = [float(by_mode[mode][stage]) for stage, mode in enumerate(modes)]
-    stage = max(range(len(needed)), key=needed.__getitem__)
+    needed = _memory(profile, balance, request)
+    stage = int(needed.argmax())
     if needed[stage] > limit:
         raise ConfigurationError(
             f"balance={list(balance)}: stage {stage} needs {needed[stage]:.4g} bytes with "
@@ -255,23 +322,26 @@ def _sums(costs: Sequence[float], blocks: Sequence[int]) -> list[float]:
     return [sum(next(rest) for _ in range(count)) for count in blocks]
 
 
-def _check_count(ties: Sequence[TiedParameters], num_stages: int, num_layers: int) -> None:
-    if num_stages > num_layers:
+def _check_count(
+    ties: Sequence[TiedParameters], request: PartitionRequest, num_layers: int
+) -> None:
+    if request.num_parts > num_layers:
+        part = "stage" if request.chunks_per_stage == 1 else "chunk of a stage"
         raise ConfigurationError(
-            f"num_stages={num_stages}: the module has only {num_layers} layers, and each stage "
+            f"{request.wish}: the module has only {num_layers} layers, and each {part} "
             "needs one; ask for fewer stages or cut the module into more layers"
         )
     most = len(blocks_of(ties, num_layers))
-    if num_stages > most:
+    if request.num_parts > most:
         tied = "; ".join(map(str, ties))
         raise ConfigurationError(
-            f"num_stages={num_stages}: {tied}, and have to be on one stage, so at most {most} "
+            f"{request.wish}: {tied}, and have to be on one stage, so at most {most} "
             "stages can be cut; ask for fewer, untie them, or give each stage a process of its own "
             "(schedule=)"
         )
 
 
-def _checked(given: Any, num_stages: int, num_layers: int) -> list[int]:
+def _checked(given: Any, request: PartitionRequest, num_layers: int) -> list[int]:
     balance = list(given)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in balance):
         raise ConfigurationError(f"balance={balance}: each stage needs at least one layer")
@@ -279,10 +349,12 @@ def _checked(given: Any, num_stages: int, num_layers: int) -> list[int]:
         raise ConfigurationError(
             f"balance={balance} covers {sum(balance)} layers, the module has {num_layers}"
         )
-    if len(balance) != num_stages:
+    if len(balance) != request.num_parts:
+        several = request.chunks_per_stage
+        stages = f"{request.num_stages} were" if several == 1 else f"{request.wish} was"
         raise ConfigurationError(
-            f"balance={balance} makes {len(balance)} stages, but {num_stages} were asked for "
-            "(num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): leave balance out to have it "
-            "chosen"
+            f"balance={balance} makes {len(balance)} {'stages' if several == 1 else 'chunks'}, but "
+            f"{stages} asked for (num_stages, or PIPOLLUX_NUM_STAGES from the scheduler): leave "
+            "balance out to have it chosen"
         )
     return balance

@@ -54,9 +54,18 @@ def _find(name: torch.device | str, source: str) -> torch.device:
 
 
 def choose_num_stages(
-    env: JobEnvironment, num_stages: int | None, balance: Sequence[int] | str | None
+    env: JobEnvironment,
+    num_stages: int | None,
+    balance: Sequence[int] | str | None,
+    chunks_per_stage: int = 1,
 ) -> int:
     """Return the scheduler's number of stages, else the script's.
+
+    Args:
+        env: What the scheduler says.
+        num_stages: What the script asks for.
+        balance: Number of layers of each stage, or chunk; or what to balance.
+        chunks_per_stage: Number V of chunks of a stage.
 
     Raises:
         ConfigurationError: It is no whole number of at least 1, or ``balance`` is no balance.
@@ -69,7 +78,7 @@ def choose_num_stages(
                 f"balance={balance!r}: the number of layers of each stage is allowed, or {allowed}"
             )
     elif balance is not None:
-        default = len(balance)
+        default = max(len(balance) // chunks_per_stage, 1)
     wanted = env.num_stages or (default if num_stages is None else num_stages)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise ConfigurationError(f"num_stages={wanted!r}: a whole number of at least 1 is needed")

@@ -29,6 +29,8 @@ class TiedParameters:
     """Positions of the first and the last layer that hold it."""
     layers: tuple[str, ...]
     """Names of all that hold it."""
+    positions: tuple[int, ...] = ()
+    """Their positions."""
 
     def __str__(self) -> str:
         """Return the text for messages: ``layers '0' and '4' share the parameter '0.weight'``."""
@@ -44,7 +46,13 @@ def find_ties(module: nn.Sequential) -> list[TiedParameters]:
         for parameter in layer.parameters():
             holders.setdefault(parameter, []).append((index, name))
     return [
-        TiedParameters(names[parameter], held[0][0], held[-1][0], tuple(name for _, name in held))
+        TiedParameters(
+            names[parameter],
+            held[0][0],
+            held[-1][0],
+            tuple(name for _, name in held),
+            tuple(index for index, _ in held),
+        )
         for parameter, held in holders.items()
         if len(held) > 1
     ]
@@ -63,6 +71,28 @@ def check_ties(ties: Sequence[TiedParameters], balance: Sequence[int]) -> None:
                 f"balance={list(balance)}: {tie}, and would be on different stages: give a balance "
                 f"that keeps layers {tie.first} to {tie.last} in one stage, untie them, or give "
                 "each stage a process of its own (schedule=)"
+            )
+
+
+def check_chunks(ties: Sequence[TiedParameters], balance: Sequence[int], num_stages: int) -> None:
+    """Refuse chunks of one stage that share a parameter: each would give it a gradient.
+
+    Args:
+        ties: Of the module.
+        balance: Number of layers of each chunk; chunk q is in stage q mod K.
+        num_stages: K.
+
+    Raises:
+        ConfigurationError: Names the layers and the parameter.
+    """
+    chunks = [q for q, count in enumerate(balance) for _ in range(count)]
+    for tie in ties:
+        held = {chunks[index] for index in tie.positions}
+        if len(held) > len({q % num_stages for q in held}):
+            raise ConfigurationError(
+                f"balance={list(balance)}: {tie}, and would be in several chunks of one stage: "
+                "give a balance that keeps them in one chunk or in different stages (chunk q is "
+                f"in stage q mod {num_stages}), untie them, or say schedule='1f1b'"
             )
 
 

@@ -137,8 +137,15 @@ def num_recomputed(checkpoint: str, num_microbatches: int, *, training: bool) ->
     return num_microbatches - (checkpoint == "except_last")
 
 
-def cut_stages(module: nn.Sequential, balance: Sequence[int]) -> list[Stage]:
+def cut_stages(
+    module: nn.Sequential, balance: Sequence[int], num_stages: int | None = None
+) -> list[Stage]:
     """Return the layers of each stage, which stay where they are.
+
+    Args:
+        module: The layers.
+        balance: Number of layers of each stage, or of each chunk.
+        num_stages: Number K of stages, where these are chunks: chunk q is in stage q mod K.
 
     Raises:
         ConfigurationError: A layer stands at two places.
@@ -149,7 +156,7 @@ def cut_stages(module: nn.Sequential, balance: Sequence[int]) -> list[Stage]:
     stages = []
     for k, (end, count) in enumerate(zip(ends, balance, strict=True)):
         chosen = {name: layer for name, layer in layers[end - count : end] if layer is not None}
-        stages.append(Stage(chosen, k))
+        stages.append(Stage(chosen, k % (num_stages or len(balance))))
     return stages
 
 

@@ -9,6 +9,8 @@ forward and back; :mod:`.process_stage` lets these change from step to step.
 * ``"1f1b"`` (PipeDream-Flush, Narayanan et al., ICML'21): one forward and one backward in turn, as
   soon as that can be. Stage k keeps those of min(M, K - k). With fewer micro-batches than stages
   the two are the same.
+* ``"interleaved"`` (Narayanan et al., SC'21): the same with V chunks of layers in each process,
+  chunk q in stage q mod K, so that others wait for a V-th of a stage (:mod:`.interleaved`).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
 from .engine import cut_stages, num_recomputed, with_index
+from .interleaved import Interleaved
 from .microbatch import PyTree, batch_size_of, gather, map_tensors, scatter
 from .process_stage import ProcessStage
 from .skip import layout_of
-from .stage import Stage
+from .stage_notes import StageNotes
 
 __all__ = ["LossFunction", "ProcessEngine"]
 
@@ -48,15 +51,18 @@ class _OneForwardOneBackward(Schedule1F1B):
         """Do nothing: the stage makes its buffers as micro-batches come."""
 
 
+_Schedule: TypeAlias = _GPipe | _OneForwardOneBackward | Interleaved
+
+
 class ProcessEngine:
     """Stage k of a sequential module, as this process runs it.
 
     Args:
         module: The layers; this stage's are moved to its device, the others are left alone.
-        balance: Number of layers of each stage, from first to last.
+        balance: Number of layers of each stage, or of each of K·V chunks, from first to last.
         device: This stage's.
         checkpoint: When activations are recomputed.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``.
         group: The K processes of the replica, in the order of stages.
 
     Raises:
@@ -73,26 +79,32 @@ class ProcessEngine:
         group: dist.ProcessGroup,
     ) -> None:
         self.checkpoint, self._kind, self._group = checkpoint, schedule, group
-        self.num_stages, self.index = len(balance), dist.get_rank(group)
+        self.num_stages, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.device = with_index(device)
         nccl = dist.get_backend(group) == "nccl"
         self._carrier_device = self.device if nccl else torch.device("cpu")
-        self.stages = cut_stages(module, balance)
-        """The layers of each stage; this process's are where they run."""
+        self.stages = cut_stages(module, balance, self.num_stages)
+        """The layers of each stage, or chunk; this process's are where they run."""
         layout = layout_of(module, self.stages)
         for (_, name), (stash, pop) in layout.by_ns_name.items():
             if stash != pop:
                 raise ConfigurationError(
-                    f"the skip connection {name!r} goes from stage {stash} to stage {pop}, and "
-                    f"schedule={schedule!r} runs each in a process of its own, between which only "
-                    "a stage's output goes to the next: pass the tensor on as a part of the "
-                    "layers' outputs, give a balance that keeps both in one stage, or leave "
-                    "schedule out"
+                    f"the skip connection {name!r} goes from {self._part} {stash} to {self._part} "
+                    f"{pop}, and with schedule={schedule!r}, which runs stages in processes of "
+                    "their own, only outputs go from one to the next: pass the tensor on as a part "
+                    f"of the layers' outputs, give a balance that keeps both in one {self._part}, "
+                    "or leave schedule out"
                 )
-        mine = self.stages[self.index].place(self.device)
-        self.stage_process = ProcessStage(mine, self.num_stages, group, layout)
-        """What torch's schedules drive."""
-        self._schedules: dict[tuple[int, bool], ScheduleGPipe | Schedule1F1B] = {}
+        self.notes = StageNotes()
+        """Taken of what this process does in a step that is timed."""
+        self.chunks = [
+            ProcessStage(
+                self.stages[q].place(self.device), q, len(balance), group, layout, self.notes
+            )
+            for q in range(self.index, len(balance), self.num_stages)
+        ]
+        """What torch's schedules drive: this stage, or its chunks."""
+        self._schedules: dict[tuple[int, bool], _Schedule] = {}
         self._loss: Callable[[int, Any, Any], Tensor] = _no_loss
         self._failure: Exception | None = None
 
@@ -104,18 +116,24 @@ class ProcessEngine:
     def named_parameters(self, module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters of each stage, of which this process has its own's only."""
         names = {parameter: name for name, parameter in module.named_parameters()}
-        mine = [(names[p], p) for p in self.stage.parameters()]
-        return [mine if stage is self.stage else [] for stage in self.stages]
-
-    @property
-    def stage(self) -> Stage:
-        """The layers of this process."""
-        return self.stages[self.index]
+        here = self.stages[self.index :: self.num_stages]
+        mine = [(names[p], p) for chunk in here for p in chunk.parameters()]
+        return [mine if k == self.index else [] for k in range(self.num_stages)]
 
     @property
     def is_last(self) -> bool:
         """Whether this process has the outputs and the loss."""
         return self.index == self.num_stages - 1
+
+    @property
+    def _last(self) -> ProcessStage:
+        """What gives the outputs, where this process has them."""
+        return self.chunks[-1]
+
+    @property
+    def _part(self) -> str:
+        """What messages call what the layers are cut into."""
+        return "stage" if len(self.stages) == self.num_stages else "chunk"
 
     def checkpointed(self, num_microbatches: int, *, training: bool) -> int:
         """Return how many of the micro-batches are recomputed in the backward."""
@@ -163,7 +181,8 @@ class ProcessEngine:
         self._loss = weighted
         losses: list[Tensor] = []
         recomputed = self.checkpointed(len(sizes), training=training)
-        self.stage_process.begin(sizes, recomputed=recomputed, has_backward=True)
+        for chunk in self.chunks:
+            chunk.begin(sizes, recomputed=recomputed, has_backward=True)
         self._run(inputs, targets, sizes, losses, trains=True)
         loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
         return self._shared_loss(loss)
@@ -181,7 +200,8 @@ class ProcessEngine:
         Raises:
             BrokenPipelineError: Another stage is gone.
         """
-        self.stage_process.begin(sizes, recomputed=0, has_backward=False)
+        for chunk in self.chunks:
+            chunk.begin(sizes, recomputed=0, has_backward=False)
         outputs = self._run(inputs, None, sizes, [], trains=False)
         return self._shared_output(gather(outputs, sizes) if self.is_last else None)
 
@@ -196,7 +216,7 @@ class ProcessEngine:
     ) -> list[PyTree]:
         """Run the schedule; return the last stage's outputs of each micro-batch, if evaluating."""
         batches: list[tuple[PyTree, ...]] = [()] * len(sizes)
-        if self.stage_process.is_first:
+        if self.chunks[0].is_first:
             batches = [(x,) for x in scatter(map_tensors(self._here, inputs), sizes)]
         labels = None
         if trains and self.is_last:
@@ -206,7 +226,7 @@ class ProcessEngine:
         outputs: list[PyTree] = []
         if not trains:
             self._loss = _no_loss
-            keep = self.stage_process.output_chunks  # cleared at the next begin
+            keep = self._last.output_chunks  # cleared at the next begin
         try:
             with self._own_random_numbers():
                 schedule._step_microbatches(
@@ -216,7 +236,7 @@ class ProcessEngine:
                     losses if trains else None,
                     return_outputs=not trains,
                 )
-            self.stage_process.notes.idle()
+            self.notes.idle()
         except Exception as error:
             schedule._internal_losses.clear()
             told = self._told(error)
@@ -224,28 +244,31 @@ class ProcessEngine:
                 raise
             raise told from (error if error.__cause__ is None else told.__cause__)
         if not trains and self.is_last:
-            leaving = self.stage_process.leaving
+            leaving = self._last.leaving
             outputs = [leaving.value(tensors) for tensors in keep]
         return outputs
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, non_blocking=True)
 
-    def _schedule(self, num_microbatches: int, *, trains: bool) -> ScheduleGPipe | Schedule1F1B:
+    def _schedule(self, num_microbatches: int, *, trains: bool) -> _Schedule:
         key = num_microbatches, trains
         if key not in self._schedules:
-            alternates = trains and self._kind == "1f1b" and num_microbatches >= self.num_stages
-            kind = _OneForwardOneBackward if alternates else _GPipe
-            loss = self._compute_loss if trains else None
-            self._schedules[key] = kind(
-                self.stage_process, num_microbatches, loss_fn=loss, scale_grads=False
-            )
+            self._schedules[key] = self._make_schedule(num_microbatches, trains=trains)
         return self._schedules[key]
+
+    def _make_schedule(self, num_microbatches: int, *, trains: bool) -> _Schedule:
+        loss = self._compute_loss if trains else None
+        if self._part == "chunk":
+            return Interleaved(self.chunks, num_microbatches, loss)
+        alternates = trains and self._kind != "gpipe" and num_microbatches >= self.num_stages
+        kind = _OneForwardOneBackward if alternates else _GPipe
+        return kind(self.chunks[0], num_microbatches, loss_fn=loss, scale_grads=False)
 
     def _compute_loss(self, tensors: tuple[Tensor, ...], target: tuple[int, PyTree]) -> Tensor:
         index, labels = target
         try:
-            return self._loss(index, self.stage_process.leaving.value(tensors), labels)
+            return self._loss(index, self._last.leaving.value(tensors), labels)
         except Exception as error:  # the script's own code
             self._failure = error
             raise
@@ -297,8 +320,9 @@ class ProcessEngine:
         rest: Tensor | None = None
         tensors: list[Tensor] = []
         if self.is_last:
-            boundary, tensors = describe(output, self.stage.output_name)
-            header, rest = to_header(boundary, self.stage.output_name)
+            name = self.stages[-1].output_name
+            boundary, tensors = describe(output, name)
+            header, rest = to_header(boundary, name)
         header = self._broadcast(header.to(device)).cpu()
         count = rest_of_header(header)
         if count:

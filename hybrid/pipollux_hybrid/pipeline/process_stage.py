@@ -33,7 +33,10 @@ from .skip import SkipTracker
 from .stage import Stage
 from .stage_notes import StageNotes
 
-__all__ = ["ProcessStage"]
+__all__ = ["LossOfMicrobatch", "ProcessStage"]
+
+LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
+"""What schedules call with the last stage's tensors of a micro-batch and its targets."""
 
 
 class _Layers(nn.Module):
@@ -72,20 +75,28 @@ class _Layers(nn.Module):
 
 
 class ProcessStage(PipelineStage):
-    """Stage k of K, for micro-batches of any sizes.
+    """Stage k of K, for micro-batches of any sizes; or chunk q of K·V, in the process q mod K.
 
     Args:
         stage: Its layers, on their device.
-        num_stages: K.
+        index: k, or q.
+        num_stages: K, or K·V.
         group: The K processes of the pipeline, in the order of stages.
         layout: Where stashed tensors go to.
+        notes: Of this process.
     """
 
     def __init__(
-        self, stage: Stage, num_stages: int, group: dist.ProcessGroup, layout: SkipLayout
+        self,
+        stage: Stage,
+        index: int,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        layout: SkipLayout,
+        notes: StageNotes,
     ) -> None:
         self._layers = _Layers(stage, layout)
-        super().__init__(self._layers, stage.index, num_stages, stage.device, group=group)
+        super().__init__(self._layers, index, num_stages, stage.device, group=group)
         self._runtime_validate = False  # it compares with shapes that torch has inferred
         carrier = dist.get_backend(group)
         self._header_device = stage.device if carrier == "nccl" else torch.device("cpu")
@@ -94,7 +105,7 @@ class ProcessStage(PipelineStage):
         self._inputs: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._sent: BoundaryLayout | None = None
-        self.notes = StageNotes()
+        self.notes, self._row = notes, stage.index
         """Told of what the stage does, for time lines."""
 
     @property
@@ -124,7 +135,7 @@ class ProcessStage(PipelineStage):
         if self.is_first:
             self.notes.idle()
             return []
-        self.notes.receiving(self.stage_index, fwd_chunk_id, "receive_input")
+        self.notes.receiving(self._row, fwd_chunk_id, "receive_input")
         if fwd_chunk_id == 0:
             self._layers.arriving = self._receive_header()
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 comes first
@@ -142,7 +153,7 @@ class ProcessStage(PipelineStage):
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
         self._layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        with self.notes.computing(self.stage_index, fwd_chunk_id, "forward"):
+        with self.notes.computing(self._row, fwd_chunk_id, "forward"):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         # As many gradients are kept for the stage before.
         counted: Any = (None,) * len(self._inputs.get(fwd_chunk_id, ()))
@@ -153,7 +164,7 @@ class ProcessStage(PipelineStage):
         """Return what sends a micro-batch on; see :class:`PipelineStage`."""
         if self.is_last:
             return []
-        self.notes.sending(self.stage_index, fwd_chunk_id, "send_output")
+        self.notes.sending(self._row, fwd_chunk_id, "send_output")
         tensors, _ = self.fwd_cache[fwd_chunk_id]
         ops, to = [], self.stage_index + 1
         if fwd_chunk_id == 0:
@@ -178,7 +189,7 @@ class ProcessStage(PipelineStage):
         if self.is_last or not self.has_backward:
             self.notes.idle()
             return []
-        self.notes.receiving(self.stage_index, bwd_chunk_id, "receive_gradient")
+        self.notes.receiving(self._row, bwd_chunk_id, "receive_gradient")
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         buffers = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.requires_grad else None
@@ -193,7 +204,7 @@ class ProcessStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of a micro-batch; see :class:`PipelineStage`."""
-        with self.notes.computing(self.stage_index, bwd_chunk_id, "backward"):
+        with self.notes.computing(self._row, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -201,7 +212,7 @@ class ProcessStage(PipelineStage):
         gradients = self.bwd_cache.pop(bwd_chunk_id, ())
         if self.is_first or not self.has_backward:
             return []
-        self.notes.sending(self.stage_index, bwd_chunk_id, "send_gradient")
+        self.notes.sending(self._row, bwd_chunk_id, "send_gradient")
         assert self._layers.arriving is not None  # noqa: S101  # micro-batch 0 came first
         inputs, to = self._inputs.pop(bwd_chunk_id), self.stage_index - 1
         # As it was told; torch detaches what a stage gives on as it came.

@@ -79,21 +79,22 @@ class TiedCopies:
         Args:
             ctx: The job's context.
             module: The layers.
-            balance: Number of layers of each stage.
+            balance: Number of layers of each stage, or of each chunk.
         """
         if ctx.mesh is None:
             return None
         layers = list(module.children())
         held: dict[nn.Parameter, list[int]] = {}
         ends = itertools.accumulate(balance)
-        for stage, (end, count) in enumerate(zip(ends, balance, strict=True)):
+        for part, (end, count) in enumerate(zip(ends, balance, strict=True)):
+            stage = part % ctx.env.processes_per_replica
             here = {p: None for layer in layers[end - count : end] for p in layer.parameters()}
             for parameter in here:
                 held.setdefault(parameter, []).append(stage)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-        holders = {p: tuple(stages) for p, stages in held.items() if len(stages) > 1}
+        holders = {p: tuple(sorted(stages)) for p, stages in held.items() if len(stages) > 1}
         groups = {stages: ctx.mesh.among(stages) for stages in sorted(set(holders.values()))}
         shared = [
             _Shared(

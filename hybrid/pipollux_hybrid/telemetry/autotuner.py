@@ -101,6 +101,7 @@ class Autotuner:
             compute_time=data.compute_time,
             checkpoint=data.checkpoint,
             schedule=pipeline.schedule,
+            chunks_per_stage=pipeline.chunks_per_stage,
         )
         if self.num_stages > 1:
             self.overlap = params.overlap
@@ -165,6 +166,8 @@ class Autotuner:
         if self.perf_params.num_stages != self.num_stages:
             return None  # what was measured before a restart in another number of stages
         limits, cut = self._context.batch.limits, self.cut
+        if self._context.pipeline.chunks_per_stage > 1:
+            cut = None  # a scheduler's cuts are of consecutive layers
         layers, balance = (cut.in_blocks() if cut else None) or (None, None)
         if layers is not None and layers.num_layers > MAX_LAYERS:
             layers = balance = None

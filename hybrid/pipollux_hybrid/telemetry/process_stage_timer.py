@@ -93,7 +93,7 @@ class ProcessStageTimer:
 
     def __init__(self, mesh: ProcessMesh, engine: ProcessEngine) -> None:
         self._mesh, self._engine = mesh, engine
-        self._notes = engine.stage_process.notes
+        self._notes = engine.notes
 
     @property
     def running(self) -> bool:

@@ -98,6 +98,7 @@ def fit_perf_params(
     compute_time: ArrayLike | None = None,
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind = "gpipe",
+    chunks_per_stage: int = 1,
 ) -> PerfParams:
     """Fit step time parameters to measurements; safe to call from several threads.
 
@@ -118,7 +119,8 @@ def fit_perf_params(
         compute_time: seconds of one micro-batch summed over stages, forward and backward, not a
             number where not measured; None: never measured. Not used with one stage.
         checkpoint: which micro-batches were recomputed.
-        schedule: "gpipe" or "1f1b", in which order the stages worked.
+        schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
+        chunks_per_stage: V of "interleaved".
 
     Raises:
         ValueError: naming the argument that is empty, of another length, or out of range.
@@ -128,7 +130,7 @@ def fit_perf_params(
         >>> round(params.alpha_c, 3), round(params.beta_c, 3)
         (0.1, 0.01)
     """
-    shape = _shape(forward_shares, backward_shares, checkpoint, schedule)
+    shape = _shape(forward_shares, backward_shares, checkpoint, schedule, chunks_per_stage)
     several = shape.num_stages > 1
     profile = make_profile(
         num_nodes,
@@ -155,6 +157,7 @@ def fit_measurements(
     num_stages: int = 1,
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind = "gpipe",
+    chunks_per_stage: int = 1,
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
@@ -173,7 +176,8 @@ def fit_measurements(
         backward: the same for the backward, recomputation included.
         num_stages: K.
         checkpoint: which micro-batches were recomputed.
-        schedule: "gpipe" or "1f1b", in which order the stages worked.
+        schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
+        chunks_per_stage: V of "interleaved".
 
     Raises:
         ValueError: naming the argument that is empty, of another shape, or out of range.
@@ -196,7 +200,7 @@ def fit_measurements(
         num_microbatches,
         compute,
     )
-    shape = _shape(forward_shares, backward_shares, checkpoint, schedule)
+    shape = _shape(forward_shares, backward_shares, checkpoint, schedule, chunks_per_stage)
     params = _fit(profile, shape)
     return FitResult(params, make_report(params, profile, shape))
 
@@ -232,6 +236,7 @@ def _shape(
     backward: Sequence[float] | None,
     checkpoint: Checkpoint,
     schedule: ScheduleKind,
+    chunks_per_stage: int,
 ) -> PerfParams:
     """Return parameters with nothing but the shares, the checkpoint mode and the schedule."""
     if (forward is None) != (backward is None):
@@ -246,6 +251,7 @@ def _shape(
             backward_shares=shares[1],
             checkpoint=checkpoint,
             schedule=schedule,
+            chunks_per_stage=chunks_per_stage,
         )
     )
 

@@ -40,6 +40,8 @@ STRICT_KEYS = ConfigDict(extra="forbid", allow_inf_nan=False)
 VERSION = 1
 MAX_LAYERS = 2048
 """The most layers of a profile in hints; more would be megabytes, every few seconds."""
+MAX_CHUNKS = 8
+"""The most chunks of layers to a stage: the order of their work is played."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -80,6 +82,7 @@ class PerfParamsObject(BaseModel):
     two_node_penalty: Annotated[float, Field(ge=0)] = 0.0
     overhead: _Seconds = 0.0
     schedule: ScheduleKind = "gpipe"
+    chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -219,7 +222,7 @@ def _perf_params_to(value: PerfParams) -> dict[str, Any]:
 def _plain(field: Any) -> Any:
     if isinstance(field, tuple):
         return list(map(float, field))
-    return field if isinstance(field, bool | str) else float(field)
+    return field if isinstance(field, bool | str | int) else float(field)
 
 
 def _wire(model: type[BaseModel], tuple_type: type, decode: Any, encode: Any) -> Any:

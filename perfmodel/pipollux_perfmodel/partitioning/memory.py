@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipollux_perfmodel.timing.device_order import Work, check_rounds, device_order
-from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.device_order import Work, device_order
+from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
 
@@ -114,7 +114,7 @@ def interleaved_memory(
 
     Raises:
         ValueError: when the balance does not fit the profile or the devices, b is negative or not
-            finite, the micro-batches cannot be interleaved, or the checkpoint mode is unknown.
+            finite, or the checkpoint mode is unknown.
 
     Example:
         >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
@@ -132,7 +132,6 @@ def interleaved_memory(
         )
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
-    check_rounds(num_devices, num_microbatches)
     samples = np.asarray(micro_bsz, float)
     if not np.all(np.isfinite(samples) & (samples >= 0)):
         raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
@@ -239,8 +238,8 @@ def check_choices(checkpoint: str, schedule: str) -> None:
     """
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; give one of {SCHEDULES}")
+    if schedule not in CUT_SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; give one of {CUT_SCHEDULES}")
 
 
 def check_limit(memory_limit: float) -> None:

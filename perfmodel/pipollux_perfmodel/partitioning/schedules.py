@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, PerfParams, ScheduleKind
+from pipollux_perfmodel.timing.params import CUT_SCHEDULES, Checkpoint, PerfParams, ScheduleKind
 from pipollux_perfmodel.timing.step_time import step_time
 
 from .layer_profile import LayerProfile, Link
@@ -45,7 +45,7 @@ def compare_schedules(
     micro_bsz: float,
     memory_limit: float | None = None,
     checkpoint: Checkpoint = "never",
-    schedules: Sequence[ScheduleKind] = SCHEDULES,
+    schedules: Sequence[ScheduleKind] = CUT_SCHEDULES,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[ScheduleOption]:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipollux_perfmodel.timing.params import (
+    CUT_SCHEDULES,
     Checkpoint,
     PerfParams,
     ScheduleKind,
@@ -97,7 +98,7 @@ def plan_stages(
         micro_bsz: b that the cut is made for.
         memory_limit: bytes of each stage's device; None: no limit.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b"; None: that of `base`.
+        schedule: "gpipe" or "1f1b"; None: that of `base`, and "1f1b" where it is interleaved.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute.
 
@@ -111,7 +112,7 @@ def plan_stages(
         >>> plan.balance, plan.perf_params.beta_c
         ((2, 2), 12.0)
     """
-    schedule = schedule or base.schedule
+    schedule = schedule or _schedule_of(base)
     balance = partition(
         profile,
         num_stages,
@@ -152,7 +153,7 @@ def price_stages(
         balance: number of layers of each stage, K entries.
         base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b"; None: that of `base`.
+        schedule: "gpipe" or "1f1b"; None: that of `base`, and "1f1b" where it is interleaved.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute, or occupy the device that receives.
 
@@ -167,7 +168,7 @@ def price_stages(
         (0.25, 0.5)
     """
     check_balance(balance, profile.num_layers)
-    schedule = schedule or base.schedule
+    schedule = schedule or _schedule_of(base)
     check_choices(checkpoint, schedule)
     alphas = _stage_costs(profile, balance, "alpha", checkpoint)
     betas = _stage_costs(profile, balance, "beta", checkpoint)
@@ -192,11 +193,17 @@ def price_stages(
             transfers_overlap=transfers_overlap,
             checkpoint=checkpoint,
             schedule=schedule,
+            chunks_per_stage=1,
             gradient_shares=_shares(parameters, math.fsum(parameters)),
             # Layers are lines: fixed and per-sample cost add up.
             gamma_c=1.0,
         )
     )
+
+
+def _schedule_of(base: PerfParams) -> ScheduleKind:
+    """Return the schedule that cuts are priced by: interleaved stages are no consecutive layers."""
+    return base.schedule if base.schedule in CUT_SCHEDULES else "1f1b"
 
 
 def correct_profile(

@@ -4,9 +4,10 @@
 
 The first two have a device for each stage. Interleaved 1F1B (Narayanan et al., SC'21, section 2.2)
 has V stages on each of K devices, stage q on device q mod K, in the order of torch's
-`ScheduleInterleaved1F1B`. Micro-batches come in max(1, M // K) rounds, K of them in each where K
-divides M. Forwards go round by round, in it stage by stage, in it micro-batch by micro-batch;
-backwards the same with the last stage first. Device k does
+`ScheduleInterleaved1F1B`. Micro-batches come in rounds, K of them in each where K divides M; else
+as few more as divide M. torch refuses M that max(1, M // K) rounds do not divide. Forwards go round
+by round, in it stage by stage, in it micro-batch by micro-batch; backwards the same with the last
+stage first. Device k does
 
     w_k = min(M·V, (V - 1)·(micro-batches of a round) + 2·(K - 1 - k))
 
@@ -18,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from .params import ScheduleKind
+
 Phase = Literal["forward", "backward"]
-TimelineKind = Literal["gpipe", "1f1b", "interleaved"]
-"""The orders that have a time line; `params.ScheduleKind` are those that step times know."""
 
 
 class Work(NamedTuple):
@@ -32,7 +33,7 @@ class Work(NamedTuple):
 
 
 def device_order(
-    kind: TimelineKind, device: int, num_devices: int, num_stages: int, num_microbatches: int
+    kind: ScheduleKind, device: int, num_devices: int, num_stages: int, num_microbatches: int
 ) -> list[Work]:
     """Return what a device does, in its order.
 
@@ -56,25 +57,21 @@ def device_order(
     return _in_turn(forwards, backwards, num_stages - 1 - device)
 
 
-def check_rounds(num_devices: int, num_microbatches: int) -> int:
-    """Return in how many rounds interleaved 1F1B goes.
+def num_rounds(num_devices: int, num_microbatches: int) -> int:
+    """Return in how many rounds of equally many micro-batches, K or more, interleaved 1F1B goes.
 
-    Raises:
-        ValueError: when they do not divide the micro-batches.
+    Example:
+        >>> num_rounds(4, 8), num_rounds(4, 10), num_rounds(4, 11), num_rounds(4, 3)
+        (2, 2, 1, 1)
     """
-    rounds = max(1, num_microbatches // num_devices)
-    if num_microbatches % rounds:
-        raise ValueError(
-            f"num_microbatches is {num_microbatches}; give a multiple of the {rounds} rounds that "
-            f"interleaved 1F1B makes of them on {num_devices} devices, best of {num_devices}"
-        )
-    return rounds
+    most = max(1, num_microbatches // num_devices)
+    return next(rounds for rounds in range(most, 0, -1) if num_microbatches % rounds == 0)
 
 
 def _interleaved(
     device: int, num_devices: int, stages_per_device: int, num_microbatches: int
 ) -> list[Work]:
-    rounds = check_rounds(num_devices, num_microbatches)
+    rounds = num_rounds(num_devices, num_microbatches)
     per_round = num_microbatches // rounds
 
     def order(make: Callable[[int, int], Work], chunks: range) -> list[Work]:

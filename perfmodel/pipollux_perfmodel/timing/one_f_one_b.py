@@ -33,6 +33,7 @@ not see through it. A fit does not need that: T_pipe is C(b)·F(M), and F(M) a c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -50,6 +51,24 @@ def final_times(
     times: StageTimes, num_microbatches: Numbers, overlapping: bool
 ) -> tuple[Numbers, ...]:
     """Return fin_i of every stage, K entries; fin_0 is T_pipe. All broadcast."""
+
+    def run(forward: Floats, backward: Floats, last: Floats, copy: Floats, count: int) -> Floats:
+        return _run(_Machines(forward, backward, last, copy, overlapping=overlapping), count)
+
+    return for_each_count(times, num_microbatches, run)
+
+
+def for_each_count(
+    times: StageTimes, num_microbatches: Numbers, run: Callable[..., Floats]
+) -> tuple[Numbers, ...]:
+    """Return what a function gives for each number of micro-batches, put together again.
+
+    Args:
+        times: of the stages; all broadcast.
+        num_microbatches: M.
+        run: called as (forward, backward, last backward, copies, M), each of shape (stages or
+            boundaries, candidates of that M); returns shape (K, candidates).
+    """
     num_stages = len(times.forward)
     rows = [*times.forward, *times.backward, *times.last_backward, *times.transfer]
     shape = np.broadcast_shapes(np.shape(num_microbatches), *map(np.shape, rows))
@@ -59,8 +78,7 @@ def final_times(
     ends = (num_stages, 2 * num_stages, 3 * num_stages)
     for count in np.unique(counts):
         chosen = counts == count
-        machines = _Machines(*np.split(flat[:, chosen], ends), overlapping=overlapping)
-        final[:, chosen] = _run(machines, int(count))
+        final[:, chosen] = run(*np.split(flat[:, chosen], ends), int(count))
     return tuple(row.reshape(shape)[()] for row in final)
 
 

@@ -22,9 +22,11 @@ Checkpoint = Literal["never", "except_last", "always"]
 """Which micro-batches are recomputed in the backward (torchgpipe's names)."""
 CHECKPOINTS: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 
-ScheduleKind = Literal["gpipe", "1f1b"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 """In which order a stage works on its micro-batches."""
-SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "interleaved")
+CUT_SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
+"""Those whose stages are consecutive layers, for which cuts are searched and priced."""
 
 
 class PerfParams(NamedTuple):
@@ -95,7 +97,11 @@ class PerfParams(NamedTuple):
     whatever their number and size: T_pipe = overhead + …"""
     schedule: ScheduleKind = "gpipe"
     """In which order a stage works: "gpipe", all forwards first, the last micro-batch back first;
-    or "1f1b", backwards as soon as can be, which needs a process per stage."""
+    "1f1b", backwards as soon as can be, which needs a process per stage; or "interleaved", the same
+    with stages of several chunks of layers."""
+    chunks_per_stage: int = 1
+    """V, chunks of layers of each stage, chunk q in stage q mod K; 1 unless interleaved. Those of a
+    stage count as equally slow."""
 
     @property
     def num_stages(self) -> int:
@@ -145,6 +151,12 @@ def check_params(params: PerfParams) -> PerfParams:
         raise ValueError(f"checkpoint is {params.checkpoint!r}; give one of {CHECKPOINTS}")
     if params.schedule not in SCHEDULES:
         raise ValueError(f"schedule is {params.schedule!r}; give one of {SCHEDULES}")
+    chunks = params.chunks_per_stage
+    if chunks < 1 or (chunks > 1 and params.schedule != "interleaved"):
+        raise ValueError(
+            f"chunks_per_stage is {chunks} with schedule {params.schedule!r}; give 1, or more with "
+            "'interleaved'"
+        )
     _check_range("overlap", params.overlap, 0.0, 1.0)
     _check_range("gamma_c", params.gamma_c, 1.0, math.inf)
     _check_range("contention", params.contention, 0.0, math.inf)

@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import one_f_one_b
+from . import interleaved, one_f_one_b
 from .gpipe import (
     Numbers,
     StageTimes,
@@ -215,21 +215,43 @@ def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Num
         return _final_times(params, unit, num_microbatches)
     shares = tuple(tuple(map(float, part)) for part in unit[:3])
     counts, inverse = np.unique(num_microbatches, return_inverse=True)
-    of_count = [one_f_one_b.final_times_of_one(*shares, count) for count in counts.tolist()]
+    of_count = [_ideal_of_one(params, shares, count) for count in counts.tolist()]
     shape = np.shape(num_microbatches)
     ideal = [row[inverse].reshape(shape)[()] for row in np.array(of_count).T]
-    return _overlapped(params, one_f_one_b.serial_final_times(unit, num_microbatches), ideal)
+    return _overlapped(params, _serial_final_times(params, unit, num_microbatches), ideal)
+
+
+def _ideal_of_one(
+    params: PerfParams, shares: tuple[tuple[float, ...], ...], count: int
+) -> tuple[float, ...]:
+    forward, backward, last = shares
+    if params.schedule == "1f1b":
+        return one_f_one_b.final_times_of_one(forward, backward, last, count)
+    several = params.chunks_per_stage
+    return interleaved.final_times_of_one(forward, backward, last, several, count)
 
 
 def _final_times(params: PerfParams, times: StageTimes, num_microbatches: Numbers) -> list[Numbers]:
     """Return fin_i of every stage, between stages taking turns and the schedule."""
+    overlap = params.transfers_overlap
     if params.schedule == "gpipe":
-        ideal = final_times(times, num_microbatches, params.transfers_overlap)
-        serial = serial_final_times(times, num_microbatches)
+        ideal = final_times(times, num_microbatches, overlap)
+    elif params.schedule == "1f1b":
+        ideal = one_f_one_b.final_times(times, num_microbatches, overlap)
     else:
-        ideal = one_f_one_b.final_times(times, num_microbatches, params.transfers_overlap)
-        serial = one_f_one_b.serial_final_times(times, num_microbatches)
-    return _overlapped(params, serial, ideal)
+        several = params.chunks_per_stage
+        ideal = interleaved.final_times(times, several, num_microbatches, overlap)
+    return _overlapped(params, _serial_final_times(params, times, num_microbatches), ideal)
+
+
+def _serial_final_times(
+    params: PerfParams, times: StageTimes, num_microbatches: Numbers
+) -> Sequence[Numbers]:
+    if params.schedule == "gpipe":
+        return serial_final_times(times, num_microbatches)
+    if params.schedule == "1f1b":
+        return one_f_one_b.serial_final_times(times, num_microbatches)
+    return interleaved.serial_final_times(times, params.chunks_per_stage, num_microbatches)
 
 
 def _overlapped(

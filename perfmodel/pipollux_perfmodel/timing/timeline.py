@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
-from .device_order import Phase, TimelineKind, Work, check_rounds, device_order
+from .device_order import Phase, Work, device_order
+from .params import SCHEDULES, ScheduleKind
 
 TransferPhase = Literal["forward_transfer", "backward_transfer"]
 
@@ -71,11 +72,11 @@ class Schedule:
 
     Raises:
         ValueError: when `kind` is unknown, a sequence has another length than its stages ask for, a
-            time is negative or not finite, there is no micro-batch, or the stages or micro-batches
-            cannot be interleaved.
+            time is negative or not finite, there is no micro-batch, or the stages cannot be
+            interleaved.
     """
 
-    kind: TimelineKind
+    kind: ScheduleKind
     """In which order a device works: "gpipe", "1f1b" or "interleaved"."""
     forward: tuple[float, ...]
     """Seconds of one micro-batch's forward per stage; K entries, K·V if interleaved."""
@@ -334,7 +335,7 @@ def _by_start(events: list[StageEvent]) -> tuple[StageEvent, ...]:
 
 
 def _check(schedule: Schedule) -> None:
-    if schedule.kind not in get_args(TimelineKind):
+    if schedule.kind not in SCHEDULES:
         raise ValueError(f"kind is {schedule.kind!r}; give 'gpipe', '1f1b' or 'interleaved'")
     num_stages = len(schedule.forward)
     if not num_stages or num_stages != len(schedule.backward):
@@ -374,4 +375,3 @@ def _check_interleaving(schedule: Schedule) -> None:
         raise ValueError(
             f"stages_per_device is {several}; give a number that divides the {num_stages} stages"
         )
-    check_rounds(schedule.num_devices, schedule.num_microbatches)

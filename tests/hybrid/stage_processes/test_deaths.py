@@ -17,11 +17,11 @@ from tests.hybrid.models import make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages
 
 
-def trains_until_one_dies(victim: int) -> tuple[str, float]:
+def trains_until_one_dies(victim: int, schedule: str) -> tuple[str, float]:
     init_process_group("gloo", timeout=60.0)
     module = make_model("mlp")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+    model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4, schedule=schedule)
     inputs, targets = make_data("mlp", 24)[replica_rank() :: 2]
     died = time.monotonic()
     try:
@@ -38,10 +38,15 @@ def trains_until_one_dies(victim: int) -> tuple[str, float]:
     return "nothing", 0.0
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_the_others_end_and_say_so(victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "schedule"),
+    [(0, "1f1b"), (3, "1f1b"), pytest.param(1, "interleaved", marks=pytest.mark.exhaustive)],
+)
+def test_the_others_end_and_say_so(victim: int, schedule: str) -> None:
     """Those of its replica, and those that average gradients with it."""
-    replicas = run_stages(trains_until_one_dies, 2, 2, victim, exit_codes=(0, -signal.SIGKILL))
+    replicas = run_stages(
+        trains_until_one_dies, 2, 2, victim, schedule, exit_codes=(0, -signal.SIGKILL)
+    )
     answers = [answer for replica in replicas for answer in replica]
     assert answers.pop(victim) == -signal.SIGKILL
     for text, seconds in answers:

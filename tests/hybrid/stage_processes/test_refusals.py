@@ -98,9 +98,22 @@ def layer_of_another() -> None:
     model[5 if context().env.stage == 0 else 0](INPUTS)
 
 
+def two_chunks_are_four_parts() -> None:
+    wrapped(make_model("mlp"), balance=[4, 5], schedule="interleaved")
+
+
+def skips_a_chunk() -> None:
+    wrapped(make_model("unet"), balance=[3, 3, 4, 3], schedule="interleaved")
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
-    "unknown schedule": (unknown_schedule, "'gpipe', '1f1b' are allowed"),
+    "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved' are allowed"),
+    "other chunks": (
+        two_chunks_are_four_parts,
+        "balance=[4, 5] makes 2 chunks, but num_stages=2, ",
+    ),
+    "skips a chunk": (skips_a_chunk, "goes from chunk 1 to chunk 3"),
     "other stages": (other_stages, "num_stages=3: a replica of this job has 2 processes"),
     "skip connection": (skips_a_stage, "the skip connection 'skip' goes from stage 0 to stage 1"),
     "no batch": (no_batch, "give tensors whose dimension 0 is the batch"),
@@ -135,9 +148,25 @@ def test_a_schedule_needs_processes() -> None:
         wrapped(make_model("mlp"), schedule="1f1b")
 
 
-def test_one_stage_needs_none() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "several", "message"),
+    [
+        ("1f1b", 2, "chunks_per_stage=2 with schedule='1f1b': only schedule='interleaved'"),
+        ("interleaved", 1, "chunks_per_stage=1: a whole number of at least 2"),
+        ("interleaved", True, "chunks_per_stage=True: a whole number of at least 2"),
+        ("interleaved", 2.0, "chunks_per_stage=2.0: a whole number of at least 2"),
+        ("interleaved", 2, "processes_per_replica=2"),
+    ],
+)
+def test_chunks(schedule: str, several: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        wrapped(make_model("mlp"), schedule=schedule, chunks_per_stage=several)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_one_stage_needs_none(schedule: str) -> None:
     """A scheduler may choose one stage for a script that names a schedule."""
-    model = wrapped(make_model("mlp"), num_stages=1, schedule="1f1b")
+    model = wrapped(make_model("mlp"), num_stages=1, schedule=schedule)
     assert float(model.train_step(INPUTS, TARGETS, F.cross_entropy)) > 0.0
 
 

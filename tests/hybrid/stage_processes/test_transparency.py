@@ -25,7 +25,7 @@ from tests.hybrid.stage_processes.training import (
 )
 
 MODES = ("always", "except_last", "never")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 AXES = MODES, (0, 1, 2), SCHEDULES
 CASES = [Case(*case) for case in pairs(*AXES)]
 ALL = [Case(*case) for case in itertools.product(*AXES)]

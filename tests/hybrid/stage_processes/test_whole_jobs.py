@@ -63,6 +63,7 @@ def check_alike(ours: list[Outcome], theirs: list[Outcome], tolerance: float = 1
         (2, 1, "1f1b"),
         (1, 0, "gpipe"),
         pytest.param(1, 1, "1f1b", marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, "interleaved", marks=pytest.mark.exhaustive),
         pytest.param(2, 0, "gpipe", marks=pytest.mark.exhaustive),
     ],
 )
@@ -73,15 +74,17 @@ def test_the_same_with_either_engine(num_replicas: int, accum_steps: int, schedu
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "schedule"),
     [
-        (2, 3),
-        pytest.param(None, 4, marks=pytest.mark.exhaustive),
-        pytest.param(4, None, marks=pytest.mark.exhaustive),
+        (2, 3, "1f1b"),
+        pytest.param(None, 4, "1f1b", marks=pytest.mark.exhaustive),
+        pytest.param(4, None, "1f1b", marks=pytest.mark.exhaustive),
+        pytest.param(3, 2, "interleaved", marks=pytest.mark.exhaustive),
+        pytest.param(None, 2, "interleaved", marks=pytest.mark.exhaustive),
     ],
 )
 def test_restarts_change_the_engine_and_the_stages(
-    tmp_path: Path, before: int | None, after: int | None
+    tmp_path: Path, before: int | None, after: int | None, schedule: str
 ) -> None:
     """Each stage writes its own layers, and takes those that it needs from what all wrote."""
     environment = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path)}
@@ -89,7 +92,7 @@ def test_restarts_change_the_engine_and_the_stages(
     def run(num_stages: int | None, epochs: int) -> Outcome:
         if num_stages is None:
             return in_one_process(1, 2, epochs, None, environment=environment)[0]
-        return per_stage(1, num_stages, epochs, "1f1b", environment=environment)[0]
+        return per_stage(1, num_stages, epochs, schedule, environment=environment)[0]
 
     first, second = run(before, 2), run(after, 4)
     whole = in_one_process(1, 1, 4, None)[0]
@@ -101,9 +104,9 @@ def test_restarts_change_the_engine_and_the_stages(
     assert parts == ["model.pt", *(f"model.pt.stage{k}" for k in range(1, after or 1))]
 
 
-def fitted_job() -> tuple[str, int, list[int]]:
+def fitted_job(schedule: str) -> tuple[str, int, int, list[int]]:
     """Train, fit, and go on with another engine's measurements among one's own."""
-    whole_job(2, 4, "1f1b")
+    whole_job(2, 4, schedule)
     metrics = context().component(Metrics)
     metrics.fit()
     assert metrics.perf_params is not None
@@ -114,15 +117,17 @@ def fitted_job() -> tuple[str, int, list[int]]:
         len(found.atomic_bsz) if (found := other.fit_data(2, "except_last", count)) else 0
         for count in (1, 2)
     ]
-    return metrics.perf_params.schedule, metrics.perf_params.num_stages, kept
+    params = metrics.perf_params
+    return params.schedule, params.num_stages, params.chunks_per_stage, kept
 
 
-def test_the_performance_model_knows_the_schedule() -> None:
+@pytest.mark.parametrize(("schedule", "several"), [("1f1b", 1), ("interleaved", 2)])
+def test_the_performance_model_knows_the_schedule(schedule: str, several: int) -> None:
     """And takes nothing for its own that the other engine has measured."""
-    ((first, second),) = run_stages(fitted_job, 1, 2)
-    assert first[:2] == second[:2] == ("1f1b", 2)
-    assert first[2][0] > 0
-    assert first[2][1] == 0
+    ((first, second),) = run_stages(fitted_job, 1, 2, schedule)
+    assert first[:3] == second[:3] == (schedule, 2, several)
+    assert first[3][0] > 0
+    assert first[3][1] == 0
 
 
 def traced_job(folder: Path) -> list[list[list[float]]]:

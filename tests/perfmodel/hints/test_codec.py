@@ -133,7 +133,7 @@ def test_is_a_field_of_any_model(params: PerfParams) -> None:
         ({**SEVEN, "two_node_penalty": -1}, "two_node_penalty is -1"),
         ({**SEVEN, "overhead": -1}, "overhead is -1"),
         ({**SEVEN, "checkpoint": "sometimes"}, "checkpoint is 'sometimes'; .*'except_last'"),
-        ({**SEVEN, "schedule": "2f2b"}, "schedule is '2f2b'; .*'gpipe' or '1f1b'"),
+        ({**SEVEN, "schedule": "2f2b"}, "schedule is '2f2b'; .*'gpipe', '1f1b' or 'interleaved'"),
         ({**SEVEN, "shared_link": "perhaps"}, "shared_link is 'perhaps'"),
         ({**SEVEN, "forward_shares": [0.3]}, "backward_shares 0 entries; give one of each"),
         ({**TWO, "forward_shares": [0.2, 0.2]}, "sum to 1.1; divide each by the total"),

@@ -17,7 +17,7 @@ from pipollux_perfmodel import (
     stage_memory,
     stage_speedups,
 )
-from pipollux_perfmodel.timing.params import SCHEDULES
+from pipollux_perfmodel.timing.params import CUT_SCHEDULES
 
 LAYERS = LayerProfile.from_layers(
     [Layer(1e-4, 1e-3, 1e-4, 2e-3, parameter_bytes=1e6, activation_bytes=1e4) for _ in range(8)]
@@ -108,7 +108,7 @@ def test_1f1b_fits_where_gpipe_does_not() -> None:
     """What runs is 1F1B, so the others would be, with the activations of a few micro-batches."""
     small = {
         schedule: float(stage_memory(LAYERS, [2] * 4, 256 / 8, 8, schedule=schedule).max())
-        for schedule in SCHEDULES
+        for schedule in CUT_SCHEDULES
     }
     assert small["1f1b"] < small["gpipe"]
     limit = 0.99 * small["gpipe"]

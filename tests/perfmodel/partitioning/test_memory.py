@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
 from pipollux_perfmodel.partitioning.memory import (
-    SCHEDULES,
     largest_micro_bsz,
     stage_memory,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, Checkpoint, ScheduleKind
 from tests.extent import examples
 
-MODES = list(product(CHECKPOINTS, SCHEDULES))
+MODES = list(product(CHECKPOINTS, CUT_SCHEDULES))
 Phase = Literal["forward", "backward"]
 
 

@@ -18,7 +18,7 @@ from pipollux_perfmodel import (
     compare_schedules,
     least_memory,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoint
+from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, Checkpoint
 from pipollux_perfmodel.timing.step_time import stage_times
 from tests.extent import examples
 
@@ -51,7 +51,7 @@ def test_the_best_fits_and_none_that_fits_is_faster(
     run: dict[str, Any] = {"micro_bsz": 2, "checkpoint": checkpoint}
     needed = {
         schedule: least_memory(profile, num_stages, num_microbatches, schedule=schedule, **run)
-        for schedule in SCHEDULES
+        for schedule in CUT_SCHEDULES
     }
     limit = scarcity * needed["1f1b"] + 1.0
     found = compare_schedules(
@@ -64,7 +64,7 @@ def test_the_best_fits_and_none_that_fits_is_faster(
         transfers_overlap=overlapping,
         **run,
     )
-    assert {option.schedule for option in found} == set(SCHEDULES)
+    assert {option.schedule for option in found} == set(CUT_SCHEDULES)
     for option in found:
         assert (option.plan is not None) == (needed[option.schedule] <= limit)
         if option.plan is None:

@@ -15,7 +15,7 @@ from pipollux_perfmodel.timing.gpipe import (
     network_end,
     serial_final_times,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, PerfParams, ScheduleKind
+from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, PerfParams, ScheduleKind
 from pipollux_perfmodel.timing.step_time import step_time
 from pipollux_perfmodel.timing.timeline import Schedule, bubble_fraction
 from tests.perfmodel.simulator import Case, Kind, last_all_reduce, simulate
@@ -127,7 +127,7 @@ def test_many_pipelines_at_once_are_each_as_simulated(num_stages: int, overlappi
         close(serial[:, i], simulate(case, "serial").final, case)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", CUT_SCHEDULES)
 def test_time_lines_are_as_simulated(kind: ScheduleKind) -> None:
     rng = np.random.default_rng(30)
     for _ in range(500):
@@ -237,7 +237,7 @@ def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule() -> None:
             close(time.accum_time, serial + overlap * (ideal - serial), params)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", CUT_SCHEDULES)
 @pytest.mark.parametrize("num_stages", range(1, 9))
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 12])
 def test_equal_stages_take_the_same_by_either_schedule(
@@ -273,7 +273,7 @@ def test_1f1b_is_never_slower_whatever_the_stage_times(num_stages: int) -> None:
 
 def both_makespans(case: Case) -> tuple[float, float]:
     """(GPipe's, 1F1B's)."""
-    gpipe, other = (schedule(case, kind).makespan for kind in SCHEDULES)
+    gpipe, other = (schedule(case, kind).makespan for kind in CUT_SCHEDULES)
     return gpipe, other
 
 

@@ -7,12 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_perfmodel import Layer, LayerProfile, Schedule, interleaved_memory, stage_memory
+from pipollux_perfmodel import (
+    Layer,
+    LayerProfile,
+    PerfParams,
+    Schedule,
+    interleaved_memory,
+    perf_params_from_json,
+    perf_params_to_json,
+    plan_stages,
+    stage_memory,
+)
 from pipollux_perfmodel.timing.device_order import device_order
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
+from pipollux_perfmodel.timing.gpipe import StageTimes
+from pipollux_perfmodel.timing.interleaved import final_times
+from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint, check_params, even_shares
+from pipollux_perfmodel.timing.step_time import pipeline_time
 from tests.extent import examples, grid
 from tests.perfmodel.simulator import Case, Result, simulate
 
@@ -57,7 +70,6 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
     """A pipeline and its number of devices."""
     num_devices, several = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_stages, num = num_devices * several, draw(st.integers(1, 12))
-    assume(is_interleaved(num_devices, num))
 
     def drawn(count: int) -> tuple[float, ...]:
         return tuple(draw(st.lists(seconds, min_size=count, max_size=count)))
@@ -181,6 +193,63 @@ def test_the_first_device_holds_as_much_more_as_the_paper_says(
     assert found[0] / plain[0] == pytest.approx(1 + (num_devices - 1) / (num_devices * several))
 
 
+@st.composite
+def stages_of_chunks(draw: st.DrawFn) -> tuple[StageTimes, int, int, bool]:
+    """Times of stages, chunks of each, micro-batches, and whether copies overlap."""
+    num_stages, num = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+
+    def drawn(count: int) -> list[Any]:
+        return draw(st.lists(seconds, min_size=count, max_size=count))
+
+    backward = drawn(num_stages)
+    last = draw(st.sampled_from([backward, [0.5 * g for g in backward]]))
+    times = StageTimes(drawn(num_stages), backward, last, drawn(num_stages - 1))
+    return times, draw(st.integers(1, 3)), num, draw(st.booleans())
+
+
+@examples(100, 500)
+@given(stages_of_chunks())
+def test_step_times_are_as_simulated(drawn: tuple[StageTimes, int, int, bool]) -> None:
+    times, several, num, overlapping = drawn
+    num_stages = len(times.forward)
+    around = float(np.mean(times.transfer)) if times.transfer else 0.0
+    copies = [*times.transfer, around] * several
+    case = Case(
+        *(tuple(x / several for x in part) * several for part in times[:3]),
+        tuple(copies[: num_stages * several - 1]),
+        num,
+        overlapping,
+    )
+    played = simulate(case, "interleaved", num_stages).final[:num_stages]
+    found = final_times(times, several, num, overlapping)
+    np.testing.assert_allclose(found, played, rtol=1e-9, atol=1e-12)
+
+
+def test_parameters_know_the_schedule() -> None:
+    """M + (K - 1)/V slots of equal stages, also where the order is not played to its end."""
+    plain = PerfParams(0.0, 3.0, 0.1, 0.1, 0.1, 0.1, 1.5, *even_shares(4), schedule="1f1b")
+    chunked = plain._replace(schedule="interleaved", chunks_per_stage=2)
+    counts = np.array([4, 8, 64, 4, 512])
+    slots = counts + 3 / 2
+    assert pipeline_time(chunked, 1.0, counts) == pytest.approx(slots * 3 / 4)
+    assert pipeline_time(plain, 1.0, counts) == pytest.approx((counts + 3) * 3 / 4)
+    turns = chunked._replace(overlap=0.0)
+    assert pipeline_time(turns, 1.0, counts) == pytest.approx(counts * 3.0)
+    assert perf_params_from_json(perf_params_to_json(chunked)) == chunked
+    for wrong in ({"chunks_per_stage": 0}, {"schedule": "1f1b"}):
+        with pytest.raises(ValueError, match="chunks_per_stage is"):
+            check_params(chunked._replace(**wrong))
+
+
+def test_cuts_are_priced_as_one_forward_one_backward() -> None:
+    """Stages of several chunks are no consecutive layers, which a cut of other K is made of."""
+    profile = LayerProfile((Layer(0, 1, 0, 2),) * 8)
+    base = PerfParams(0.0, 3.0, 0.1, 0.1, 0.1, 0.1, 1.5, *even_shares(2))
+    base = base._replace(schedule="interleaved", chunks_per_stage=2)
+    plan = plan_stages(profile, 4, 8, base, micro_bsz=4)
+    assert (plan.schedule, plan.perf_params.chunks_per_stage) == ("1f1b", 1)
+
+
 def test_what_cannot_be_interleaved_is_refused_by_name() -> None:
     ones = (1.0,) * 4
     with pytest.raises(
@@ -189,12 +258,9 @@ def test_what_cannot_be_interleaved_is_refused_by_name() -> None:
         Schedule("interleaved", ones, ones, 4, stages_per_device=3)
     with pytest.raises(ValueError, match="stages_per_device is 2 with kind '1f1b'; give 1"):
         Schedule("1f1b", ones, ones, 4, stages_per_device=2)
-    with pytest.raises(ValueError, match="num_microbatches is 5; give a multiple of the 2 rounds"):
-        Schedule("interleaved", ones, ones, 5, stages_per_device=2)
     profile = LayerProfile((Layer(0, 1, 0, 2),) * 4)
     calls: list[tuple[tuple[Any, ...], str]] = [
         (([1] * 4, 3, 1.0, 4), "num_devices is 3; give a number that divides the 4 stages"),
-        (([1] * 4, 2, 1.0, 5), "num_microbatches is 5; give a multiple"),
         (([1] * 4, 2, 1.0, 0), "num_microbatches is 0; give at least one"),
         (([1] * 4, 2, -1.0, 4), "micro_bsz is -1"),
     ]
