@@ -97,10 +97,9 @@ class ProcessEngine:
                 )
         self.notes = StageNotes()
         """Taken of what this process does in a step that is timed."""
+        surroundings = len(balance), group, layout, self.notes
         self.chunks = [
-            ProcessStage(
-                self.stages[q].place(self.device), q, len(balance), group, layout, self.notes
-            )
+            ProcessStage(self.stages[q].place(self.device), q, *surroundings)
             for q in range(self.index, len(balance), self.num_stages)
         ]
         """What torch's schedules drive: this stage, or its chunks."""

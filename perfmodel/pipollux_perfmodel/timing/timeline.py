@@ -226,7 +226,7 @@ def bubble_fraction(events: Iterable[StageEvent], num_stages: int) -> float:
 
 
 def ideal_schedule(
-    kind: TimelineKind, events: Iterable[StageEvent], num_stages: int
+    kind: ScheduleKind, events: Iterable[StageEvent], num_stages: int
 ) -> Schedule | None:
     """Return a schedule's own timeline of the work that was measured: only idle times differ.
 
@@ -234,8 +234,8 @@ def ideal_schedule(
     of its own, counts as backward.
 
     Args:
-        kind: "gpipe" or "1f1b".
-        events: measured forwards and backwards of one step.
+        kind: "gpipe", "1f1b" or "interleaved".
+        events: measured forwards and backwards of one step, of each of a stage's chunks.
         num_stages: K.
 
     Returns:
@@ -259,7 +259,12 @@ def ideal_schedule(
     forward, backward = (
         tuple(math.fsum(seconds[key]) / len(seen[key]) for key in row) for row in wanted
     )
-    return Schedule(kind, forward, backward, max(len(x) for x in seen.values()))
+    count = max(len(x) for x in seen.values())
+    if kind != "interleaved":
+        return Schedule(kind, forward, backward, count)
+    several = len(seconds["forward", 0]) // len(seen["forward", 0])
+    there, back = (tuple(x / several for x in part) * several for part in (forward, backward))
+    return Schedule(kind, there, back, count, stages_per_device=several)
 
 
 class _Run:

@@ -106,6 +106,12 @@ def skips_a_chunk() -> None:
     wrapped(make_model("unet"), balance=[3, 3, 4, 3], schedule="interleaved")
 
 
+def ties_two_chunks() -> None:
+    module = make_model("mlp")
+    module[0].bias = module[4].bias
+    wrapped(module, balance=[2, 2, 2, 3], schedule="interleaved")
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
     "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved' are allowed"),
@@ -113,6 +119,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
         two_chunks_are_four_parts,
         "balance=[4, 5] makes 2 chunks, but num_stages=2, ",
     ),
+    "ties two chunks": (ties_two_chunks, "and would be in several chunks of one stage"),
     "skips a chunk": (skips_a_chunk, "goes from chunk 1 to chunk 3"),
     "other stages": (other_stages, "num_stages=3: a replica of this job has 2 processes"),
     "skip connection": (skips_a_stage, "the skip connection 'skip' goes from stage 0 to stage 1"),

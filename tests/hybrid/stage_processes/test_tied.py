@@ -57,7 +57,8 @@ def per_stage(num_replicas: int, job: Job, **options: Any) -> list[Outcome]:
     """Run with a process per stage; what each replica has, its stages' put together."""
     merged = []
     assert job.balance is not None
-    for stages in run_stages(train, num_replicas, len(job.balance), job, **options):
+    num_stages = len(job.balance) // (2 if job.schedule == "interleaved" else 1)
+    for stages in run_stages(train, num_replicas, num_stages, job, **options):
         first = stages[0]
         for stage in stages:
             assert stage.losses == first.losses
@@ -112,7 +113,8 @@ def check(num_replicas: int, job: Job) -> None:
         ("ends", 2, "1f1b", 1, True),
         ("three stages", 1, "gpipe", 1, False),
         ("two of a stage", 2, "gpipe", 0, True),
-        ("ends of four", 1, "1f1b", 0, True),
+        ("ends of four", 1, "interleaved", 0, True),
+        pytest.param("ends of four", 2, "interleaved", 1, False, marks=pytest.mark.exhaustive),
         *(
             pytest.param(*point, marks=pytest.mark.exhaustive)
             for point in pairs(list(SPLITS), (1, 2), ("1f1b", "gpipe"), (0, 1, 2), (True, False))

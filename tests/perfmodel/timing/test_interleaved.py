@@ -15,6 +15,7 @@ from pipollux_perfmodel import (
     LayerProfile,
     PerfParams,
     Schedule,
+    ideal_schedule,
     interleaved_memory,
     perf_params_from_json,
     perf_params_to_json,
@@ -191,6 +192,19 @@ def test_the_first_device_holds_as_much_more_as_the_paper_says(
     balance = [1] * (num_devices * several)
     found = interleaved_memory(profile, balance, num_devices, 1.0, 32)
     assert found[0] / plain[0] == pytest.approx(1 + (num_devices - 1) / (num_devices * several))
+
+
+def test_the_ideal_of_what_was_measured() -> None:
+    """By device, as it is measured; of slow chunks, only what they take together is known."""
+    line = Schedule("interleaved", (1.0,) * 4, (2.0,) * 4, 6, stages_per_device=2)
+    events = [
+        e._replace(stage=e.stage % 2, start=2 * e.start, end=2 * e.start + e.end - e.start)
+        for e in line.events
+    ]
+    found = ideal_schedule("interleaved", events, 2)
+    assert found is not None
+    assert found.makespan == pytest.approx(line.makespan)
+    assert found.bubble_fraction == pytest.approx(line.bubble_fraction)
 
 
 @st.composite
