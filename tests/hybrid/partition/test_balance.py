@@ -288,6 +288,23 @@ def test_a_chosen_cut_keeps_tied_layers_together() -> None:
         assert choose_balance(ctx, module, optimizer, device, request)[0] == [1, 3, 1]
 
 
+def test_where_each_has_a_process_stages_share_parameters() -> None:
+    """Each holds all of its layers, and what is hinted is cut anywhere."""
+    module, inputs = tied(), make_data("mlp", 8).tensors[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    request = PartitionRequest(
+        num_stages=2, balance=[2, 3], example_inputs=inputs, num_microbatches=4, ties_apart=True
+    )
+    ctx, device = contexts.context(), torch.device("cpu")
+    cut = choose_balance(ctx, module, optimizer, device, request)
+    found = cut.in_blocks()
+    assert found is not None
+    profile, balance = found
+    assert balance == (2, 3)
+    size = 8.0 * (36 + 6)
+    assert [layer.parameter_bytes for layer in profile.layers] == [size] * 5
+
+
 def test_tied_layers_apart_are_refused_by_name() -> None:
     shared = r"layers '1' and '3' share the parameter '1.weight'"
     with pytest.raises(ConfigurationError, match=rf"balance=\[2, 3\]: {shared}.*layers 1 to 3"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import HybridParallel, init_process_group
+from pipollux_hybrid.errors import PeerLostError
 from pipollux_hybrid.job.context import context
 from tests.extent import pairs
 from tests.hybrid.models import assert_close
@@ -287,6 +291,68 @@ def test_copies_that_come_apart_are_refused(name: str) -> None:
     for text in stages:
         assert text.startswith("SynchronizationError")
         assert CASES[name][1] in text
+
+
+def dies_in_the_exchange() -> str:
+    init_process_group("gloo", timeout=60.0)
+    model, optimizer = wrapped(make("language"), balance=[2, 3])
+    inputs, targets = data_of("language", 6).tensors
+
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        for step in range(3):
+            if step == 2 and context().env.stage == 1:
+                assert model._tied is not None
+                model._tied._sum = end  # type: ignore[assignment]  # in the middle of an iteration
+            optimizer.zero_grad()
+            model.train_step(inputs, targets, F.cross_entropy)
+            optimizer.step()
+    except PeerLostError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_stage_that_ends_in_the_exchange_is_missed() -> None:
+    ((text, code),) = run_stages(dies_in_the_exchange, 1, 2, exit_codes=(0, -signal.SIGKILL))
+    assert code == -signal.SIGKILL
+    assert "rank 0 of 2 lost its peers while adding up gradients that stages share" in text
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3, foreach=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def trains_many_steps(name: str, dtype: torch.dtype) -> list[Tensor]:
+    init_process_group("gloo")
+    module = make("language").to(dtype)
+    optimizer = OPTIMIZERS[name](module.parameters())
+    model = HybridParallel(
+        module, optimizer, balance=[1, 2, 2], num_microbatches=3, check_replicas=True
+    )
+    inputs, targets = data_of("language", 12).tensors
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.train_step(inputs, targets, F.cross_entropy)
+        model.clip_grad_norm_(0.3)
+        optimizer.step()
+    state = model.state_dict()
+    return [state["0.weight"], state["4.weight"]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_copies_stay_equal_with_any_optimizer(name: str, dtype: torch.dtype) -> None:
+    (stages,) = run_stages(trains_many_steps, 1, 3, name, dtype)
+    for first, last in stages:
+        assert not torch.equal(first, make("language").to(dtype)[0].weight)
+        torch.testing.assert_close(last, first, rtol=0, atol=0)
 
 
 def chosen_balance() -> list[int]:
