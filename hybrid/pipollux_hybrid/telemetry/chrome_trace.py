@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ TRACE_INTERVAL = 30.0
 """Seconds between two traces in ``PIPOLLUX_TRACE_DIR``."""
 KEPT = 20
 """Traces of a replica kept there."""
+RECOMPUTATION = "recomputation"
 COLORS = (
     "thread_state_running",
     "rail_response",
@@ -170,19 +172,22 @@ def trace_events(
         others: What else stages did, which has rows of its own below theirs.
     """
     entries = [_name(rank, None, "process_name", f"replica {rank}")]
-    lanes = _lanes(others)
+    pieces: list[_Piece] = []
     for k, device in enumerate(devices):
         entries += _head(rank, k, f"stage {k} ({device})")
-        for name, event in _row(events, k):
-            entry = _complete(
-                f"{name} {event.microbatch}", rank, k, event, {"micro-batch": event.microbatch}
-            )
+        row = _row(events, k)
+        interleaved = any(piece.chunk for piece in row)
+        for name, chunk, event in row:
+            args = {"micro-batch": event.microbatch} | ({"chunk": chunk} if interleaved else {})
+            title = f"{name} {event.microbatch}" + (f" of chunk {chunk}" if interleaved else "")
             color = COLORS[event.microbatch % len(COLORS)]
+            entry = _complete(title, rank, k, event, args)
             entries.append(entry | {"cat": event.phase, "cname": color})
-    for row, (title, spans) in enumerate(lanes, start=len(devices)):
-        entries += _head(rank, row, title)
-        entries += [_complete(x.name, rank, row, x, x.args) | {"cat": x.row} for x in spans]
-    return entries + _flows(events, rank)
+        pieces += row
+    for number, (title, spans) in enumerate(_lanes(others), start=len(devices)):
+        entries += _head(rank, number, title)
+        entries += [_complete(x.name, rank, number, x, x.args) | {"cat": x.row} for x in spans]
+    return entries + _flows(pieces, len(devices), rank)
 
 
 def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
@@ -204,21 +209,24 @@ def _lanes(others: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
     return lanes
 
 
-def _flows(events: Sequence[StageEvent], rank: int) -> list[dict[str, Any]]:
+def _flows(pieces: Sequence[_Piece], num_stages: int, rank: int) -> list[dict[str, Any]]:
     """Return arrows from what gives a stage its input or gradient to what needs that."""
-    last: dict[tuple[str, int, int], StageEvent] = {}
-    for event in sorted(events, key=lambda event: event.start):
-        # What comes before a backward of the same micro-batch is its recomputation.
-        last[event.phase, event.stage, event.microbatch] = event
+    places = {
+        (piece.event.phase, piece.chunk * num_stages + piece.event.stage, piece.event.microbatch): (
+            piece
+        )
+        for piece in pieces
+        if piece.name != RECOMPUTATION
+    }
     flows: list[dict[str, Any]] = []
-    for (phase, stage, microbatch), giver in last.items():
-        taker = last.get((phase, stage + (1 if phase == "forward" else -1), microbatch))
+    for (phase, place, microbatch), giver in places.items():
+        taker = places.get((phase, place + (1 if phase == "forward" else -1), microbatch))
         if taker is None:
             continue
         alike = {"pid": rank, "id": len(flows), "cat": phase, "name": f"{phase} {microbatch}"}
-        start, end = _microseconds(giver.start), _microseconds(taker.start)
-        flows.append(alike | {"ph": "s", "tid": stage, "ts": start})
-        flows.append(alike | {"ph": "f", "tid": taker.stage, "ts": end, "bp": "e"})
+        for kind, end in (("s", giver.event), ("f", taker.event)):
+            flows.append(alike | {"ph": kind, "tid": end.stage, "ts": _microseconds(end.start)})
+        flows[-1]["bp"] = "e"
     return flows
 
 
@@ -227,7 +235,7 @@ def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
 
     With K equally fast stages that all run side by side it is (K - 1) / (M + K - 1), GPipe's own.
     """
-    rows = [event for k in range(num_stages) for _, event in _row(events, k)]
+    rows = [piece.event for k in range(num_stages) for piece in _row(events, k)]
     if not rows:
         return 0.0
     span = max(event.end for event in rows) - min(event.start for event in rows)
@@ -235,22 +243,36 @@ def bubble(events: Sequence[StageEvent], num_stages: int) -> float:
     return 1.0 - worked / (num_stages * span) if span > 0.0 else 0.0
 
 
-def _row(events: Sequence[StageEvent], k: int) -> list[tuple[str, StageEvent]]:
-    """Return a stage's events in order, each with its name and ended where the next begins.
+class _Piece(NamedTuple):
+    """A block of a stage's row."""
 
-    What precedes the gradient in a backward is recomputation, and noted as a backward of its own.
+    name: str
+    chunk: int
+    """Which of the stage's chunks of layers: where schedules interleave it has several."""
+    event: StageEvent
+
+
+def _row(events: Sequence[StageEvent], k: int) -> list[_Piece]:
+    """Return a stage's events in order, each ended where the next begins.
+
+    What precedes the gradient in a backward is recomputation, and noted as a backward of its own;
+    but where a micro-batch has several forwards, they and its backwards are of several chunks.
     """
     ordered = sorted((e for e in events if e.stage == k), key=lambda event: event.start)
-    backwards = [event.microbatch for event in ordered if event.phase == "backward"]
-    row, seen = [], set()
-    for event, after in zip(ordered, [*ordered[1:], None], strict=True):
-        name: str = event.phase
-        if event.phase == "backward" and event.microbatch not in seen:
-            seen.add(event.microbatch)
-            if backwards.count(event.microbatch) > 1:
-                name = "recomputation"
+    count = Counter((event.phase, event.microbatch) for event in ordered)
+    row: list[_Piece] = []
+    seen: Counter[tuple[str, int]] = Counter()
+    for event, after in zip(ordered, [*ordered, None][1:], strict=True):
+        key = event.phase, event.microbatch
+        number, several = seen[key], count["forward", event.microbatch]
+        seen[key] += 1
+        name, chunk = str(event.phase), 0
+        if several > 1:
+            chunk = number if event.phase == "forward" else several - 1 - number
+        elif event.phase == "backward" and number == 0 and count[key] > 1:
+            name = RECOMPUTATION
         end = event.end if after is None else min(event.end, after.start)
-        row.append((name, event._replace(end=end)))
+        row.append(_Piece(name, chunk, event._replace(end=end)))
     return row
 
 

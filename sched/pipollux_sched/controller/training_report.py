@@ -66,7 +66,9 @@ class TimelineReport(_Wire):
     step: _Count
     num_stages: _Positive
     num_microbatches: _Positive
-    schedule: Annotated[ScheduleKind, Field(description='"gpipe" or "1f1b"')] = "gpipe"
+    schedule: Annotated[ScheduleKind, Field(description='"gpipe", "1f1b" or "interleaved"')] = (
+        "gpipe"
+    )
     events: Annotated[
         list[StageEntry],
         Field(

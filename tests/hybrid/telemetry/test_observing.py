@@ -32,11 +32,11 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.telemetry.chrome_trace import bubble, trace_events
+from pipollux_hybrid.telemetry.chrome_trace import TraceSpan, bubble, trace_events
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.progress_bar import describe, figures, seconds_left
 from pipollux_hybrid.telemetry.step_record import StepRecord
-from pipollux_perfmodel import StageEvent
+from pipollux_perfmodel import Schedule, StageEvent
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.programs import Forked
@@ -298,6 +298,45 @@ def test_the_bubble_is_gpipes() -> None:
     assert bubble(events, num_stages) == pytest.approx(expected)
     entries = trace_events(events, [torch.device("cpu")] * num_stages)
     assert bubble_of(rows_of({"traceEvents": entries})) == pytest.approx(expected)
+
+
+def test_chunks_of_a_stage_are_no_recomputation() -> None:
+    """Interleaved: arrows go from chunk to chunk, round and round the stages."""
+    line = Schedule("interleaved", (1.0,) * 4, (2.0,) * 4, 2, stages_per_device=2)
+    events = [event._replace(stage=event.stage % 2) for event in line.events]
+    entries = trace_events(events, [torch.device("cpu")] * 2)
+    blocks = {(x["tid"], x["ts"]): x["name"] for x in entries if x["ph"] == "X"}
+    assert sorted(name for (row, _), name in blocks.items() if row == 0) == sorted(
+        f"{phase} {i} of chunk {v}"
+        for phase in ("forward", "backward")
+        for i in (0, 1)
+        for v in (0, 1)
+    )
+    arrows = [x for x in entries if x["ph"] in ("s", "f")]
+    ends = [blocks[x["tid"], x["ts"]] for x in arrows]
+    pairs = [
+        (start, end) for start, end in zip(ends[::2], ends[1::2], strict=True) if "forward 1" in end
+    ]
+    assert sorted(pairs) == [
+        ("forward 1 of chunk 0", "forward 1 of chunk 0"),
+        ("forward 1 of chunk 0", "forward 1 of chunk 1"),
+        ("forward 1 of chunk 1", "forward 1 of chunk 1"),
+    ]
+    assert all(a["ts"] < b["ts"] for a, b in zip(arrows[::2], arrows[1::2], strict=True))
+
+
+def test_rows_for_what_is_under_way_at_once() -> None:
+    spans = [
+        TraceSpan(1, "all-reduces", f"all-reduce {n}", start, end, {"bytes": 4})
+        for n, (start, end) in enumerate([(0.0, 2.0), (1.0, 3.0), (2.0, 2.5), (3.0, 4.0)])
+    ]
+    entries = trace_events([], [torch.device("cpu")] * 2, others=spans[::-1])
+    titles = {x["tid"]: x["args"]["name"] for x in entries if x["name"] == "thread_name"}
+    assert titles[2] == "stage 1: all-reduces"
+    assert titles[3] == "stage 1: all-reduces (2)"
+    rows = rows_of({"traceEvents": entries})
+    assert [x["name"] for x in rows[2]] == ["all-reduce 0", "all-reduce 2", "all-reduce 3"]
+    assert [x["name"] for x in rows[3]] == ["all-reduce 1"]
 
 
 def test_a_trace_that_cannot_be_written_ends_no_training(

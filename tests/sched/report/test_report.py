@@ -197,6 +197,21 @@ def test_bubble_is_held_against_the_jobs_own_schedule(events: list[Event]) -> No
     assert other.ideal_bubble > other.measured_bubble + 0.1
 
 
+def test_interleaved_chunks_are_drawn_in_their_stages_row(events: list[Event]) -> None:
+    own = Schedule("interleaved", (1.0,) * 4, (2.0,) * 4, 4, stages_per_device=2)
+    work = [event._replace(stage=event.stage % 2) for event in own.events]
+    told = {"step": 5, "num_stages": 2, "num_microbatches": 4, "events": work}
+    log = [
+        {**e, **told, "schedule": "interleaved"} if e["type"] == "timeline" else e for e in events
+    ]
+    found = bubble(run_of(log).jobs["char-lm"])
+    assert found is not None
+    assert found.measured_bubble == pytest.approx(found.ideal_bubble)
+    html = render_report(log)
+    assert "interleaved 1F1B's ideal" in Page(html).text("bubble")
+    assert {block["row"] for block in charts(html)["bubble-0"]["blocks"]} == {0, 1}
+
+
 def test_time_line_numbers_every_micro_batch(html: str) -> None:
     blocks = charts(html)["bubble-0"]["blocks"]
     for style in ("forward", "backward"):

@@ -1,8 +1,8 @@
 """The pipeline's bubble: one measured step above its schedule's ideal with the same stage times.
 
 Ideal means that a stage works as soon as it has its input, in the order of the job's schedule:
-GPipe's, or 1F1B's. Its stage times are the means of the measured step, so both do the same work,
-and only idle times differ.
+GPipe's, 1F1B's or interleaved 1F1B's. Its stage times are the means of the measured step, so both
+do the same work, and only idle times differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from pipollux_sched.utils.text import duration, percent
 from .specs import Axis, Block, Group, TimelineChart, Tip
 
 ROW = 30.0
-NAMES: dict[ScheduleKind, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
+NAMES: dict[ScheduleKind, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+}
 
 
 class Bubble(NamedTuple):
@@ -53,7 +57,7 @@ def bubble(job: JobRun) -> Bubble | None:
     timeline, ideal = sorted(pairs, key=lambda pair: pair[0].makespan)[(len(pairs) - 1) // 2]
     return Bubble(
         timeline,
-        ideal.events,
+        [event._replace(stage=event.stage % ideal.num_devices) for event in ideal.events],
         bubble_fraction(timeline.events, timeline.num_stages),
         ideal.bubble_fraction,
         _overlap(timeline.events),
