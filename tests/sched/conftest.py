@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_sched.backend.replica import command
 from pipollux_sched.store import StateDir, Store
 from tests.sched.processes import processes_of
+from tests.sched.scripts import LIGHT_AGENT
 from tests.sched.store.postgresql import Server, why_not
 from tests.sched.store.stores import Clock
 from tests.services import service_missing
@@ -23,6 +25,12 @@ def postgresql() -> Iterator[Server]:
     server = Server()
     yield server
     server.remove()
+
+
+@pytest.fixture
+def light_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that a scheduler of this process starts need no torch of their own."""
+    monkeypatch.setattr(command, "_AGENT", LIGHT_AGENT)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -127,6 +127,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
     assert again["generation"] == 2
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     """Its processes are ended, and it goes on from what it had saved."""
     with scheduler_on(directory) as scheduler:
@@ -278,6 +279,7 @@ def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) 
     assert events[-1] == "complete"
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_cancelling(directory: Path) -> None:
     """One that runs saves and ends; one that waits just ends; both can be submitted again."""
     one_node = ClusterSpec(nodes=CLUSTER.nodes[:1])
@@ -316,6 +318,7 @@ def test_jobs_that_can_never_run_are_refused(directory: Path, tmp_path: Path) ->
         assert not scheduler.wait(lambda jobs: bool(jobs), timeout=0.1)
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_a_slow_policy_holds_nobody_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it thinks, requests are answered, and the scheduler can be stopped."""
     monkeypatch.setattr(vital_thread, "JOIN_TIMEOUT", 0.1)

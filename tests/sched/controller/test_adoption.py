@@ -15,6 +15,8 @@ from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wai
 from tests.sched.backends import LaunchFiles, cpu_nodes, first_membership, local_backend
 from tests.sched.processes import processes_of
 
+pytestmark = pytest.mark.usefixtures("light_agent")
+
 URL = "http://127.0.0.1:9"
 BOTH = first_membership(2)
 
@@ -22,9 +24,12 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 from pipollux_sched.backend import ReplicaProgram
+from pipollux_sched.backend.replica import command
 from pipollux_sched.store import StateDir
 from tests.sched.backends import cpu_nodes, local_backend
+from tests.sched.scripts import LIGHT_AGENT
 
+command._AGENT = LIGHT_AGENT
 directory = StateDir(Path(sys.argv[1]))
 nodes = cpu_nodes(node_a=2, node_b=2)
 work = ReplicaProgram(job="toy", script=Path(sys.argv[2]), args=tuple(sys.argv[4:]), num_stages=2,

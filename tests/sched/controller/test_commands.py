@@ -16,6 +16,8 @@ from pipollux_sched.store import NodeCondition, UnknownJobError, UnknownNodeErro
 from tests.sched.processes import processes_of
 from tests.sched.test_scheduler import CLUSTER, scheduler_on, toy, training, types
 
+pytestmark = pytest.mark.usefixtures("light_agent")
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:

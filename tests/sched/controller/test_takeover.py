@@ -113,6 +113,7 @@ runpy.run_path({toy!r}, run_name="__main__")
 """
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_a_script_that_cannot_start_is_not_tried_again(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
