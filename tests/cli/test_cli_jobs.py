@@ -184,6 +184,7 @@ jobs:
     assert "--output json needs --yes" in one_sentence(cli("apply", *files, "-o", "json"), 2)
 
 
+@pytest.mark.exhaustive
 def test_apply_with_a_job_that_fails(cli: Cli) -> None:
     (cli.folder / "jobs.yaml").write_text(f"""
 jobs:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import first
 from tests.programs import LIMIT, Command, Forked, Replicas, Started
 
 SHORT = {
@@ -66,13 +67,14 @@ def test_the_language_model_learns(repository: Path) -> None:
     assert last < 3.0
 
 
-@pytest.mark.parametrize("script", ["digits.py", "digits_plain.py"])
+@pytest.mark.parametrize("script", first(1, ["digits.py", "digits_plain.py"]))
 def test_the_classifier_learns_with_and_without_pollux(repository: Path, script: str) -> None:
     figures = by_epoch(run(repository, *command(script)))
     assert len(figures) == 4
     assert figures[-1] > 0.85
 
 
+@pytest.mark.exhaustive
 def test_the_u_net_learns_across_its_stages(repository: Path) -> None:
     output = run(repository, *command("unet.py"))
     balance = re.search(r"layers of each stage: \[(\d+), (\d+), (\d+)\]", output)

@@ -96,6 +96,7 @@ def types(events: Sequence[Mapping[str, Any]], job: str) -> list[str]:
     return [e["type"] for e in events if e["job"] == job and e["type"] != "progress"]
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
     """The bad one is started again after a second, fails again, and its last words are kept."""
     heard: list[Mapping[str, Any]] = []
@@ -149,6 +150,7 @@ def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     assert "replica 0 of generation 2 goes on from step 3" in log
 
 
+@pytest.mark.usefixtures("light_agent")
 def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:

@@ -82,8 +82,8 @@ def job(results: Path, **fields: Any) -> JobSpec:
     )
 
 
-def test_a_replica_of_two_processes_starts_grows_and_stops(directory: Path, tmp_path: Path) -> None:
-    """It grows by a restart, which loses no sample; what it has told is one job's."""
+def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: Path) -> None:
+    """What it has told is one job's."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
         policy.allocations["stages"] = [A]
@@ -91,10 +91,24 @@ def test_a_replica_of_two_processes_starts_grows_and_stops(directory: Path, tmp_
         assert scheduler.wait(trains_on(A), timeout=240)
         assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [1, 1]
         assert scheduler.jobs()["stages"].state.live.why_not is not None
+        until(lambda: "stages" in scheduler.store.last_points(), "its steps are told")
+        scheduler.control.cancel("stages")
+        assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
+        state = scheduler.jobs()["stages"].state
+    assert (state.generation, state.failures) == (1, 0)
+    assert check_steps(tmp_path) == {(2, 2)}
+
+
+@pytest.mark.exhaustive
+def test_it_grows_by_a_restart_which_loses_no_sample(directory: Path, tmp_path: Path) -> None:
+    policy = Wish()
+    with scheduler_on(directory, policy) as scheduler:
+        policy.allocations["stages"] = [A]
+        scheduler.submit(job(tmp_path, process_per_stage=True))
+        assert scheduler.wait(trains_on(A), timeout=240)
         policy.allocations["stages"] = [A, B]
         assert scheduler.wait(trains_on(A, B), timeout=240)
         assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [2, 2]
-        until(lambda: "stages" in scheduler.store.last_points(), "its steps are told")
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         state = scheduler.jobs()["stages"].state

@@ -23,6 +23,8 @@ NEWCOMERS = [
 ]
 UNTIL_THE_VOTE = 3
 """Of these points those at which a newcomer may die without costing the others anything."""
+WAITED_OUT = {"when it has joined", "after the vote"}
+"""Where those that are left may wait until their timeout, and should not do so for a minute."""
 LEAVING = ["before they meet", "before the vote", "after the vote", "when it leaves"]
 
 
@@ -39,7 +41,7 @@ class FaultyJob(ChangingJob):
     def resume(self) -> None:
         """Start it again with its checkpoints, until its end."""
         self.programs.clear()
-        for name in ("FAULT", "FAULTY_RANK", "CHANGES"):
+        for name in ("FAULT", "FAULTY_RANK", "CHANGES", "PIPOLLUX_TIMEOUT"):
             self.environment.pop(name, None)
         shutil.rmtree(self.rendezvous.folder)
         self.rendezvous.folder.mkdir()
@@ -82,9 +84,14 @@ def make(tmp_path: Path, repository: Path, **settings: str) -> FaultyJob:
     )
 
 
+def patience(point: str) -> dict[str, str]:
+    names = ("PIPOLLUX_TIMEOUT", "PIPOLLUX_FROZEN_TIMEOUT")
+    return dict.fromkeys(names, "20") if point in WAITED_OUT else {}
+
+
 @pytest.mark.parametrize("point", first(1, NEWCOMERS))
 def test_a_newcomer_is_killed(tmp_path: Path, repository: Path, point: str) -> None:
-    with make(tmp_path, repository) as job:
+    with make(tmp_path, repository, **patience(point)) as job:
         codes = run(job, FAULT=point)
         if point in NEWCOMERS[:UNTIL_THE_VOTE]:
             assert codes == [0, 0, -9]
@@ -103,7 +110,8 @@ def test_a_newcomer_is_killed(tmp_path: Path, repository: Path, point: str) -> N
 )
 @pytest.mark.exhaustive
 def test_one_that_trains_is_killed(tmp_path: Path, repository: Path, point: str, rank: str) -> None:
-    with make(tmp_path, repository, FAULT=point, FAULTY_RANK=rank) as job:
+    fault = {"FAULT": point, "FAULTY_RANK": rank}
+    with make(tmp_path, repository, **fault, **patience(point)) as job:
         run(job, FAULT="when it trains", FAULTY_RANK="none")
 
 

@@ -123,7 +123,7 @@ def test_a_newcomer_that_dies_costs_the_others_nothing(make_job: MakeJob) -> Non
     assert job.check() == [(1, 2), (23, 3)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
 def test_a_newcomer_that_dies_when_all_have_met_is_left_out(
     make_job: MakeJob, replicas: int
 ) -> None:
@@ -150,6 +150,7 @@ def test_a_newcomer_that_runs_another_script_is_refused(make_job: MakeJob) -> No
     assert job.check() == [(1, 1)]
 
 
+@pytest.mark.exhaustive
 def test_nobody_joins_where_batches_cannot_be_cut_for_so_many(make_job: MakeJob) -> None:
     """Two replicas of at least four samples are a batch of eight; a third has no share."""
     job = make_job(DATA="bounded")

@@ -317,7 +317,7 @@ def part(kind: str, sharded: bool, stops_after: int | None) -> tuple[list[Any], 
     ("kind", "before", "after"),
     [
         ("adam", (2, True), (1, False)),
-        ("adagrad", (1, False), (3, True)),
+        pytest.param("adagrad", (1, False), (3, True), marks=pytest.mark.exhaustive),
         pytest.param("adamw", (3, True), (2, True), marks=pytest.mark.exhaustive),
         pytest.param("sgd", (2, False), (2, True), marks=pytest.mark.exhaustive),
         pytest.param("adamw", (2, True), (2, False), marks=pytest.mark.exhaustive),

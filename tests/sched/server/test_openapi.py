@@ -134,6 +134,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         assert model.get("additionalProperties", True) is (name == "EventView"), name
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_swagger_ui_and_needs_no_network(
     service: Service, document: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
 from pipollux_sched.store import NodeCondition, StateDir
+from tests.extent import first
 from tests.sched.crowd import crowd
 from tests.sched.server.browser import HOSTILE, Visit, visit
 from tests.sched.supervised import ADMIN, NODES, SCRIPT, Service
@@ -94,6 +95,7 @@ def test_the_overview(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
     page, names = tab.open(ADMIN), tab.page.locator(".jobs tbody th")
     page.get_by_role("link", name="Failed 1").click()
@@ -124,6 +126,7 @@ def test_what_is_chosen_stands_in_the_address(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_jobs_on_64_nodes(browser: Browser, tmp_path: Path) -> None:
     """What there is on the page does not grow with them; the rest is a link or a key away."""
     phases = crowd(StateDir(tmp_path).database, time.time())
@@ -154,6 +157,7 @@ def test_a_thousand_jobs_on_64_nodes(browser: Browser, tmp_path: Path) -> None:
         tab.check()
 
 
+@pytest.mark.exhaustive
 def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".gantt .block > rect")).to_have_count(4)
@@ -194,7 +198,7 @@ def test_the_page_of_a_job(tab: Visit) -> None:
     tab.check()
 
 
-@pytest.mark.parametrize("width", [400, 2560])
+@pytest.mark.parametrize("width", first(1, [400, 2560]))
 def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, width: int) -> None:
     size = {"width": width, "height": 900}
     dark = {"color_scheme": "dark", "reduced_motion": "reduce"}
@@ -261,6 +265,7 @@ def test_actions_are_confirmed_and_refusals_shown(
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_the_scheduler_goes_away_and_comes_back(tab: Visit, service: Service) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".state")).to_have_text("live")

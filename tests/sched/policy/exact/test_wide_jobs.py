@@ -72,6 +72,7 @@ def bound(clusters: float) -> float:
     return KNOBS.patience + KNOBS.quantum / KNOBS.part * float(grown)
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_jobs_of_one_to_four_stages_all_get_something() -> None:
     nodes = {f"node-{n:02d}": NodeInfo({"slots": 8}) for n in range(64)}
     loop = Loop(waiting(1000), nodes, interval=300.0)

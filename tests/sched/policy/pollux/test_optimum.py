@@ -166,6 +166,7 @@ def large_case(num_nodes: int, num_jobs: int) -> Case:
     return Case(jobs, nodes, {})
 
 
+@pytest.mark.exhaustive
 def test_it_still_moves_at_64_gpus_under_load() -> None:
     """AdaptDL's search freezes here; ours fills the cluster, and again when a job has finished."""
     case = large_case(16, 40)
