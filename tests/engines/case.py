@@ -114,9 +114,7 @@ class Scheduler:
         """Return another scheduler, as after this one was killed."""
         return Scheduler(self.case, self._service)
 
-    def program(
-        self, job: str, nodes: list[str], *args: str, num_stages: int = 1
-    ) -> ReplicaProgram:
+    def program(self, job: str, nodes: list[str], *args: str, **options: Any) -> ReplicaProgram:
         """Return what the replicas of a job run: the toy job with some arguments."""
         environment = {MARK: str(self.case.folder)}
         if len(nodes) > 1:  # they find each other through a scheduler
@@ -128,15 +126,15 @@ class Scheduler:
             script=TOY,
             args=args,
             image=self.case.image,
-            num_stages=num_stages,
             environment=environment,
+            **options,
         )
 
     def apply(
-        self, job: str, nodes: list[str], *args: str, generation: int = 1, num_stages: int = 1
+        self, job: str, nodes: list[str], *args: str, generation: int = 1, **options: Any
     ) -> ReplicaProgram:
         """Start a generation of the toy job; return its program."""
-        program = self.program(job, nodes, *args, num_stages=num_stages)
+        program = self.program(job, nodes, *args, **options)
         self.generations.apply(program, generation, nodes)
         return program
 

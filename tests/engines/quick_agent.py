@@ -23,34 +23,57 @@ def main() -> int:
     import agent
     import meeting
 
-    child: subprocess.Popen[bytes] | None = None
+    children: list[subprocess.Popen[bytes]] = []
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        if not agent._asked and child is not None:
-            child.terminate()
+        if not agent._asked:
+            for child in children:
+                child.terminate()
         agent._asked = True
-        if child is None:
+        if not children:
             sys.exit(agent.STOPPED)
 
     signal.signal(signal.SIGTERM, stop)
     agent._make_folder()
     at = sys.argv.index("--")
     options = dict(word.split("=", 1) for word in sys.argv[1:at] if "=" in word)
-    world, rank = options["--nnodes"], options["--rdzv-conf"].removeprefix("rank=")
-    if int(world) > 1:
+    world, rank = int(options["--nnodes"]), int(options["--rdzv-conf"].removeprefix("rank="))
+    if world > 1:
         own = meeting.own_address()
         with meeting.listen(own, 0) as listener:
-            meeting.meet(int(rank), own, listener.getsockname()[1], 240.0)
+            meeting.meet(rank, own, listener.getsockname()[1], 240.0)
     with tempfile.TemporaryDirectory() as folder:
         error = Path(folder) / "error.json"
-        told = {"RANK": rank, "WORLD_SIZE": world, "TORCHELASTIC_ERROR_FILE": str(error)}
-        script = str(_REPLICA / "script_main.py")
-        child = subprocess.Popen(
-            [sys.executable, "-u", script, *sys.argv[at + 1 :]], env={**os.environ, **told}
-        )
-        code = child.wait()
+        script, several = str(_REPLICA / "script_main.py"), int(options["--nproc-per-node"])
+        for process in range(several):
+            told = {
+                "RANK": str(rank * several + process),
+                "WORLD_SIZE": str(world * several),
+                "TORCHELASTIC_ERROR_FILE": str(error),
+            }
+            command = [sys.executable, "-u", script, *sys.argv[at + 1 :]]
+            children.append(subprocess.Popen(command, env={**os.environ, **told}))
+        code = _wait(children)
         agent._leave_result(agent.result_of(error, os.environ))
     return code if code >= 0 else 128 - code
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    """Return the first exit status that is not 0; then the others are ended, too."""
+    waiting = list(children)
+    while waiting:
+        pid, status = os.wait()
+        ended = next((child for child in waiting if child.pid == pid), None)
+        if ended is None:
+            continue
+        waiting.remove(ended)
+        ended.returncode = os.waitstatus_to_exitcode(status)
+        if ended.returncode != 0:
+            for child in waiting:
+                child.terminate()
+                child.wait()
+            return ended.returncode
+    return 0
 
 
 if __name__ == "__main__":

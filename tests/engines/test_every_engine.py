@@ -104,6 +104,32 @@ def test_a_generation_from_start_to_stop(case: EngineCase, scheduler: Scheduler)
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))
+def test_each_stage_has_a_process(case: EngineCase, scheduler: Scheduler) -> None:
+    """Those of a replica write to its log, stop with it, and fail together."""
+    both = [*NODES]
+    program = scheduler.apply("toy", both, num_stages=2, process_per_stage=True)
+    scheduler.started("toy")
+    for replica, key in enumerate(scheduler.launch("toy").keys):
+        for stage in range(2):
+            said = scheduler.says(key, f"replica {2 * replica + stage} of generation 1 goes on")
+        told = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        assert [x["PIPOLLUX_PROCESSES_PER_REPLICA"] for x in told] == ["2", "2"]
+        assert [len(x["PIPOLLUX_DEVICES"].split(",")) for x in told] == [2, 2]
+    again, url = scheduler.again(), program.environment["PIPOLLUX_SUPERVISOR_URL"]
+    assert again.generations.adopt("toy", 1, url, first_membership(2)) is None
+    assert again.generations.free() == dict.fromkeys(NODES, SLOTS - 2)
+    assert again.generations.stop("toy", 60.0)
+    assert again.exited("toy").outcome is Outcome.STOPPED
+    assert case.processes() == []
+    words = "--fail-at=3", "--fail-rank=3"
+    again.apply("other", both, *words, num_stages=2, process_per_stage=True)
+    exited = again.exited("other")
+    assert exited.outcome is Outcome.FAILED
+    assert "step 3 went wrong on replica 3" in exited.message
+    assert case.processes() == []
+
+
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     """Also two on one node and one on another, where the engine can place them so."""
     nodes = ["n1", "n2"] if case.is_even else ["n1", "n1", "n2"]
