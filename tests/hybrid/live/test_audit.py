@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Bucket": (
         "_flat _group _streams _views _work device late launched parameters pending stage",
-        "",
+        "_ended _started times",
     ),
     "BufferSynchronizer": (
         "_group _layers _num_replicas _seen",
@@ -180,7 +180,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_copy_streams",
     ),
     "PipelineSpec": (
-        "checkpoint_mode devices fewest_samples microbatches_follow num_stages schedule",
+        "checkpoint_mode chunks_per_stage devices fewest_samples microbatches_follow num_stages "
+        "schedule",
         "",
     ),
     "RandomState": (
