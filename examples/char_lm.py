@@ -1,9 +1,11 @@
 """A character-level transformer that learns to write Python, as a pipeline of two stages.
 
 The text is the source code of Python's standard library, which every machine with Python has. Run
-it by itself, on several pipeline replicas, or under the scheduler; the script is the same:
+it by itself, with a process for each stage, on several pipeline replicas, or under the scheduler:
+the script is the same.
 
     python examples/char_lm.py
+    torchrun --nproc-per-node 2 examples/char_lm.py --processes-per-replica 2
     torchrun --nproc-per-node 2 examples/char_lm.py
     pipollux submit examples/demo-jobs.yaml
 
@@ -88,10 +90,16 @@ def standard_library(num_characters: int) -> bytes:
     return bytes(code for code in text if code < VOCABULARY)[:num_characters]
 
 
+def is_first() -> bool:
+    """Whether this process is the one that prints; a process by itself has no group."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--stages", type=int, default=2, help="GPipe stages of a replica")
+    parser.add_argument("--stages", type=int, default=2, help="stages of a replica")
+    parser.add_argument("--processes-per-replica", type=int, help="1, or one for each stage")
     parser.add_argument("--microbatches", type=int, help="left out: chosen by goodput")
     parser.add_argument("--batch-size", type=int, default=32, help="initial, over all replicas")
     parser.add_argument("--max-batch-size", type=int, default=256)
@@ -104,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    pipollux.init_process_group()
+    pipollux.init_process_group(processes_per_replica=args.processes_per_replica)
     torch.manual_seed(0)
 
     module = nn.Sequential(
@@ -135,16 +143,14 @@ def main() -> None:
         lr_scheduler=warm_up,
     )
 
-    def loss_of(codes: Tensor, targets: Tensor) -> Tensor:
-        logits = model(codes)
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
 
     for epoch in pipollux.remaining_epochs_until(args.epochs):
         model.train()
         for codes, targets in loader:
             optimizer.zero_grad()
-            loss = loss_of(codes, targets)
-            loss.backward()
+            loss = model.train_step(codes, targets, loss_of)
             model.clip_grad_norm_(1.0)
             optimizer.step()
             warm_up.step()
@@ -153,12 +159,12 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             for codes, targets in held_out_loader:
-                sums["loss"] += loss_of(codes, targets) * len(codes)
+                sums["loss"] += loss_of(model(codes), targets) * len(codes)
                 sums["windows"] += len(codes)
         with sums.synchronized():
             mean = float(sums["loss"] / sums["windows"])
             sums.clear()
-        if pipollux.replica_rank() == 0:
+        if is_first():
             print(f"epoch {epoch}: loss {mean:.3f} on held-out text", flush=True)
 
 

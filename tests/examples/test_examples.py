@@ -93,6 +93,14 @@ def test_two_replicas_on_one_machine(repository: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_language_model_with_a_process_for_each_stage(repository: Path) -> None:
+    path, *arguments = command("char_lm.py")
+    arguments.append("--processes-per-replica=2")
+    with Replicas(repository / path, 2, arguments, environment(), repository) as job:
+        assert by_epoch(ended_well(job))[-1] < 3.0, "and only one process prints"
+
+
+@pytest.mark.exhaustive
 def test_the_language_model_on_two_nodes(repository: Path, tmp_path: Path) -> None:
     output = run_two_nodes(
         repository, f"--checkpoints={tmp_path / 'checkpoints'}", *command("char_lm.py")
