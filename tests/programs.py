@@ -256,12 +256,13 @@ def run_pipollux(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     stdin: str = "",
+    program: Path = PIPOLLUX,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own, where a warning is an error."""
     words = [str(arg) for arg in args]
-    with Forked(PIPOLLUX, words, environment, folder, stdin) as program:
-        code = program.wait()
-        return subprocess.CompletedProcess(words, code, program.output, program.errors)
+    with Forked(program, words, environment, folder, stdin) as started:
+        code = started.wait()
+        return subprocess.CompletedProcess(words, code, started.output, started.errors)
 
 
 def _become(argv: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:

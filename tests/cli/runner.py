@@ -17,6 +17,8 @@ from tests.programs import Forked, run_pipollux
 from tests.sched.scripts import TOY
 
 PIPOLLUX = str(programs.PIPOLLUX)
+LIGHT = Path(__file__).with_name("light_pipollux.py")
+"""The same, whose replicas do not import torch by themselves."""
 CLUSTER = """
 nodes:
   - {name: node-a, slots: 2, kind: cpu}
@@ -32,6 +34,9 @@ jobs:
 class Cli:
     """Runs `pipollux` in a folder of its own, with a state directory of its own."""
 
+    program = programs.PIPOLLUX
+    """Make it `LIGHT` where replicas are toys."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state_dir = folder / "state"
@@ -44,7 +49,13 @@ class Cli:
         """What the last scheduler said before it served."""
 
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return run_pipollux(*args, environment=self.environment, folder=self.folder, stdin=stdin)
+        return run_pipollux(
+            *args,
+            environment=self.environment,
+            folder=self.folder,
+            stdin=stdin,
+            program=self.program,
+        )
 
     def serve(
         self, *args: str, cluster: str | None = "cluster.yaml", at: str = "http://127.0.0.1:"
@@ -53,7 +64,7 @@ class Cli:
         file = ["--cluster", cluster] if cluster else []
         serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
         command = ["serve", *file, *args]
-        server = Forked(programs.PIPOLLUX, command, self.environment, self.folder)
+        server = Forked(self.program, command, self.environment, self.folder)
         self.servers.append(server)
 
         def serves() -> bool:

@@ -14,7 +14,7 @@ from pipollux_sched.backend.local.hardware import count_cpus, node_name
 from pipollux_sched.cli import main
 from pipollux_sched.store import Store
 
-from .runner import PIPOLLUX, TOY, Cli, one_sentence, wait_until
+from .runner import LIGHT, PIPOLLUX, TOY, Cli, one_sentence, wait_until
 
 SERVE = ("serve", "--cluster", "cluster.yaml")
 
@@ -124,6 +124,7 @@ def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cl
 
 def test_waiting_and_following(cli: Cli) -> None:
     """`submit --wait` tells what happens and how it ended, `logs -f` goes on until it has."""
+    cli.program = LIGHT
     (cli.folder / "jobs.yaml").write_text(f"""
 jobs:
   - {{name: good, script: {TOY}, args: [--steps, "20"]}}
@@ -154,6 +155,7 @@ jobs:
 
 def test_apply(cli: Cli) -> None:
     """A plan is shown, asked about, carried out, and left alone once it is done."""
+    cli.program = LIGHT
     (cli.folder / "jobs.yaml").write_text(f"""
 jobs:
   - {{name: one, script: {TOY}, args: [--steps, "5"], num_stages: 2}}

@@ -6,13 +6,14 @@ import sqlite3
 import time
 from contextlib import closing
 
-from .runner import TOY, Cli, wait_until
+from .runner import LIGHT, TOY, Cli, wait_until
 
 TAKEN = "another scheduler has taken over the store"
 
 
 def test_whoever_lost_the_store_leaves_the_jobs_alone(cli: Cli) -> None:
     """The mark of the other is written by hand: the lock of an SQLite file cannot be lost."""
+    cli.program = LIGHT
     # Slow steps, so that none is reported while the scheduler that lost has not noticed yet.
     (cli.folder / "jobs.yaml").write_text(
         f'jobs: [{{name: slow, script: {TOY}, args: [--step-seconds, "4"]}}]'

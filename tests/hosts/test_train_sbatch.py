@@ -52,6 +52,10 @@ def fields(cluster: SlurmCluster, job: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+?)=(\S*)", said))
 
 
+def limit_to(cluster: SlurmCluster, job: str, minutes: int) -> None:
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+
 def reached(results: Path, what: str) -> int:
     return len(list(results.glob(f"{what}-{HELD_AT}-*")))
 
@@ -61,12 +65,16 @@ def test_it_goes_on_after_its_time_limit(
 ) -> None:
     gate = tmp_path / f"hold-{HELD_AT}"
     gate.touch()
-    job = submit(cluster, repository, tmp_path, "--time=4", "--signal=B:USR1@120")
+    job = submit(cluster, repository, tmp_path, "--time=60", "--signal=B:USR1@180")
     log = tmp_path / f"{job}.log"
     cluster.wait_until(lambda: reached(tmp_path, "reached") == 2)
+    # Now the limit is so near that Slurm says so as soon as it looks, which is twice a minute.
+    hours, minutes, _ = fields(cluster, job)["RunTime"].split(":")
+    limit_to(cluster, job, 60 * int(hours) + int(minutes) + 3)
     cluster.wait_until(lambda: reached(tmp_path, "asked") == 2)  # both have SIGTERM
     gate.unlink()
     cluster.wait_until(lambda: int(fields(cluster, job)["Restarts"]) > 0)
+    limit_to(cluster, job, 60)
     cluster.wait_until(lambda: fields(cluster, job)["JobState"] == "COMPLETED")
     assert re.search(r"pipollux: stopped at step \d+ as asked", log.read_text()), log.read_text()
     assert (tmp_path / "final.pt").exists()

@@ -160,6 +160,7 @@ def test_those_to_whom_a_step_came_through_win(make_job: MakeJob, kind: str) -> 
     assert job.check_done() == [(1, 3), (9, 2)], job.errors()
 
 
+@pytest.mark.exhaustive
 def test_those_to_whom_the_last_step_of_a_loop_came_through_wait_for_the_others(
     make_job: MakeJob,
 ) -> None:
@@ -186,6 +187,7 @@ def test_one_dies_after_its_last_step(make_job: MakeJob) -> None:
     assert [found[1:] for found in job.said()] == [(54, 2, 54)]
 
 
+@pytest.mark.exhaustive
 def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> None:
     job = make_job(DIES="0:7:backward,1:0:forming")
     job.begin(3)
@@ -201,7 +203,10 @@ def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> N
         ("accumulates", "forward", "an Accumulator holds amounts that were not synchronized"),
         ("clamps", "forward", "the script has changed parameters in the step that is void"),
         ("sharded", "forward", r"each replica held the optimizer's state of its own parameters"),
-        ("sharded", "step", r"each replica held the optimizer's state of its own parameters"),
+        pytest.param(
+            *("sharded", "step", r"each replica held the optimizer's state of its own parameters"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_cannot_be_had_again_ends_the_job_and_says_why(
@@ -216,6 +221,7 @@ def test_what_cannot_be_had_again_ends_the_job_and_says_why(
     job.programs.clear()
 
 
+@pytest.mark.exhaustive
 def test_one_dies_while_another_one_joins(make_job: MakeJob) -> None:
     """The newcomer joins those that are left, at the next opportunity."""
     job = make_job(DIES="1:-1:syncing", CHANGES="5", CHANGES_IF_ALONE="20")

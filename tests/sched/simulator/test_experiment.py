@@ -106,7 +106,11 @@ def test_node_events_are_drawn_as_asked() -> None:
 
 def test_processes_change_nothing_but_wall_clock_times() -> None:
     experiment = Experiment(make_nodes({"": (2, 4)}))
-    pairs = [(pipelines("w"), "fifo"), (pipelines("v", 2), "tiresias"), (pipelines("w"), "exact")]
+    pairs = [
+        (pipelines("w"), "fifo"),
+        (pipelines("v", 2), "tiresias"),
+        (pipelines("w", 1), "exact"),
+    ]
     told: list[tuple[int, float, int]] = []
     one = run_pairs(experiment, pairs, _deaf)
     two = run_pairs(experiment, pairs, lambda *news: told.append(news), processes=2)

@@ -43,7 +43,7 @@ def ask(name: str, world: World) -> dict[Any, Allocation]:
 
 worlds = st.integers(0, 2**31).map(random_world)
 each_policy = pytest.mark.parametrize("policy", POLICIES)
-often = examples(25, 75)
+often = examples(15, 75)
 
 
 @each_policy

@@ -27,7 +27,7 @@ from tests.sched.policy.policy_cases import (
     violations,
 )
 
-QUICK = examples(40)
+QUICK = examples(25, 80)
 
 
 @QUICK
