@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -19,8 +19,10 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 __all__ = ["choose_chunks", "choose_schedule", "make_engine", "refuse_plain_loop"]
 
@@ -121,6 +123,9 @@ def make_engine(
     """
     if ctx.mesh is None:
         return PipelineEngine(module, balance, devices, checkpoint), frozenset()
+    # Its schedules take a second to import.
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
+
     draw_alike(ctx)
     engine = ProcessEngine(
         module, balance, devices[ctx.env.stage], checkpoint, schedule, ctx.mesh.stages

@@ -26,9 +26,9 @@ from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes, keeps_most
+from pipollux_hybrid.pipeline.engine import LossFunction, PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
-from pipollux_hybrid.pipeline.process_engine import LossFunction, ProcessEngine
 from pipollux_hybrid.pipeline_model import PipelineModel
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
@@ -241,7 +241,7 @@ class HybridParallel(PipelineModel):
         """
         batch = batch_of(inputs, keywords)
         sizes = self._sizes(batch)
-        if isinstance(self._engine, ProcessEngine):
+        if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
             with _passing_on():
@@ -291,7 +291,7 @@ class HybridParallel(PipelineModel):
         Raises:
             ConfigurationError: Inputs and targets do not go together.
         """
-        if not isinstance(self._engine, ProcessEngine):
+        if isinstance(self._engine, PipelineEngine):
             targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
             loss = loss_fn(self(inputs), targets)
             loss.backward()
@@ -353,7 +353,7 @@ class HybridParallel(PipelineModel):
             timed=timed,
             num_recomputed=num_recomputed,
             one_graph=whole,
-            one_by_one=isinstance(self._engine, ProcessEngine),
+            one_by_one=self._context.mesh is not None,
         )
 
     def _backward_finished(self, result: SyncResult | None) -> None:

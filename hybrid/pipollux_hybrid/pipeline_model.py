@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from pipollux_hybrid.module_wrapper import ModuleWrapper
 from pipollux_hybrid.optim.clipping import clip_over_stages
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.num_microbatches import chosen_microbatches
-from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 from pipollux_hybrid.sync.tied_copies import TiedCopies
 from pipollux_hybrid.telemetry.chrome_trace import Tracer
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import LayerProfile
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 __all__ = ["PipelineModel"]
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,17 @@ from .skip import SkipTracker, layout_of
 from .stage import Stage
 from .thread_state import ThreadLocalState
 
-__all__ = ["CHECKPOINT_MODES", "PipelineEngine", "cut_stages", "num_recomputed", "with_index"]
+__all__ = [
+    "CHECKPOINT_MODES",
+    "LossFunction",
+    "PipelineEngine",
+    "cut_stages",
+    "num_recomputed",
+    "with_index",
+]
 
+LossFunction: TypeAlias = Callable[[PyTree, PyTree], Tensor]
+"""What gives the mean loss of a micro-batch, a scalar, from the model's output and the targets."""
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 

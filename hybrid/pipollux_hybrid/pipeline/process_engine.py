@@ -28,17 +28,14 @@ from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
 from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .boundary import describe, from_header, rest_of_header, to_header
-from .engine import cut_stages, num_recomputed, with_index
+from .engine import LossFunction, cut_stages, num_recomputed, with_index
 from .interleaved import Interleaved
 from .microbatch import PyTree, batch_size_of, gather, map_tensors, scatter
 from .process_stage import ProcessStage
 from .skip import layout_of
 from .stage_notes import StageNotes
 
-__all__ = ["LossFunction", "ProcessEngine"]
-
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-"""What gives the mean loss of a micro-batch, a scalar, from the model's output and the targets."""
+__all__ = ["ProcessEngine"]
 
 
 class _GPipe(ScheduleGPipe):

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipollux_hybrid.job.mesh import ProcessMesh
-from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 from pipollux_hybrid.pipeline.stage_notes import StageSpan
 from pipollux_hybrid.sync.sync_result import BucketTime
 from pipollux_perfmodel import StageEvent
 
 from .chrome_trace import TraceSpan
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 __all__ = ["GatheredTimes", "ProcessStageTimer"]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 from pipollux_hybrid.sync.sync_result import BucketTime
 
 from .chrome_trace import Tracer
 from .metrics import Metrics
 from .process_stage_timer import GatheredTimes, ProcessStageTimer
 from .stage_timer import Recording, StageTimer, stage_times
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
 __all__ = ["StageProfiler"]
 
@@ -40,7 +43,7 @@ class StageProfiler:
         self._tracer = ctx.component(Tracer)
         self._devices = list(engine.devices)
         self._timer: StageTimer | ProcessStageTimer
-        if isinstance(engine, ProcessEngine):
+        if not isinstance(engine, PipelineEngine):
             assert ctx.mesh is not None  # noqa: S101  # the engine is made of it
             self._timer = ProcessStageTimer(ctx.mesh, engine)
         else:
