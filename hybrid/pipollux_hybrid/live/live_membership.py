@@ -124,9 +124,18 @@ class LiveMembership:
         """
         forming, ctx, self._announced = self._announced, self._context, None
         assert forming is not None  # noqa: S101  # else it was not due
+        self._watch.changing = True
+        try:
+            return self._change(forming, position(ctx, place, description))
+        finally:
+            self._watch.changing = False
+
+    def _change(self, forming: Forming, here: torch.Tensor) -> bool:
+        """Change to a membership, if all agree."""
+        ctx = self._context
         began_at, newcomers = time.perf_counter(), self._newcomers(forming)
         try:
-            agreed = self._agree(forming, newcomers, position(ctx, place, description))
+            agreed = self._agree(forming, newcomers, here)
         except PeerLostError as error:
             if not ctx.control.losses.note(error, voids=False):
                 raise
@@ -225,7 +234,7 @@ class LiveMembership:
                 return state is Meeting.TOGETHER
 
     def _leave(self) -> NoReturn:
-        self._watch.membership = None
+        self._watch.leave()
         self._context.component(Metrics).finish_progress()
         say(f"this replica has left at step {self._context.step or 0}, as asked")
         sys.exit(0)

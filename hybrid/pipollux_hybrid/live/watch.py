@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -70,6 +71,8 @@ class MembershipWatch:
         """Where the replicas of the membership met; it lives as long as its host holds it."""
         self.forming: Forming | None = None
         """What is about to come about."""
+        self.changing = False
+        """Whether replicas go over to what they have formed, some sooner than others."""
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
@@ -102,9 +105,17 @@ class MembershipWatch:
 
     def enter(self, forming: Forming) -> None:
         """Take part in a membership that has come about."""
-        self._forget(forming)
-        self.parked, self.membership, self.store = False, forming.membership, forming.store
-        self.rendezvous.withdraw_application(self.replica)  # not a wish to leave that has come now
+        # A look that is under way would have a newcomer apply once more.
+        with self._looking if self.membership is None else nullcontext():
+            self._forget(forming)
+            self.parked, self.membership, self.store = False, forming.membership, forming.store
+            # Not a wish to leave that has come now.
+            self.rendezvous.withdraw_application(self.replica)
+
+    def leave(self) -> None:
+        """Take part no more."""
+        with self._looking:
+            self._suspended, self.membership = True, None
 
     def retire(self, groups: list[Any]) -> None:
         """Let go of groups that are not used any more, a little later and in another thread."""
@@ -214,7 +225,7 @@ class MembershipWatch:
         self.rendezvous.post(Bulletin(current, self.place, balance, cannot))
         if cut is None or not self.rendezvous.self_governed:
             return
-        joining = time.monotonic() >= self._not_before
+        forming, joining = self.forming, time.monotonic() >= self._not_before
         wanted = self.rendezvous.wanted(current, joining=joining)
         never = self._never(current, wanted)
         if never is not None and never not in self._said:
@@ -222,11 +233,12 @@ class MembershipWatch:
             say(never)
         if never is not None or self.refusal(len(wanted)):
             wanted = current.replicas
-        forming = self.forming
         proposed = current.replicas if forming is None else forming.membership.replicas
         latest = self.rendezvous.proposal()
         if latest is not None and latest.number > self._highest:
             return  # this replica has not yet looked at what it proposed last
+        if self.changing or self.membership is not current or self.forming is not forming:
+            return  # those who have joined are not among the newcomers any more
         if wanted != proposed or (forming is not None and forming.failed):
             self.rendezvous.propose(Membership(self._highest + 1, wanted))
 

@@ -137,7 +137,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_beat _clock _mine _seen arbiter folder",
     ),
     "MembershipWatch": (
-        "_context _suspended forming membership parked place rendezvous timeout",
+        "_context _suspended changing forming membership parked place rendezvous timeout",
         "_ending _highest _looking _not_before _retired _said _signs _thread replica store",
     ),
     "Metrics": (
