@@ -21,6 +21,7 @@ USUAL, FRESH = "usual", "fresh"
 # How long an example takes says something about the machine, so nothing is made of it.
 settings.register_profile(
     USUAL,
+    max_examples=50,
     derandomize=True,
     deadline=None,
     database=None,
@@ -29,6 +30,7 @@ settings.register_profile(
 settings.register_profile(
     FRESH,
     settings.get_profile(USUAL),
+    max_examples=100,
     derandomize=False,
     print_blob=True,
 )
@@ -44,14 +46,15 @@ def load_profile(*, exhaustive: bool) -> None:
 
 
 def examples(usual: int, exhaustive: int | None = None) -> settings:
-    """Return how many examples hypothesis tries; with fresh seeds twice as many.
+    """Return how many examples hypothesis tries.
 
     Args:
-        usual: in `make test`.
+        usual: half of them in `make test`, where they are always the same; twice as many with fresh
+            seeds.
         exhaustive: with fresh seeds, where twice as many are not what is wanted.
     """
     fresh = settings.get_current_profile_name() == FRESH
-    return settings(max_examples=(exhaustive or 2 * usual) if fresh else usual)
+    return settings(max_examples=(exhaustive or 2 * usual) if fresh else -(-usual // 2))
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:

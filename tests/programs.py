@@ -30,6 +30,7 @@ PRELOADED = [
     *("torch._dynamo", "torchgpipe", "scipy.optimize", "pipollux_hybrid"),
     # What the packages import when it is needed.
     *(
+        "pipollux_hybrid.pipeline.process_engine",
         "pipollux_hybrid.telemetry.reporter",
         "pipollux_perfmodel.fitting.fit",
         "pipollux_perfmodel.hints.hints",
