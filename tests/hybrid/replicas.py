@@ -37,7 +37,9 @@ def run_replicas(
     processes, pipes = [], []
     for rank in range(num_replicas):
         ours, theirs = mp.Pipe(duplex=False)
-        env = {**ranks(rank, num_replicas, port), **(environment or {})}
+        # What a fit makes of batch sizes is the machine's doing.
+        env = {"PIPOLLUX_HINTS_INTERVAL": "1000000", **ranks(rank, num_replicas, port)}
+        env |= environment or {}
         process = mp.Process(target=_replica, args=(function, args, env, theirs))
         process.start()
         theirs.close()

@@ -31,7 +31,7 @@ class AnyJob(ChangingJob):
     script = Path(__file__).with_name("any_training.py")
 
     def __init__(self, folder: Path, repository: Path, plan: RunPlan) -> None:
-        super().__init__(folder, repository, PLAN=plan.to_json(), PIPOLLUX_HINTS_INTERVAL="1000000")
+        super().__init__(folder, repository, PLAN=plan.to_json())
         self.plan = plan
         self.names: dict[str, Forked] = {}
         self.happened: list[Happening] = []

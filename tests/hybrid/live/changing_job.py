@@ -40,6 +40,8 @@ class ChangingJob:
             "RESULTS": str(self.results),
             "PIPOLLUX_RENDEZVOUS": str(self.rendezvous.folder),
             "PIPOLLUX_PROGRESS": "0",
+            # What a fit makes of batch sizes is the machine's doing.
+            "PIPOLLUX_HINTS_INTERVAL": "1000000",
             **settings,
         }
         self._started = ExitStack()

@@ -33,6 +33,8 @@ ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 def check(name: str, num_replicas: int, num_stages: int, cases: list[Case], adam: bool) -> None:
     module = make_model(name)
+    if len(module) < 2 * num_stages:  # too few for two chunks each
+        cases = [case for case in cases if case.schedule != "interleaved"]
     freeze_statistics(module)
     batches = [range(i, min(i + BATCH_SIZE, SIZE)) for i in range(0, SIZE, BATCH_SIZE)]
     data = make_data(name, SIZE)
