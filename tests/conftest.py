@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.extent import explores, is_exhaustive, load_profile, needs_kubelets
+from tests.extent import explores, is_exhaustive, load_profile, needs_kubelets, share_of
 
 pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures"]
 
@@ -34,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive",
         action="store_true",
         help="run what `make test` leaves out: whole grids, long runs, hypothesis with fresh seeds",
+    )
+    parser.addoption(
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --exhaustive: of the cases of each test one in N, others with each seed",
     )
     parser.addoption(
         "--kubernetes",
@@ -60,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive = config.getoption("exhaustive")
     chosen = [x for x in items if is_exhaustive(x) == exhaustive or (exhaustive and explores(x))]
+    if exhaustive:
+        chosen = share_of(
+            chosen, config.getoption("share"), str(config.getoption("hypothesis_seed"))
+        )
     real = config.getoption("kubernetes")
     chosen = [x for x in (items if real else chosen) if needs_kubelets(x) == real]
     config.hook.pytest_deselected(items=[x for x in items if x not in set(chosen)])

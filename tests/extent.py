@@ -4,11 +4,15 @@
 time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
 (`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
 `@pytest.mark.exhaustive`, and every hypothesis test with a fresh seed; `SEED=` repeats a run.
+`SHARE=3` (`--share 3`) leaves two thirds of the cases of each parametrized test out, other ones for
+each seed, and no test as a whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +88,27 @@ def first(usual: int, values: Sequence[Any]) -> list[Any]:
 def is_exhaustive(item: pytest.Item) -> bool:
     """Whether a test runs in `make test-exhaustive` alone."""
     return item.get_closest_marker("exhaustive") is not None
+
+
+def share_of(items: Sequence[pytest.Item], share: int, seed: str) -> list[pytest.Item]:
+    """Return one case in so many of each test, at least one, in the order of the tests.
+
+    Args:
+        items: All cases.
+        share: In how many there is one.
+        seed: Says which.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+
+    def lot(item: pytest.Item) -> bytes:
+        return hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
+
+    drawn = {
+        x for cases in tests.values() for x in sorted(cases, key=lot)[: -(-len(cases) // share)]
+    }
+    return [item for item in items if item in drawn]
 
 
 def explores(item: pytest.Item) -> bool:

@@ -149,6 +149,7 @@ def ended_well(run: Run) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_to_the_end(start: Callable[..., Run], tmp_path: Path) -> None:
     """The pipeline ends on two replicas, its steps go on; the other job trains; all is told.
 

@@ -276,6 +276,7 @@ def test_a_users_mistake_is_one_sentence(
     assert sorted(os.listdir(tmp_path)) == ["empty.jsonl", "folder", "good.jsonl", "latin.jsonl"]
 
 
+@pytest.mark.exhaustive
 def test_the_picture_has_everything_with_its_name(tmp_path: Path) -> None:
     rows = [*exact_rows(ONE_STAGE), *exact_rows(TWO_STAGES)]
     rows[0]["accum_step_time"] *= 5

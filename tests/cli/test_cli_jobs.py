@@ -122,6 +122,7 @@ def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cl
     assert "goes on from step" in cli("logs", "long", "--generation", "2").stdout
 
 
+@pytest.mark.exhaustive
 def test_waiting_and_following(cli: Cli) -> None:
     """`submit --wait` tells what happens and how it ended, `logs -f` goes on until it has."""
     cli.program = LIGHT

@@ -198,6 +198,7 @@ def test_without_arguments_there_is_help_that_lists_all_commands() -> None:
         assert f"│ {command} " in asked.stdout
 
 
+@pytest.mark.exhaustive
 def test_every_command_that_is_listed_can_be_run() -> None:
     program = (
         "from pipollux_sched.cli.app import COMMANDS, load_command\n"
@@ -225,6 +226,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert pipollux("version").stdout == f"pipollux {version('pipollux')}\n"
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_has_enough_is_no_error(repository: Path) -> None:
     with start(*EXAMPLES, cwd=repository) as planning:
         assert planning.stdout is not None

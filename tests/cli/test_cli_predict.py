@@ -305,6 +305,7 @@ def test_table_json_and_yaml_say_the_same(tmp_path: Path) -> None:
         assert row[13] == f"{one['speedup']:.2f}"
 
 
+@pytest.mark.exhaustive
 def test_the_picture_is_the_same_twice_and_has_everything_with_its_name(tmp_path: Path) -> None:
     path = written(tmp_path, params_json(ONE_STAGE, TWO_STAGES))
     args = ("predict", path, "--stages", "1,2,4", "--replicas", "1:4", "--plot")

@@ -210,6 +210,7 @@ def _look_at_all(elsewhere: Elsewhere, cli: Cli) -> None:
     assert offered.stdout.split() == ["short"]
 
 
+@pytest.mark.exhaustive
 def test_the_token_is_in_no_process_list_and_no_error(elsewhere: Elsewhere) -> None:
     token, server = elsewhere.token, ("--server", elsewhere.url)
     for name in ("PIPOLLUX_SERVER", "PIPOLLUX_TOKEN"):

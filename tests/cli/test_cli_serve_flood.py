@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from pipollux_sched.store import StateDir
 
@@ -17,6 +18,7 @@ from .runner import PIPOLLUX
 DESCRIPTORS = 256
 
 
+@pytest.mark.exhaustive
 def test_a_flood_keeps_nobody_from_being_answered(tmp_path: Path) -> None:
     state_dir = StateDir(tmp_path / "state")
     limited = f"ulimit -n {DESCRIPTORS}; exec {PIPOLLUX} serve --state-dir {state_dir.path}"

@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_json_has_a_row_for_every_workload_and_policy(folder: Path) -> None:
     done = pipollux(
         *("simulate", "traced.csv", "pipelines.csv", "--traces", "traces", "--output", "json"),
@@ -216,6 +217,7 @@ def test_help_teaches() -> None:
     assert "simulate" in pipollux("--help").stdout
 
 
+@pytest.mark.exhaustive
 def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--jobs", "1", *SMALL, "--known-length")
     table = pipollux(*args, "none", cwd=folder)

@@ -6,11 +6,14 @@ import sqlite3
 import time
 from contextlib import closing
 
+import pytest
+
 from .runner import LIGHT, TOY, Cli, wait_until
 
 TAKEN = "another scheduler has taken over the store"
 
 
+@pytest.mark.exhaustive
 def test_whoever_lost_the_store_leaves_the_jobs_alone(cli: Cli) -> None:
     """The mark of the other is written by hand: the lock of an SQLite file cannot be lost."""
     cli.program = LIGHT

@@ -112,6 +112,7 @@ def test_what_the_screen_shows(state_dir: StateDir) -> None:
     asyncio.run(look_at_it())
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_is_left_while_it_is_read(state_dir: StateDir) -> None:
     """Its screen's text goes first, then the screen, and a look may end in between."""
     read: list[str] = []
@@ -207,6 +208,7 @@ def test_windows() -> None:
     assert [window_for(seconds) for seconds in (0, 61, 3600, 1e9)] == [60, 300, 3600, 604800]
 
 
+@pytest.mark.exhaustive
 def test_one_look_for_programs(state_dir: StateDir) -> None:
     command = [PIPOLLUX, "top", "--output", "json", "--state-dir", str(state_dir.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

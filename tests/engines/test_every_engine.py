@@ -37,7 +37,7 @@ def on(*names: str, rarely: tuple[str, ...] = ()) -> Any:
 
 
 on_all = on(*ENGINES)
-on_clusters = on(*(name for name in ENGINES if name != "local"))
+CLUSTERS = [name for name in ENGINES if name != "local"]
 """Those that end what nobody has asked them to end, and have other users."""
 
 
@@ -137,7 +137,7 @@ def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
 
 
-@on(*ENGINES, rarely=("local",))
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_one_failing_replica_ends_the_generation(case: EngineCase, scheduler: Scheduler) -> None:
     """The other one ends too, and the message has the exception and the last words."""
     scheduler.apply("toy", [*NODES], "--fail-at=3", "--fail-rank=1")
@@ -203,7 +203,7 @@ def test_a_replica_joins_and_another_leaves_while_one_runs(
     assert again.generations.free() == dict.fromkeys(NODES, SLOTS)
 
 
-@on_all
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """With all its processes, whoever their parent is."""
     scheduler.apply("toy", ["n1"], "--stubborn")
@@ -221,7 +221,7 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     assert case.processes() == []
 
 
-@on(*ENGINES, rarely=("local",))
+@on(*ENGINES, rarely=("local", "trainjobs"))
 def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     """What has ended meanwhile, too; and ends what nobody has adopted."""
     jobs = {"kept": ["n1"], "left": ["n2"], "done": ["n2"]}
@@ -251,7 +251,7 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.says(kept, f"step {exited.step}\n")
 
 
-@on_clusters
+@on(*CLUSTERS, rarely=("trainjobs",))
 def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -> None:
     """It is no failure of the job's, and the other replicas save."""
     scheduler.apply("toy", [*NODES])
@@ -266,7 +266,7 @@ def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -
     assert len(ended.lost.splitlines()) == 1
 
 
-@on_clusters
+@on(*CLUSTERS, rarely=("trainjobs",))
 def test_all_of_a_generation_run_or_none(case: EngineCase, scheduler: Scheduler) -> None:
     """One whose node somebody else has taken meanwhile takes the others with it."""
     program = scheduler.program("toy", [*NODES])

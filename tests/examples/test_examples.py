@@ -61,6 +61,7 @@ def by_epoch(output: str) -> list[float]:
     return [float(figure) for _, figure in lines]
 
 
+@pytest.mark.exhaustive
 def test_the_language_model_learns(repository: Path) -> None:
     first, last = by_epoch(run(repository, *command("char_lm.py")))
     assert last < first < 4.85, "ln 128 is what a model says that knows nothing"
@@ -139,6 +140,7 @@ def test_two_nodes_stop_together_and_go_on(repository: Path, tmp_path: Path) -> 
     assert re.findall(r"^epoch (\d+):", output, re.MULTILINE) == [str(done)]
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_fails_ends_both(repository: Path, tmp_path: Path) -> None:
     """The script needs no torch, as it never comes so far."""
     script = tmp_path / "script.py"

@@ -162,6 +162,7 @@ def test_deleted_by_either_side(site: Site) -> None:
     until(lambda: site.resource("beta") is None, "the resource is deleted")
 
 
+@pytest.mark.exhaustive
 def test_created_again_while_the_earlier_job_ends(site: Site) -> None:
     """Such a resource says what it waits for, and its job follows."""
     goal, ready = site.folder / "goal", site.folder / "ready"

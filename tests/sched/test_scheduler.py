@@ -221,6 +221,7 @@ os._exit(9)
 """A scheduler that dies as if killed, after it has heard of a replica."""
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_froze_while_nobody_looked(directory: Path, tmp_path: Path) -> None:
     """The next scheduler never hears of it: once it was then waited for without end."""
     script = tmp_path / "killed.py"
@@ -281,6 +282,7 @@ def test_a_replica_that_ends_before_the_others(directory: Path, tmp_path: Path) 
     assert events[-1] == "complete"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("light_agent")
 def test_cancelling(directory: Path) -> None:
     """One that runs saves and ends; one that waits just ends; both can be submitted again."""

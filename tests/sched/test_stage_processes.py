@@ -82,6 +82,7 @@ def job(results: Path, **fields: Any) -> JobSpec:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: Path) -> None:
     """What it has told is one job's."""
     policy = Wish()

@@ -160,6 +160,7 @@ def test_stopped_and_resumed_as_if_nothing_had_been(
         assert samples(rows, epoch) == Counter(range(SIZE))
 
 
+@pytest.mark.exhaustive
 def test_replicas_change_at_every_restart(job: Job) -> None:
     """From one replica to three and back to two, stopped in the middle of epochs."""
     run_and_stop(job, 1, 5)
@@ -205,6 +206,7 @@ def _rows_of(job: Job, rank: int) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in text.splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_stops_with_one_sentence_and_a_finished_job_has_nothing_to_do(job: Job) -> None:
     """A Python of its own, without a scheduler; what it leaves is trained to its end."""
     job.hold(3)

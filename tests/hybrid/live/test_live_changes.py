@@ -14,7 +14,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from tests.extent import first
 from tests.hybrid.live.changing_job import ChangingJob
 
-KINDS = ["workers", "accumulation", "indices", "stream", "text"]
+KINDS = ["indices", "workers", "accumulation", "stream", "text"]
 MakeJob = Callable[..., ChangingJob]
 
 
@@ -97,7 +97,8 @@ def change_twice(job: ChangingJob) -> dict[int, list[dict[str, Any]]]:
     return job.steps()
 
 
-@pytest.mark.parametrize("kind", first(1, ["accumulation", "text"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["accumulation", "text"])
 def test_state_that_is_divided_is_divided_anew_as_replicas_come_and_go(
     make_job: MakeJob, kind: str
 ) -> None:

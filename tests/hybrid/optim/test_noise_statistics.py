@@ -179,6 +179,7 @@ def test_successive_steps_are_unbiased_while_parameters_stand_still() -> None:
     check(steps[::2], truth(DELTA))
 
 
+@pytest.mark.exhaustive
 def test_successive_steps_take_a_moving_gradient_for_noise() -> None:
     """Two steps whose true gradients differ by Δ show B |Δ|² / 2 more than tr Σ.
 

@@ -347,6 +347,7 @@ def train_and_save(case: Case) -> Trained:
     return trained
 
 
+@pytest.mark.exhaustive
 def test_where_each_stage_has_a_process_its_replicas_divide_the_state(tmp_path: Path) -> None:
     trained, saved = [], []
     for sharded in (False, True):

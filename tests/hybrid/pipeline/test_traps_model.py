@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipollux_hybrid import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_perfmodel import partition
+from tests.extent import first
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.pipeline.trap_cases import (
     MODES,
@@ -94,7 +95,7 @@ def test_a_wrapped_model_is_not_moved() -> None:
 
 # torch.compile itself looks at the gradients of inputs, in a plain nn.Sequential as well.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("checkpoint", first(1, MODES))
 def test_compiled_layers_keep_their_names_and_gradients(checkpoint: str) -> None:
     # torch.compile puts _orig_mod into the keys of what it wraps.
     module = make_model("mlp", torch.float32)

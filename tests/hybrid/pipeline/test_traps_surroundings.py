@@ -120,6 +120,7 @@ def test_inference_mode_reaches_the_stages_and_leaves_nothing_behind() -> None:
     assert module[0].weight.grad is not None
 
 
+@pytest.mark.exhaustive
 def test_typed_storage_warning_is_not_the_scripts() -> None:
     # tensor.storage() in a copy gives a UserWarning, which fails scripts that treat it as an error.
     script = (

@@ -146,17 +146,14 @@ def test_frozen_copies_stay_as_they_are() -> None:
     torch.testing.assert_close(ours.state["4.weight"], make("language")[0].weight.detach())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_replicas", "job"),
     [
         (2, Job("language", [1, 4], accum_steps=1, sharded=True, epochs=5)),
-        pytest.param(
-            1, Job("language", [1, 1, 1, 2], "interleaved", epochs=5), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(1, Job("square", [2, 2, 2], "gpipe", epochs=8), marks=pytest.mark.exhaustive),
-        pytest.param(
-            2, Job("square", [2, 2, 2], accum_steps=1, epochs=5), marks=pytest.mark.exhaustive
-        ),
+        (1, Job("language", [1, 1, 1, 2], "interleaved", epochs=5)),
+        (1, Job("square", [2, 2, 2], "gpipe", epochs=8)),
+        (2, Job("square", [2, 2, 2], accum_steps=1, epochs=5)),
     ],
 )
 def test_the_same_as_with_the_other_engine(num_replicas: int, job: Job) -> None:

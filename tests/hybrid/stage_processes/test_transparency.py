@@ -49,7 +49,10 @@ def check(name: str, num_replicas: int, num_stages: int, cases: list[Case], adam
             assert_close(together([x.state for x in trained]), dict(module.state_dict()), 1e-12)
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [("mlp", 4), ("transformer", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [("transformer", 2), pytest.param("mlp", 4, marks=pytest.mark.exhaustive)],
+)
 def test_one_replica(name: str, num_stages: int) -> None:
     check(name, 1, num_stages, CASES, adam=False)
 

@@ -136,6 +136,7 @@ def test_progress_can_be_switched_off(script: Path) -> None:
         assert done.errors == ""
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal_there_is_a_bar_and_prints_stay_whole() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

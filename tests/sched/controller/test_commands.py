@@ -25,6 +25,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     assert processes_of(tmp_path / "state") == []
 
 
+@pytest.mark.exhaustive
 def test_a_suspended_job_holds_nothing_until_it_is_resumed(directory: Path) -> None:
     with scheduler_on(directory) as scheduler:
         scheduler.submit(toy("toy"))
@@ -48,6 +49,7 @@ def test_a_suspended_job_holds_nothing_until_it_is_resumed(directory: Path) -> N
             scheduler.control.suspend("nobody")
 
 
+@pytest.mark.exhaustive
 def test_jobs_leave_a_node_that_drains_and_one_that_is_dead(directory: Path) -> None:
     """A drained one is left when it has saved, a dead one at once; neither counts as a failure."""
     with Scheduler(directory, CLUSTER, interval=0.3) as scheduler:

@@ -137,6 +137,7 @@ def test_files_that_cannot_be_removed_keep_the_name(
     client.cancel("stuck")
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_it_is_whole_or_gone(tmp_path: Path) -> None:
     state_dir = StateDir(tmp_path / "state")
     state_dir.create()

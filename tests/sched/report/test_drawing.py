@@ -180,6 +180,7 @@ def test_labels_over_the_chart_never_cross(tab: Visit, report: Path) -> None:
                     assert lane > other_lane
 
 
+@pytest.mark.exhaustive
 def test_smoothing_keeps_lines_and_lowers_noise(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
     line = [(i, 3.0 - 0.1 * i) for i in range(30)]

@@ -177,6 +177,7 @@ time.sleep(240)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_replica_whose_place_was_taken_ends(service: Service) -> None:
     """It was cut off, and would write to the checkpoints of those that came after it."""
     service.submit("moved", ["node-a"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from pipollux_sched.client.client import Client
 from pipollux_sched.scheduler import Scheduler
@@ -15,6 +16,7 @@ from pipollux_sched.spec.job import ClusterSpec, JobSpec
 from tests.sched.supervised import NODES, SCRIPT
 
 
+@pytest.mark.exhaustive
 def test_from_submission_to_the_last_event(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     listening = threading.Event()

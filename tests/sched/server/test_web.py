@@ -296,6 +296,7 @@ def again(service: Service, port: int, token: str) -> None:
     service.server.start()
 
 
+@pytest.mark.exhaustive
 def test_ticks_and_numbers(tab: Visit) -> None:
     page = tab.open(ADMIN)
     found = page.evaluate("""async () => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
 from playwright.sync_api import expect
 
 from pipollux_sched.lifecycle import Allocate, LiveReady, Parked, Switched
@@ -49,6 +50,7 @@ def test_who_stays_is_drawn_where_it_was(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_a_live_change_is_shown_as_that(tab: Visit, service: Service) -> None:
     """No bar ends where nobody stopped, no curve breaks off, and no restart is counted."""
     store, now = service.store, time.time()

@@ -104,6 +104,7 @@ def test_node_events_are_drawn_as_asked() -> None:
     assert [event.time for event in both] == sorted(event.time for event in both)
 
 
+@pytest.mark.exhaustive
 def test_processes_change_nothing_but_wall_clock_times() -> None:
     experiment = Experiment(make_nodes({"": (2, 4)}))
     pairs = [
@@ -154,6 +155,7 @@ def is_deaf_to_ctrl_c(process: psutil.Process) -> bool:
     return any(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS, encoding="utf-8")

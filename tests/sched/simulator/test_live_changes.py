@@ -185,6 +185,7 @@ def test_a_wrong_price_is_refused(seconds: float) -> None:
         Options(rescale_seconds=seconds)
 
 
+@pytest.mark.exhaustive
 def test_live_changes_are_counted_in_results() -> None:
     jobs = tuple(JobArrival(f"p{i}", 600.0 * i, "gpt-1.3b", 2, 64) for i in range(3))
     nodes = make_nodes({"": (2, 2)})

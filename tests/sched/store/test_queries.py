@@ -67,22 +67,22 @@ def test_the_goodput_told_last(store: Store) -> None:
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 30])
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 29, 30, 1000])
-def test_curves_are_thinned_evenly(store: Store, total: int, most: int) -> None:
+def test_curves_are_thinned_evenly(store: Store, total: int) -> None:
     """Both ends are kept, and no gap is more than one longer than another."""
     for name in ("other", "toy"):
         store.submit(name, {"name": name}, "token", 3)
         start(store, name)
         store.add_report(name, 1, [point(step) for step in range(total)])
-    kept = [each.step for each in store.overview.points("toy", most)]
-    assert len(kept) == min(total, most)
-    assert kept == sorted(set(kept))
-    if kept:
-        assert kept[-1] == total - 1
-    if len(kept) > 1:
-        assert kept[0] == 0
-        gaps = {after - before for before, after in itertools.pairwise(kept)}
-        assert max(gaps) - min(gaps) <= 1
+    for most in (0, 1, 2, 3, 7, 29, 30, 1000):
+        kept = [each.step for each in store.overview.points("toy", most)]
+        assert len(kept) == min(total, most)
+        assert kept == sorted(set(kept))
+        if kept:
+            assert kept[-1] == total - 1
+        if len(kept) > 1:
+            assert kept[0] == 0
+            gaps = {after - before for before, after in itertools.pairwise(kept)}
+            assert max(gaps) - min(gaps) <= 1
 
 
 def test_the_noise_of_the_gradient(store: Store, clock: Clock) -> None:

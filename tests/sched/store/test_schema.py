@@ -217,6 +217,7 @@ def test_a_store_of_the_first_version(place: Path | str) -> None:
     assert differences(place) == ([], REVISION)
 
 
+@pytest.mark.exhaustive
 def test_killed_before_any_statement(tmp_path: Path, later: str) -> None:
     """Of a migration: what is left is an old store as it was, and the next one migrates it."""
     keep_a_job(tmp_path / "old.db")

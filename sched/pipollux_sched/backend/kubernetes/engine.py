@@ -287,6 +287,9 @@ class KubernetesEngine(Engine):
     def _expect_end(self, pod: PodView) -> None:
         """Follow the log of a pod that runs and is about to be told to end."""
         if pod.is_running:
+            if self._log(pod.key).since() is None:  # nothing of it was brought so far
+                with suppress(BackendError):
+                    self.fetch_log(pod.key)
             self._follower.expect_end(pod.key, lambda: self._mirrors.call(self._follower.wake))
 
     def _log(self, key: ReplicaKey) -> PodLog:

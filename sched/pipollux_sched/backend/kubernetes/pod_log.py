@@ -34,7 +34,9 @@ LOG_LIMIT = 64 * 2**20
 LAST_LINES = 5.0
 """Seconds for which the log of a container that has ended is still followed."""
 FIRST_LINE = 0.3
-"""Seconds that whoever is about to delete a pod waits for its log to be followed."""
+"""Seconds that whoever is about to delete a pod waits for it to print something."""
+FOLLOWED = 5.0
+"""Seconds that it waits for the log to be followed where something is printed already."""
 _STAMP = re.compile(
     r"(?P<stamp>(?P<whole>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(?P<fraction>\d+))?"
     r"(?P<zone>Z|[+-]\d\d:\d\d))(?: (?P<line>.*))?$",
@@ -137,7 +139,8 @@ class LogFollower:
     def expect_end(self, key: ReplicaKey, wake: Callable[[], None]) -> None:
         """Follow the log of a replica that is about to be deleted; wait until that has begun.
 
-        It is not waited for long: a log without new lines shows nothing.
+        The line that was brought last comes once more, which shows it. A log without any line
+        shows nothing, and is not waited for long.
 
         Args:
             key: the replica.
@@ -147,7 +150,7 @@ class LogFollower:
             return
         following = self._wanted.setdefault(key, _Following())
         wake()
-        following.begun.wait(FIRST_LINE)
+        following.begun.wait(FIRST_LINE if self._log_of(key).since() is None else FOLLOWED)
 
     def drop(self, key: ReplicaKey) -> None:
         """Expect the end of a replica no longer."""

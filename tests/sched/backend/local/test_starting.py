@@ -32,6 +32,7 @@ ARGS = ("--n", "5", "--log", "--max", "--run", "--node", "--", "-m", "--", "a b"
 """What torchrun would take for its own, and more."""
 
 
+@pytest.mark.exhaustive
 def test_what_two_replicas_are_given(
     state_dir: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
