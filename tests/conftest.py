@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="with --exhaustive: of the cases of each test one in N, others with each seed",
+        help="with --exhaustive: of each module one test in N, others with each seed",
     )
     parser.addoption(
         "--kubernetes",

@@ -4,8 +4,7 @@
 time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
 (`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
 `@pytest.mark.exhaustive`, and every hypothesis test with a fresh seed; `SEED=` repeats a run.
-`SHARE=3` (`--share 3`) leaves two thirds of the cases of each parametrized test out, other ones for
-each seed, and no test as a whole.
+`SHARE=3` (`--share 3`) leaves two thirds of each module's out, other ones for each seed.
 """
 
 from __future__ import annotations
@@ -91,23 +90,23 @@ def is_exhaustive(item: pytest.Item) -> bool:
 
 
 def share_of(items: Sequence[pytest.Item], share: int, seed: str) -> list[pytest.Item]:
-    """Return one case in so many of each test, at least one, in the order of the tests.
+    """Return one test in so many of each module, at least one, in their order.
 
     Args:
-        items: All cases.
+        items: All tests.
         share: In how many there is one.
         seed: Says which.
     """
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    modules: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
+        modules[item.nodeid.partition("::")[0]].append(item)
 
     def lot(item: pytest.Item) -> bytes:
         return hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
 
-    drawn = {
-        x for cases in tests.values() for x in sorted(cases, key=lot)[: -(-len(cases) // share)]
-    }
+    drawn: set[pytest.Item] = set()
+    for tests in modules.values():
+        drawn.update(sorted(tests, key=lot)[: -(-len(tests) // share)])
     return [item for item in items if item in drawn]
 
 

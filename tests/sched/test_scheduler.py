@@ -180,6 +180,7 @@ def test_a_job_grows_and_shrinks_without_losing_a_step(directory: Path) -> None:
     assert 0.1 < seconds < 60
 
 
+@pytest.mark.exhaustive
 def test_jobs_go_on_when_the_scheduler_is_back(directory: Path) -> None:
     scheduler = scheduler_on(directory)
     scheduler.start()

@@ -124,6 +124,7 @@ def test_a_newcomer_that_dies_costs_the_others_nothing(make_job: MakeJob) -> Non
     assert job.check() == [(1, 2), (23, 3)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", first(1, [2, 1]))
 def test_a_newcomer_that_dies_when_all_have_met_is_left_out(
     make_job: MakeJob, replicas: int

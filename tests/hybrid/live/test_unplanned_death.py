@@ -151,6 +151,7 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
             assert line == other, step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", first(1, ["indices", "accumulation", "text", "stream", "workers"]))
 def test_those_to_whom_a_step_came_through_win(make_job: MakeJob, kind: str) -> None:
     """The sums of step 8 come through to one of two that are left, and it is not done again."""

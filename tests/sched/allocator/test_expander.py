@@ -54,6 +54,7 @@ def test_a_command_that_is_not_there_is_named() -> None:
         CommandExpander("no-such-program {desired}", count=lambda: 1).request(2)
 
 
+@pytest.mark.exhaustive
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     """The child ignores SIGTERM and holds the pipe; neither may keep the scheduler."""
     pid_file = tmp_path / "pid"
