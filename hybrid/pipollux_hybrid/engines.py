@@ -127,9 +127,11 @@ def make_engine(
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
     draw_alike(ctx)
+    mesh = ctx.mesh
     engine = ProcessEngine(
-        module, balance, devices[ctx.env.stage], checkpoint, schedule, ctx.mesh.stages
+        module, balance, devices[ctx.env.stage], checkpoint, schedule, mesh.stages
     )
+    ctx.rejoined.append(lambda: engine.rejoin(mesh.stages))
     return engine, keep_stage(module, optimizer, engine.stages, engine.index)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,20 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def trains_on(*nodes: str) -> Any:
     def told(jobs: Jobs) -> bool:
         state = jobs["stages"].state
-        return sorted(state.running_on) == sorted(nodes) and state.reason == "Training"
+        same = sorted(state.running_on) == sorted(nodes)
+        return same and state.reason == "Training" and state.live.change is None
 
     return told
 
 
 def scripts_of(directory: Path, stage: int) -> list[psutil.Process]:
     """The processes that run a stage, of all replicas."""
-    return [
-        process
-        for process in processes_of(directory)
-        if process.environ().get("LOCAL_RANK") == str(stage)
-    ]
+    found = []
+    for process in processes_of(directory):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if process.environ().get("LOCAL_RANK") == str(stage):
+                found.append(process)
+    return found
 
 
 def check_steps(results: Path) -> set[tuple[int, int]]:
@@ -70,6 +74,10 @@ def check_steps(results: Path) -> set[tuple[int, int]]:
     return {(line["processes"], line["stages"]) for lines in steps.values() for line in lines}
 
 
+def runs(directory: Path, replicas: int) -> bool:
+    return [len(scripts_of(directory, stage)) for stage in (0, 1)] == [replicas] * 2
+
+
 def job(results: Path, **fields: Any) -> JobSpec:
     return JobSpec(
         name="stages",
@@ -91,7 +99,6 @@ def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: 
         scheduler.submit(job(tmp_path, process_per_stage=True))
         assert scheduler.wait(trains_on(A), timeout=240)
         assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [1, 1]
-        assert scheduler.jobs()["stages"].state.live.why_not is not None
         until(lambda: "stages" in scheduler.store.last_points(), "its steps are told")
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
@@ -100,20 +107,29 @@ def test_a_replica_of_two_processes_starts_and_stops(directory: Path, tmp_path: 
     assert check_steps(tmp_path) == {(2, 2)}
 
 
+def can_change(jobs: Jobs) -> bool:
+    return jobs["stages"].state.live.why_not is None
+
+
 @pytest.mark.exhaustive
-def test_it_grows_by_a_restart_which_loses_no_sample(directory: Path, tmp_path: Path) -> None:
+def test_replicas_of_two_processes_join_and_leave_without_a_restart(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Another one joins, and the one that began leaves: one generation loses no sample."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
         policy.allocations["stages"] = [A]
         scheduler.submit(job(tmp_path, process_per_stage=True))
         assert scheduler.wait(trains_on(A), timeout=240)
-        policy.allocations["stages"] = [A, B]
-        assert scheduler.wait(trains_on(A, B), timeout=240)
-        assert [len(scripts_of(directory, stage)) for stage in (0, 1)] == [2, 2]
+        assert scheduler.wait(can_change, timeout=240)
+        for nodes in ([A, B], [B], [A, B]):
+            policy.allocations["stages"] = nodes
+            assert scheduler.wait(trains_on(*nodes), timeout=240)
+            until(partial(runs, directory, len(nodes)), "those that left have ended")
         scheduler.control.cancel("stages")
         assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
         state = scheduler.jobs()["stages"].state
-    assert (state.generation, state.failures) == (2, 0)
+    assert (state.generation, state.failures) == (1, 0)
     assert check_steps(tmp_path) == {(2, 2), (4, 2)}
 
 

@@ -1,7 +1,8 @@
 """Joining the other replicas.
 
-One process is one pipeline replica and drives all devices of its stages; torchrun starts the
-processes and tells each its rank. Without torchrun a script is a job of one replica.
+One process is one pipeline replica and drives all devices of its stages, or one of its stages;
+torchrun starts the processes and tells each its rank. Without torchrun a script is a job of one
+replica.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.membership import Bulletin
 from pipollux_hybrid.live.live_membership import find_job, start_live_membership
 from pipollux_hybrid.live.meeting_folder import MeetingFolder
 from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
@@ -77,10 +79,12 @@ def init_process_group(
     if isinstance(rendezvous, SchedulerMeeting):
         bulletin = rendezvous.find_job()
     elif rendezvous is not None and env.leads:
-        bulletin = find_job(rendezvous, env.world_size)
+        bulletin = find_job(rendezvous, env)
     if env.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
     atexit.register(destroy_process_group)
+    if rendezvous is not None and env.processes_per_replica > 1:
+        bulletin = _told(bulletin)
     if bulletin is not None:
         newcomer = replace(env, rank=len(bulletin.membership.replicas))
         ctx = contexts.join(newcomer, bulletin, timeout)
@@ -97,16 +101,10 @@ def init_process_group(
 
 def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerMeeting | None:
     """Return where replicas that come later find this job; None: none can."""
-    if env.processes_per_replica > 1:
-        if env.rendezvous is None:
-            return None
-        raise ConfigurationError(
-            "PIPOLLUX_RENDEZVOUS is set, and a replica has several processes: replicas can join "
-            "and leave where one process drives all stages; unset the variable"
-        )
     if env.rendezvous is None:
         lets = env.live and env.generation > 0 and backend == "gloo"
-        return SchedulerMeeting(env) if lets else None
+        meeting = SchedulerMeeting(env) if lets else None
+        return None if meeting is None or meeting.is_deaf else meeting
     if env.generation:
         raise ConfigurationError(
             "PIPOLLUX_RENDEZVOUS is set, and a scheduler runs this job: it decides how many "
@@ -118,6 +116,13 @@ def _rendezvous(env: JobEnvironment, backend: str) -> MeetingFolder | SchedulerM
             "with 'gloo' only, so call init_process_group('gloo'), or unset the variable"
         )
     return MeetingFolder(env.rendezvous)
+
+
+def _told(bulletin: Bulletin | None) -> Bulletin | None:
+    """Return what the first process has found, in all that have started with it."""
+    found = [None if bulletin is None else bulletin.to_json_object()]
+    dist.broadcast_object_list(found, src=0)
+    return None if found[0] is None else Bulletin.from_json_object(found[0])
 
 
 def destroy_process_group() -> None:

@@ -158,12 +158,13 @@ def join(env: JobEnvironment, bulletin: Bulletin, timeout: float) -> JobContext:
     """Make the context of a replica that joins a running job; until then it is by itself.
 
     Args:
-        env: The environment, with the rank that it is to have, and no other replicas.
+        env: The environment, with the rank that it is to have, and no other replicas; torch's
+            default group is that of its processes.
         bulletin: What the job told.
         timeout: Seconds to wait for slow peers.
     """
     global _context
-    control = ControlPlane(1, timeout)
+    control = ControlPlane(env.world_size, timeout)
     agree(control, "their environment", environment_settings(env))
     _context = _begin(env, control, timeout)
     _context.joins = bulletin

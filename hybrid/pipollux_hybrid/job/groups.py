@@ -9,6 +9,7 @@ script that calls ``torch.distributed`` itself goes on as before, with the new r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["ReplicaGroup", "become_default", "form_group", "held_groups"]
+__all__ = ["ReplicaGroup", "become_default", "form_group", "held_groups", "make_known"]
 
 BACKEND = "pipollux"
 """Name by which torch knows the groups that are formed here."""
 _made: list[Any] = []
-"""The group that is about to become torch's default."""
+"""The groups that torch knows by this, the newest last: the default one is the first."""
 
 
 class ReplicaGroup:
@@ -160,6 +161,21 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
     _made[:] = [group.process_group]
     prefixed = PrefixStore(f"{name}-script", store)
     dist.init_process_group(BACKEND, store=prefixed, rank=rank, world_size=group.size)
+
+
+def make_known(group: ReplicaGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a group as one of torch's, for those of its functions that take groups.
+
+    Those alone call it that belong to the group, between two steps, and after `become_default`.
+
+    Args:
+        group: Formed by :func:`form_group`.
+        ranks: Of its processes among all, growing.
+    """
+    _made.append(group.process_group)
+    known = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)
+    assert isinstance(known, dist.ProcessGroup)  # noqa: S101  # this process belongs to it
+    return known
 
 
 def _wait(work: Any, timeout: float | None) -> None:

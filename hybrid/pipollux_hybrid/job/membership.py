@@ -71,12 +71,15 @@ class Bulletin:
     """Layers of each stage, which all replicas have in common; empty before there is a model."""
     cannot: str | None = None
     """Why nobody can join; None: replicas can."""
+    processes: int = 1
+    """Of each replica."""
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
         balance = list(self.balance)
         place = list(self.place)
-        return {**self.membership.to_json_object(), "place": place, "balance": balance}
+        told = {"place": place, "balance": balance, "processes": self.processes}
+        return {**self.membership.to_json_object(), **told}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Bulletin:
@@ -90,6 +93,7 @@ class Bulletin:
             Membership.from_json_object(data),
             JobPlace(int(epoch), int(loop)),
             tuple(int(count) for count in data["balance"]),
+            processes=int(data.get("processes", 1)),
         )
 
 

@@ -11,23 +11,44 @@ With one process to a replica there is one column, and no rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from .env import JobEnvironment
-from .groups import ReplicaGroup
+from .groups import ReplicaGroup, make_known
 from .peers import lost_peers
 
-__all__ = ["ProcessMesh"]
+__all__ = ["MeshGroups", "ProcessMesh"]
+
+Stages = tuple[int, ...]
+"""Some stages of a replica, growing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshGroups:
+    """The groups of one process in a mesh that replicas have formed beside the training."""
+
+    column: ReplicaGroup
+    row: ReplicaGroup
+    among: Mapping[Stages, ReplicaGroup]
+    """Those of some stages of this replica that this process belongs to."""
+
+    @property
+    def all(self) -> tuple[ReplicaGroup, ...]:
+        """All of them."""
+        return (self.column, self.row, *self.among.values())
 
 
 class ProcessMesh:
     """The groups of this process; all processes make it at the same place.
+
+    When replicas join or leave, it goes on with others: what holds the mesh need not care, and what
+    holds one of its groups has to take the new one.
 
     Args:
         env: Who this process is.
@@ -35,37 +56,81 @@ class ProcessMesh:
     """
 
     def __init__(self, env: JobEnvironment, timeout: float) -> None:
-        ranks = torch.arange(env.world_size).view(env.num_replicas, env.processes_per_replica)
+        self.num_stages, self.stage = env.processes_per_replica, env.stage
         wait = timedelta(seconds=timeout)
-        self._ranks, self._wait = ranks, wait
-        columns, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=wait)
-        rows, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=wait)
-        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        self.device_mesh = DeviceMesh.from_group(
-            [columns, rows], kind, mesh=ranks, mesh_dim_names=("replica", "stage")
-        )
-        """torch's own mesh of (replica, stage)."""
-        self.replicas: dist.ProcessGroup = self.device_mesh.get_group("replica")
+        self._wait = wait
+        self._ranks = self._all_ranks(env.num_replicas)
+        columns, rows = self._ranks.T.tolist(), self._ranks.tolist()
+        self.replicas: dist.ProcessGroup
         """The processes that run this stage, in the order of replicas."""
-        self.stages: dist.ProcessGroup = self.device_mesh.get_group("stage")
+        self.stages: dist.ProcessGroup
         """The processes of this replica, in the order of stages."""
+        self.replicas, _ = dist.new_subgroups_by_enumeration(columns, timeout=wait)
+        self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
         row, column = self.stages, self.replicas
-        if kind == "cuda":  # NCCL carries nothing from the CPU
-            column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), wait, "gloo")
-            row, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), wait, "gloo")
+        if dist.get_backend() == "nccl":  # which carries nothing from the CPU
+            column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
+            row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         self._row = ReplicaGroup(row, env.processes_per_replica)
         self.column = ReplicaGroup(column, env.num_replicas)
         """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
+        self._among: dict[Stages, dist.ProcessGroup | None] = {}
 
-    def among(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+    def among(self, stages: Stages) -> dist.ProcessGroup | None:
         """Return a group of some stages of this replica, in that order; None: this is another one.
 
-        All processes of the job call it at the same place.
+        All processes of the job call it at the same place, at first; then it is known.
         """
-        rows = self._ranks[:, list(stages)].tolist()
-        group: dist.ProcessGroup | None
-        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=self._wait)
-        return group
+        if stages not in self._among:
+            rows = self._ranks[:, list(stages)].tolist()
+            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=self._wait)
+            self._among[stages] = made
+        return self._among[stages]
+
+    def form(
+        self, form: Callable[[str, int, int], ReplicaGroup], replica: int, num_replicas: int
+    ) -> MeshGroups:
+        """Form the groups of another membership, in any thread; all of its processes call it.
+
+        Args:
+            form: Forms one, given its name, this process's rank in it, and its size.
+            replica: The rank that this replica has there.
+            num_replicas: Number R of its replicas.
+        """
+        column = form(f"column-{self.stage}", replica, num_replicas)
+        row = form(f"row-{replica}", self.stage, self.num_stages)
+        among = {
+            stages: form(
+                f"row-{replica}-{'-'.join(map(str, stages))}",
+                *(stages.index(self.stage), len(stages)),
+            )
+            for stages in list(self._among)
+            if self.stage in stages
+        }
+        return MeshGroups(column=column, row=row, among=among)
+
+    def rejoin(self, groups: MeshGroups, replica: int) -> None:
+        """Go on with what :meth:`form` has formed; torch's default group is that of all already.
+
+        Args:
+            groups: Of this process.
+            replica: The rank of this replica.
+        """
+        self._ranks = self._all_ranks(groups.column.size)
+        row = self._ranks[replica].tolist()
+        self.column, self._row = groups.column, groups.row
+        self.replicas = make_known(groups.column, self._ranks[:, self.stage].tolist())
+        self.stages = make_known(groups.row, row)
+        self._among = {
+            stages: make_known(groups.among[stages], [row[k] for k in stages])
+            if stages in groups.among
+            else None
+            for stages in self._among
+        }
+
+    def _all_ranks(self, num_replicas: int) -> torch.Tensor:
+        """Return the ranks of all processes, shape [R, K]."""
+        return torch.arange(num_replicas * self.num_stages).view(num_replicas, self.num_stages)
 
     def sum_over_stages(self, numbers: Sequence[float]) -> list[float]:
         """Add numbers up over the stages of this replica, whose processes all call it.

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from pipollux_hybrid.job.groups import ReplicaGroup, form_group
 from pipollux_hybrid.job.membership import Membership
+from pipollux_hybrid.job.mesh import MeshGroups, ProcessMesh
 
 from .meeting_place import MeetingPlace
 from .skeleton import Spare
@@ -37,6 +38,7 @@ class Forming:
         replica: The id of this replica; one that does not take part leaves.
         rendezvous: Where the replicas find each other.
         timeout: Seconds that later collectives wait.
+        mesh: The groups of this process now, where each stage has one.
         outline: Returns what replica 0 tells those that join of the states to come, so that they
             can make room; None: nothing.
         prepare: What one that joins does with it.
@@ -50,6 +52,7 @@ class Forming:
         replica: str,
         rendezvous: MeetingPlace,
         timeout: float,
+        mesh: ProcessMesh | None = None,
         outline: Callable[[], bytes] | None = None,
         prepare: Callable[[bytes], Spare] | None = None,
         prepares: Sequence[Callable[[int], Callable[[], None]]] = (),
@@ -57,11 +60,17 @@ class Forming:
         self.membership = membership
         self.rank = membership.rank(replica)
         """This replica's rank in it; None: it leaves."""
+        stage, processes = (mesh.stage, mesh.num_stages) if mesh is not None else (0, 1)
+        self.process = (self.rank or 0) * processes + stage
+        """This process's rank among all of its processes."""
+        self.num_processes = len(membership.replicas) * processes
         self.store: Store | None = None
         self.control: ReplicaGroup | None = None
-        """For control messages; None for one replica."""
+        """For control messages, of all processes; None for one."""
         self.gradients: ReplicaGroup | None = None
-        """For gradients; None for one replica."""
+        """For gradients, and to be torch's default one, of all processes; None for one."""
+        self.mesh_groups: MeshGroups | None = None
+        """Those of this process where each stage has one."""
         self.failure: Exception | None = None
         self.formed = self.rank is None
         """Whether this replica has met all others."""
@@ -70,6 +79,7 @@ class Forming:
         self.began_at = time.monotonic()
         self.ready: list[Callable[[], None]] = []
         """To be called when it has come about."""
+        self._mesh = mesh
         self._outline, self._prepare, self._prepares = outline, prepare, prepares
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -83,6 +93,11 @@ class Forming:
         return f"membership-{self.membership.number}"
 
     @property
+    def peers(self) -> ReplicaGroup | None:
+        """The processes that have the same states, in the order of replicas; None for one."""
+        return self.control if self.mesh_groups is None else self.mesh_groups.column
+
+    @property
     def failed(self) -> str:
         """Why it does not come about, in a sentence; empty: it may."""
         if self.failure is not None:
@@ -93,10 +108,11 @@ class Forming:
 
     def drop(self) -> None:
         """Let go of the groups: it does not come about."""
-        for group in (self.control, self.gradients):
+        of_mesh = () if self.mesh_groups is None else self.mesh_groups.all
+        for group in (self.control, self.gradients, *of_mesh):
             if group is not None:
                 group.process_group.abort()
-        self.control = self.gradients = self.store = None
+        self.control = self.gradients = self.mesh_groups = self.store = None
         self.spare, self.ready = {}, []
 
     def _run(self) -> None:
@@ -112,34 +128,40 @@ class Forming:
             self.formed = True
 
     def _form(self) -> None:
-        number, size = self.membership.number, len(self.membership.replicas)
+        size, replicas = self.num_processes, len(self.membership.replicas)
         assert self.rank is not None  # noqa: S101  # else there is no thread
         deadline = time.monotonic() + PATIENCE
-        self.store = self._meet(number, deadline)
+        store = self.store = self._meet(self.membership.number, deadline)
         if size == 1:
             return
-        self._make_room(self.store)
-        self.store.set(f"here-{self.rank}", "1")
+        if replicas > 1:
+            self._make_room(store)
+        store.set(f"here-{self.process}", "1")
         left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        self.store.wait([f"here-{rank}" for rank in range(size)], left)
-        options = {"patience": PATIENCE, "timeout": self._timeout}
-        self.control = form_group(self.store, f"{self.name}-control", self.rank, size, **options)
-        self.gradients = form_group(
-            self.store, f"{self.name}-gradients", self.rank, size, **options
-        )
+        store.wait([f"here-{rank}" for rank in range(size)], left)
+
+        def form(name: str, rank: int, size: int) -> ReplicaGroup:
+            options = {"patience": PATIENCE, "timeout": self._timeout}
+            return form_group(store, f"{self.name}-{name}", rank, size, **options)
+
+        self.control = form("control", self.process, size)
+        self.gradients = form("gradients", self.process, size)
+        if self._mesh is not None:
+            self.mesh_groups = self._mesh.form(form, self.rank, replicas)
 
     def _make_room(self, store: Store) -> None:
         """Have memory made ready before anybody waits for it."""
+        name = f"outline-{0 if self._mesh is None else self._mesh.stage}"
         if self.rank == 0:
             told = self._outline() if self._outline is not None else b""
-            store.set("outline", told)  # type: ignore[arg-type]  # torch takes bytes, too
-        elif self._prepare is not None and (told := store.get("outline")):
+            store.set(name, told)  # type: ignore[arg-type]  # torch takes bytes, too
+        elif self._prepare is not None and (told := store.get(name)):
             self.spare = self._prepare(told)
         self.ready = [prepare(len(self.membership.replicas)) for prepare in self._prepares]
 
     def _meet(self, number: int, deadline: float) -> Store:
         patience = timedelta(seconds=PATIENCE)
-        if self.rank == 0:
+        if self.process == 0:
             host, alone = self._rendezvous.host()
             # torch's own store listens on every interface of the machine.
             listener = _listen(host) if alone else None

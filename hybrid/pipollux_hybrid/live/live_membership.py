@@ -31,6 +31,7 @@ from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -92,7 +93,7 @@ class LiveMembership:
         message = replace(message, **self.recovery.told())
         forming = self._watch.forming
         self._announced = forming if forming is not None and forming.formed else None
-        if self._context.env.rank == 0:
+        if self._context.env.leads:
             message = replace(message, proposed=self._watch.newest)
         if self._announced is None:
             return message
@@ -105,7 +106,7 @@ class LiveMembership:
             self._watch.rendezvous.refresh()
         if agreed is None or self._announced is None:
             return False
-        number, size = self._announced.membership.number, self._context.env.num_replicas
+        number, size = self._announced.membership.number, self._context.env.world_size
         return agreed.formed == size * number and agreed.formed_sqr == size * number**2
 
     def change(self, place: JobPlace, description: str) -> bool:
@@ -148,8 +149,8 @@ class LiveMembership:
         self._watch.enter(forming)
         go_on(ctx, forming, joined=bool(newcomers))
         seconds = time.perf_counter() - began_at
-        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, seconds)
-        if ctx.env.rank == 0:
+        self._watch.tell_entered(forming.membership, seconds)
+        if ctx.env.leads:
             now = f"{ctx.env.num_replicas} replicas train"
             now = "1 replica trains" if ctx.env.num_replicas == 1 else now
             say(f"{now} from step {ctx.step} on, after a pause of {seconds:.2f} s")
@@ -187,11 +188,11 @@ class LiveMembership:
             sent = self._pack(forming.rank)
             if sent is None or not self._meet(forming, here):
                 return False
-            assert forming.control is not None  # noqa: S101  # there are newcomers
+            assert forming.peers is not None  # noqa: S101  # there are newcomers
             route = Route(tuple(range(newcomers.start)), tuple(newcomers))
-            send(forming.control, forming.rank, sent, route)
+            send(forming.peers, forming.rank, sent, route)
         except RefusedError as refusal:
-            if forming.rank == 0:
+            if forming.process == 0:
                 say(f"no replica joins: {refusal}")
             return False
         except RuntimeError:  # a newcomer is gone, or hangs
@@ -236,7 +237,8 @@ class LiveMembership:
     def _leave(self) -> NoReturn:
         self._watch.leave()
         self._context.component(Metrics).finish_progress()
-        say(f"this replica has left at step {self._context.step or 0}, as asked")
+        if self._watch.speaks:
+            say(f"this replica has left at step {self._context.step or 0}, as asked")
         sys.exit(0)
 
 
@@ -258,34 +260,31 @@ def start_live_membership(
 ) -> LiveMembership:
     """Begin to let replicas join and leave; all replicas of a job that begins call it."""
     replica = secrets.token_hex(4) if rendezvous.self_governed else str(ctx.env.replica)
+    if ctx.mesh is not None:  # the processes of a replica come and go together
+        replica = ctx.mesh.gather_from_stages(replica.encode())[0].decode()
     membership = None
     if ctx.joins is None:
         ids = [name.decode() for name in ctx.control.gather_bytes(replica.encode())]
-        membership = Membership(1, tuple(ids))
+        membership = Membership(1, tuple(ids[:: ctx.env.processes_per_replica]))
     watch = MembershipWatch(ctx, rendezvous, membership, replica, timeout)
     ctx.closers.append(watch.close)
     live = ctx.component(_Holder).live = LiveMembership(ctx, watch)
     return live
 
 
-def find_job(rendezvous: MeetingFolder, num_replicas: int) -> Bulletin | None:
+def find_job(rendezvous: MeetingFolder, env: JobEnvironment) -> Bulletin | None:
     """Return what the job in a folder tells; None: there is none, and this run begins one.
 
     Raises:
-        ConfigurationError: This run has several replicas, and a job is there already.
+        ConfigurationError: This run has several replicas, or others than those of a job that is
+            there already.
     """
     began_at, told = time.monotonic(), False
     while True:
         claim, bulletin = rendezvous.last_claim(), rendezvous.bulletin()
         # A job that has not yet made its model is not yet known.
         if bulletin is not None and rendezvous.job_speaks() and bulletin.balance:
-            if num_replicas > 1:
-                raise ConfigurationError(
-                    f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}: a job of "
-                    f"{len(bulletin.membership.replicas)} replicas runs there already; replicas "
-                    "that join it are started one by one (torchrun --nproc-per-node=1), or choose "
-                    "another folder"
-                )
+            _check_joins(rendezvous, bulletin, env)
             return bulletin
         starts = (
             bulletin is None and claim is not None and time.monotonic() < began_at + BEGIN_PATIENCE
@@ -296,3 +295,22 @@ def find_job(rendezvous: MeetingFolder, num_replicas: int) -> Bulletin | None:
             say(f"waits to see whether the job in {rendezvous.folder} is alive, and has its model")
             told = True
         time.sleep(INTERVAL)
+
+
+def _check_joins(rendezvous: MeetingFolder, bulletin: Bulletin, env: JobEnvironment) -> None:
+    """Refuse a run that cannot be a replica of the job that meets in a folder."""
+    where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
+    theirs, ours = bulletin.processes, env.processes_per_replica
+    if ours != theirs:
+        count = f"{theirs} processes, one for each stage" if theirs > 1 else "one process"
+        raise ConfigurationError(
+            f"{where}: each replica of the job that runs there has {count}, and this one has "
+            f"{ours}: start it with processes_per_replica={theirs} and torchrun "
+            f"--nproc-per-node={theirs}, or choose another folder"
+        )
+    if env.num_replicas > 1:
+        raise ConfigurationError(
+            f"{where}: a job of {len(bulletin.membership.replicas)} replicas runs there already; "
+            f"replicas that join it are started one by one (torchrun --nproc-per-node={theirs}), "
+            "or choose another folder"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipollux_hybrid.checkpoint.state import States
-from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import JobPlace
@@ -42,6 +42,7 @@ class Joining:
     def __init__(self, ctx: JobContext, watch: MembershipWatch) -> None:
         self._context = ctx
         self._watch = watch
+        self._arrived = False
 
     def join(self, place: JobPlace, description: str) -> bool:
         """Wait at the beginning of a loop until this replica takes part.
@@ -56,11 +57,15 @@ class Joining:
         Raises:
             SystemExit: This replica was asked to stop, or the job has ended.
             ConfigurationError: It runs another script than the job, or nobody can join.
+            PeerLostError: Another process of this replica has ended.
         """
         why_not = why_not_live(self._context)
         if why_not is not None:
             raise ConfigurationError(f"this replica cannot join the job: {why_not}")
-        watch = self._watch
+        watch, mesh = self._watch, self._context.mesh
+        if mesh is not None and not self._arrived:
+            mesh.gather_from_stages(b"")  # all others wait when this one meets them
+        self._arrived = True
         watch.place, watch.parked = place, True
         here = position(self._context, place, description)
         while True:
@@ -110,9 +115,10 @@ class Joining:
     def _take_over(self, forming: Forming) -> Meeting:
         """Take the states of those who train, and go over to the new groups with them."""
         ctx, control, rank = self._context, forming.control, forming.rank
-        assert control is not None and rank is not None  # noqa: S101, PT018  # it has formed
+        peers = forming.peers
+        assert control and peers and rank is not None  # noqa: S101, PT018  # it has formed
         try:
-            taken = take(control, rank, ctx.component(States), spare=forming.spare)
+            taken = take(peers, rank, ctx.component(States), spare=forming.spare)
         except RefusedError as refusal:
             self._watch.give_up(forming)
             raise ConfigurationError(f"this replica cannot join the job: {refusal}") from None
@@ -126,7 +132,7 @@ class Joining:
         ctx.joins = None
         self._watch.enter(forming)
         go_on(ctx, forming, joined=True)
-        self._watch.rendezvous.entered(forming.membership, ctx.step or 0, 0.0)
+        self._watch.tell_entered(forming.membership, 0.0)
         return Meeting.TOGETHER
 
     def _await(
@@ -155,6 +161,15 @@ class Joining:
         """End a newcomer that is not wanted any more."""
         if signals.stop_requested():
             sys.exit(signals.exit_code())
+        ctx = self._context
         if self._watch.rendezvous.job_is_silent():
-            say("the job that this replica was to join has ended")
+            if ctx.mesh is not None:
+                ctx.mesh.gather_from_stages(b"")  # all end well, or none
+            if self._watch.speaks:
+                say("the job that this replica was to join has ended")
             sys.exit(0)
+        if ctx.watch is not None and ctx.watch.gone():
+            raise PeerLostError(
+                f"this replica cannot join the job without all of its processes: "
+                f"{ctx.watch.explain()}"
+            )

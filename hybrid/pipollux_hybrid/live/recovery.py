@@ -75,7 +75,9 @@ class Recovery:
         self._watch = watch
         self._losses = ctx.control.losses
         self._undo: Undo | None = None
-        self._losses.expected = watch.rendezvous.arbiter is not None
+        # Where each stage has a process, a replica that has lost one goes on from the checkpoint.
+        self._arbiter = watch.rendezvous.arbiter if ctx.mesh is None else None
+        self._losses.expected = self._arbiter is not None
         self._losses.recoverable = self._can_go_on
         self._losses.hang_up = self._hang_up
 
@@ -149,7 +151,7 @@ class Recovery:
 
     def _can_go_on(self, voids: bool) -> bool:
         ctx = self._context
-        here = self._watch.rendezvous.arbiter is not None and ctx.watch is not None
+        here = self._arbiter is not None and ctx.watch is not None
         ready = self._undo is not None and self._undo.ready
         return here and ctx.env.num_replicas > 1 and (ready or not voids)
 
@@ -192,7 +194,7 @@ class Recovery:
 
     def _form(self, lost: Membership, me: dict[str, Any]) -> tuple[Forming, list[dict[str, Any]]]:
         """Form the groups of those that are left; return what each says of itself."""
-        arbiter = self._watch.rendezvous.arbiter
+        arbiter = self._arbiter
         assert arbiter is not None  # noqa: S101  # else the loss was not noted
         newest = self._watch.newest
         for attempt in range(ATTEMPTS):

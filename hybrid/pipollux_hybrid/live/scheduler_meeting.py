@@ -48,7 +48,11 @@ class SchedulerMeeting:
         no checkpoints are saved there is no folder that all see."""
         self._lock = threading.Lock()
         self._says: dict[str, Any] = {"membership": 0 if env.joins else 1}
-        self._answer: Mapping[str, Any] = {}
+        self._heard: Mapping[str, Any] = {}
+        several = env.processes_per_replica > 1 and self._folder is not None
+        self._relay = self._folder / f"heard-{env.replica}" if several and self._folder else None
+        """Where the first process of a replica, whose heartbeats the answers are, tells the others
+        what it has heard."""
         self._answered = threading.Event()
         self._heartbeat: Heartbeat | None = None
 
@@ -65,7 +69,7 @@ class SchedulerMeeting:
         Raises:
             ConfigurationError: The scheduler does not take this replica's heartbeats.
         """
-        if not self._env.joins:
+        if not self._env.joins or self._env.stage > 0:
             return None
         heartbeat = Heartbeat.start(self._env, lambda: None, self)
         if heartbeat is None:
@@ -85,6 +89,11 @@ class SchedulerMeeting:
         heartbeat.close(goodbye=False)
         return bulletin
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether not all processes of this replica can hear what the scheduler says."""
+        return self._env.processes_per_replica > 1 and self._relay is None
+
     # What rides with heartbeats
 
     def told(self) -> Mapping[str, Any]:
@@ -94,10 +103,23 @@ class SchedulerMeeting:
 
     def take(self, answer: Mapping[str, Any]) -> float | None:
         """Take its answer; return the seconds until it wants to hear more."""
-        self._answer = answer
+        if self._relay is not None and answer != self._heard:
+            aside = self._relay.with_name(f".{self._relay.name}")
+            with suppress(OSError):  # as if it had been lost on its way
+                aside.write_text(json.dumps(answer))
+                aside.replace(self._relay)
+        self._heard = answer
         self._answered.set()
         again = answer.get("again")
         return None if again is None else float(again)
+
+    @property
+    def _answer(self) -> Mapping[str, Any]:
+        """What the scheduler has said last."""
+        if self._relay is not None and self._env.stage > 0:
+            with suppress(OSError, ValueError):
+                self._heard = json.loads(self._relay.read_text())
+        return self._heard
 
     # What a folder would hold
 
@@ -227,7 +249,7 @@ def _folder(env: JobEnvironment) -> Path | None:
     folder = env.checkpoint_dir / f"{FOLDER}{env.generation}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if env.rank == 0 and not env.joins:
+        if env.leads and not env.joins:
             for stale in env.checkpoint_dir.glob(f"{FOLDER}*"):
                 if stale != folder:
                     shutil.rmtree(stale, ignore_errors=True)

@@ -18,15 +18,17 @@ __all__ = ["go_on", "switch"]
 
 def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
     """Go over to the groups of another membership; all of its replicas call it."""
-    rank, size = forming.rank, len(forming.membership.replicas)
+    rank, size, mesh = forming.rank, len(forming.membership.replicas), ctx.mesh
     assert rank is not None and forming.store is not None  # noqa: S101, PT018  # it has formed
     watch.retire([*held_groups(), ctx.control.group])
-    become_default(forming.gradients, forming.store, forming.name, rank)
+    become_default(forming.gradients, forming.store, forming.name, forming.process)
     ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
+    if mesh is not None and forming.mesh_groups is not None:
+        mesh.rejoin(forming.mesh_groups, rank)
     hosts = ctx.control.gather_bytes(socket.gethostname().encode())
     num_nodes = forming.membership.num_nodes or len(set(hosts))
     ctx.env = replace(ctx.env, num_nodes=num_nodes)
-    if rank == 0:
+    if ctx.env.leads:
         watch.rendezvous.remove_store(forming.membership.number)
 
 

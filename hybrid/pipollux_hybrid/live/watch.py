@@ -73,10 +73,13 @@ class MembershipWatch:
         """What is about to come about."""
         self.changing = False
         """Whether replicas go over to what they have formed, some sooner than others."""
+        self.speaks = ctx.env.stage == 0
+        """Whether this process speaks for its replica, whose first one it is."""
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
-        self._signs = SignsOfLife(ctx.env.frozen_timeout)
+        # Where nobody goes on without a replica that is lost, a frozen one is like a slow one.
+        self._signs = SignsOfLife(ctx.env.frozen_timeout if ctx.mesh is None else 0.0)
         self._looking = threading.Lock()
         self._suspended = False
         self._retired: list[Any] = []
@@ -90,8 +93,9 @@ class MembershipWatch:
         self._ending.set()
         self._thread.join()
         self._retired.clear()
-        self.rendezvous.withdraw(self.replica)
-        if self.membership is not None and self.membership.rank(self.replica) == 0:
+        if self.speaks:
+            self.rendezvous.withdraw(self.replica)
+        if self._leads(self.membership):
             self.rendezvous.retract()
         if self.forming is not None:
             self.forming.drop()
@@ -101,7 +105,17 @@ class MembershipWatch:
         self._not_before = time.monotonic() + RETRY_AFTER
         self._forget(forming)
         forming.drop()
-        self.rendezvous.refuse(forming.membership.number, why, for_good=False)
+        self._refuse(forming.membership, why)
+
+    def tell_entered(self, membership: Membership, seconds: float) -> None:
+        """Say that this replica takes part in a membership now.
+
+        Args:
+            membership: The one.
+            seconds: How long nobody trained.
+        """
+        if self.speaks:
+            self.rendezvous.entered(membership, self._context.step or 0, seconds)
 
     def enter(self, forming: Forming) -> None:
         """Take part in a membership that has come about."""
@@ -110,7 +124,8 @@ class MembershipWatch:
             self._forget(forming)
             self.parked, self.membership, self.store = False, forming.membership, forming.store
             # Not a wish to leave that has come now.
-            self.rendezvous.withdraw_application(self.replica)
+            if self.speaks:
+                self.rendezvous.withdraw_application(self.replica)
 
     def leave(self) -> None:
         """Take part no more."""
@@ -137,7 +152,7 @@ class MembershipWatch:
     def abandon(self, forming: Forming) -> None:
         """Let go of a membership in which a replica was lost, and of where it met."""
         forming.drop()
-        if forming.rank == 0:
+        if forming.process == 0:
             self.rendezvous.remove_store(forming.membership.number)
 
     def resume(self, forming: Forming) -> None:
@@ -145,6 +160,14 @@ class MembershipWatch:
         self._highest = max(self._highest, forming.membership.number)
         self.enter(forming)
         self._suspended = False
+
+    def _leads(self, membership: Membership | None) -> bool:
+        """Return whether this process is the first one of a membership."""
+        return self.speaks and membership is not None and membership.rank(self.replica) == 0
+
+    def _refuse(self, membership: Membership, why: str, *, for_good: bool = False) -> None:
+        if self.speaks:
+            self.rendezvous.refuse(membership.number, why, for_good=for_good)
 
     def _forget(self, forming: Forming) -> None:
         if self.forming is forming:  # else the thread knows of another already
@@ -167,10 +190,10 @@ class MembershipWatch:
                 _LOG.exception("replicas cannot join or leave")
 
     def _look(self) -> None:
-        if self.membership is None:
+        if self.membership is None and self.speaks:
             me = Newcomer(self.replica, socket.gethostname(), self.parked, self.place)
             self.rendezvous.apply(me)
-        elif self.membership.rank(self.replica) == 0:
+        elif self.membership is not None and self._leads(self.membership):
             self._lead(self.membership)
         forming = self.forming
         if forming is not None and forming.failed and not self.rendezvous.self_governed:
@@ -181,6 +204,8 @@ class MembershipWatch:
         current = self.membership
         if proposal.rank(self.replica) is None and current is None:
             return
+        if current is None and self._context.mesh is not None and not self.parked:
+            return  # which groups there are to form is known when there is a model
         self._highest = proposal.number
         if current is None:
             refusal = ""
@@ -191,13 +216,14 @@ class MembershipWatch:
             refusal = self.refusal(len(proposal.replicas))
         never = None if current is None else self._never(current, proposal.replicas)
         if refusal or never:
-            self.rendezvous.refuse(proposal.number, never or refusal, for_good=never is not None)
+            self._refuse(proposal, never or refusal, for_good=never is not None)
         else:
             self.forming = Forming(
                 proposal,
                 self.replica,
                 self.rendezvous,
                 self.timeout,
+                self._context.mesh,
                 outline=lambda: outline(self._context.component(States)),
                 prepare=self._prepare if current is None else None,
                 prepares=self._context.prepares,
@@ -222,7 +248,8 @@ class MembershipWatch:
         cut = self._context.component(Metrics).cut
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)
-        self.rendezvous.post(Bulletin(current, self.place, balance, cannot))
+        processes = self._context.env.processes_per_replica
+        self.rendezvous.post(Bulletin(current, self.place, balance, cannot, processes))
         if cut is None or not self.rendezvous.self_governed:
             return
         forming, joining = self.forming, time.monotonic() >= self._not_before

@@ -104,6 +104,16 @@ class ProcessEngine:
         self._loss: Callable[[int, Any, Any], Tensor] = _no_loss
         self._failure: Exception | None = None
 
+    def rejoin(self, group: dist.ProcessGroup) -> None:
+        """Go on with the same processes in another group, between two batches.
+
+        Args:
+            group: The K processes of the replica, in the order of stages.
+        """
+        self._group = group
+        for chunk in self.chunks:
+            chunk.group = group
+
     @property
     def devices(self) -> list[torch.device]:
         """The device of this process for each stage: what it is given has to be there."""

@@ -52,7 +52,9 @@ class Bucket:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.stage, self._group = stage, group
+        self.stage = stage
+        self.group = group
+        """Whose processes have the same parameters; None: all."""
         self.parameters = list(parameters)
         self.device = parameters[0].device
         sizes = [_real(p.detach()).numel() for p in parameters]
@@ -98,7 +100,7 @@ class Bucket:
             if self.times is not None:
                 self._started, self._ended = time.perf_counter(), None
             # Callers launch in the same order on all replicas, whatever thread they are in.
-            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+            self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
         if self.times is not None and self.device.type != "cuda":
             self._work.get_future().add_done_callback(self._note_end)
 

@@ -68,17 +68,19 @@ class BufferSynchronizer:
         self._seen = self._versions()
 
     @classmethod
-    def of(cls, ctx: JobContext, module: nn.Module) -> BufferSynchronizer | None:
-        """Return one for the layers of this process; None for the stage of a single replica."""
-        if ctx.mesh is None:
-            return cls(module, ctx.env.num_replicas)
-        if ctx.env.num_replicas == 1:
-            return None
-        return cls(module, ctx.env.num_replicas, ctx.mesh.replicas)
+    def of(cls, ctx: JobContext, module: nn.Module) -> BufferSynchronizer:
+        """Return one for the layers of this process."""
+        group = None if ctx.mesh is None else ctx.mesh.replicas
+        return cls(module, ctx.env.num_replicas, group)
 
-    def rejoin(self, num_replicas: int) -> None:
-        """Go on with another number of replicas, which have the same buffers."""
-        self._num_replicas = num_replicas
+    def rejoin(self, num_replicas: int, group: dist.ProcessGroup | None) -> None:
+        """Go on with another number of replicas, which have the same buffers.
+
+        Args:
+            num_replicas: Number R of them.
+            group: Whose processes have the same layers now; None: all.
+        """
+        self._num_replicas, self._group = num_replicas, group
         self._seen = self._versions()
 
     def report(self) -> list[float]:

@@ -84,15 +84,22 @@ class Reducer:
         """Return the number of gradients that the parameter has received."""
         return self._counts.get(parameter, 0)
 
-    def successor(self, num_replicas: int) -> Reducer:
+    def successor(self, num_replicas: int, group: dist.ProcessGroup | None) -> Reducer:
         """Return one for another number of replicas, with the same buckets, as far as it has any.
 
         What was learnt of backwards is forgotten, as after a restart.
+
+        Args:
+            num_replicas: Number R of replicas.
+            group: Whose processes have the same parameters now; None: all.
         """
-        successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=num_replicas > 1)
+        several = num_replicas > 1
+        successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=several, group=group)
         if num_replicas > 1 and self.buckets:  # whose memory is there
             successor.parameters, successor.buckets = self.parameters, self.buckets
             successor._bucket_of = self._bucket_of
+            for bucket in self.buckets:
+                bucket.group = group
         return successor
 
     def make_room(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:

@@ -47,7 +47,6 @@ from .tied_copies import TiedCopies
 
 __all__ = ["GradientSynchronizer"]
 
-
 EXPLICIT = -2
 """In the place of autograd's number of a backward: the beginning and the end are told."""
 
@@ -90,8 +89,7 @@ class GradientSynchronizer:
         self._num_replicas = num_replicas
         self._control, self._losses = control, control.losses
         self._preconditioner = preconditioner
-        self._on_gradient = on_gradient
-        self._on_finished = on_finished
+        self._on_gradient, self._on_finished = on_gradient, on_finished
         self._buffers, self._tied = buffers, tied
         self._wire, self._mesh = (reduce_dtype, bucket_bytes), mesh
         group = mesh.replicas if mesh else None
@@ -109,8 +107,7 @@ class GradientSynchronizer:
         self._fresh = True
         self._averaged = False
         self._part: object | None = None
-        self._samples = 0
-        self._estimates = 0
+        self._samples = self._estimates = 0
         self._measurable = True
         self._unit = 0
         self._sqr = [NormSum() for _ in self._stages]
@@ -161,9 +158,12 @@ class GradientSynchronizer:
         """Go on with another number of replicas, as if anew, between two iterations."""
         check_wire(*self._wire, num_replicas)
         self._num_replicas = num_replicas
-        self._reducer = self._reducer.successor(num_replicas)
+        group = self._mesh.replicas if self._mesh else None
+        self._reducer = self._reducer.successor(num_replicas, group)
         if self._buffers is not None:
-            self._buffers.rejoin(num_replicas)
+            self._buffers.rejoin(num_replicas, group)
+        if self._tied is not None:
+            self._tied.rejoin()
         if self._losses.void:
             reset_gradients(self._stages, zeros=False)
         self._task, self._plans = None, []
@@ -360,7 +360,7 @@ class GradientSynchronizer:
         else:
             reducer.relaunch([late > 0.0 for late in total.late])
         reducer.write_back(self._reference / total.samples, total.present)
-        if self._buffers is not None:
+        if self._buffers is not None and self._num_replicas > 1:
             self._buffers.synchronize(total.buffers)
         if total.part_samples > 0.0:
             # A power of two, so that what is added up has the same digits whatever it is.
@@ -379,7 +379,7 @@ class GradientSynchronizer:
         if mesh is None:
             return self._summary(speaks=True).sum_over_replicas(self._control.ride)
         # The samples are those of a replica, which its first process counts.
-        summary = self._summary(speaks=mesh.device_mesh.get_local_rank("stage") == 0)
+        summary = self._summary(speaks=mesh.stage == 0)
         return summary.sum_over_replicas(self._control.ride, mesh.sum_over_replicas)
 
     def _summary(self, *, speaks: bool) -> IterationTotals:
@@ -390,7 +390,7 @@ class GradientSynchronizer:
             estimates=self._estimates if speaks else 0,
             sqr=self._sqr_sum(),
             unmeasurable=not self._measurable,
-            buffers=self._buffers.report() if self._buffers else [],
+            buffers=self._buffers.report() if self._buffers and self._num_replicas > 1 else [],
             late=late,
             present=present,
         )

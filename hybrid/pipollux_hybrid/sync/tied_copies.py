@@ -43,8 +43,6 @@ class _Shared:
     """The stages, from first to last."""
     parameter: nn.Parameter | None
     """This process's copy; None: it has none."""
-    group: dist.ProcessGroup | None
-    """The processes of this replica that hold it, in the order of stages."""
 
     @property
     def name(self) -> str:
@@ -95,13 +93,13 @@ class TiedCopies:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         holders = {p: tuple(sorted(stages)) for p, stages in held.items() if len(stages) > 1}
-        groups = {stages: ctx.mesh.among(stages) for stages in sorted(set(holders.values()))}
+        for stages in sorted(set(holders.values())):
+            ctx.mesh.among(stages)  # which all make at this place
         shared = [
             _Shared(
                 names=tuple(names[parameter]),
                 holders=stages,
                 parameter=parameter if ctx.env.stage in stages else None,
-                group=groups[stages],
             )
             for parameter, stages in holders.items()
         ]
@@ -122,6 +120,11 @@ class TiedCopies:
     def listed_names(self) -> dict[nn.Parameter, str]:
         """Return under what name the whole module lists each of this process's copies."""
         return {parameter: shared.name for parameter, shared in self._mine.items()}
+
+    def rejoin(self) -> None:
+        """Go on with other replicas, as if anew, between two iterations."""
+        self._contributions.clear()
+        self._added_up = False
 
     # --- gradients ---------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class TiedCopies:
         mine = mine.detach().contiguous()
         everyone = [torch.empty_like(mine) for _ in shared.holders]
         with _reaching_peers():
-            dist.all_gather(everyone, mine, group=shared.group)
+            dist.all_gather(everyone, mine, group=self._mesh.among(shared.holders))
         total = everyone[0]
         for other in everyone[1:]:
             total += other

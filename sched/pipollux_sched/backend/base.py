@@ -80,7 +80,7 @@ class ReplicaProgram:
     @property
     def can_grow(self) -> bool:
         """Whether replicas may join and leave while others train."""
-        return self.script is not None and not self.process_per_stage
+        return self.script is not None
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
         """Return where it saves: its own folder, else one in a directory that its nodes share."""

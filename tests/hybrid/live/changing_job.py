@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ class ChangingJob:
     Args:
         folder: for results and the rendezvous.
         repository: where the tests are.
-        settings: variables of all replicas, such as DATA and CHANGES.
+        settings: variables of all replicas, such as DATA and CHANGES; PROCESSES of each.
     """
 
     script = SCRIPT
@@ -44,19 +45,29 @@ class ChangingJob:
             "PIPOLLUX_HINTS_INTERVAL": "1000000",
             **settings,
         }
+        self.processes = int(settings.get("PROCESSES", "1"))
         self._started = ExitStack()
         self.programs: list[Forked] = []
 
     def begin(self, num_replicas: int) -> None:
         """Start the replicas that begin."""
-        replicas = Replicas(self.script, num_replicas, environment=self.environment)
+        count = num_replicas * self.processes
+        replicas = Replicas(self.script, count, environment=self.environment)
         self.programs += self._started.enter_context(replicas).programs
 
     def add(self, **settings: str) -> Forked:
-        """Start a replica that joins."""
+        """Start a replica that joins, which has one process."""
         program = Forked(self.script, environment={**self.environment, **settings})
         self.programs.append(self._started.enter_context(program))
         return program
+
+    def add_stages(self, **settings: str) -> list[Forked]:
+        """Start a replica that joins, with a process for each stage."""
+        told = {**self.environment, **settings}
+        count = int(told["PROCESSES"])
+        replicas = Replicas(self.script, count, environment=told)
+        self.programs += (programs := self._started.enter_context(replicas).programs)
+        return programs
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Return when something has happened; that a replica has failed is an error."""
@@ -93,7 +104,7 @@ class ChangingJob:
             for program in self.programs if what == "reached" else ():
                 program.send_signal(signal.SIGTERM)
         gate.unlink()
-        assert [program.wait() for program in self.programs] == [143] * num_replicas
+        assert {program.wait() for program in self.programs} == {143}
         self.programs.clear()
 
     def ask_to_leave(self, rank: int, num_replicas: int) -> None:
@@ -117,12 +128,12 @@ class ChangingJob:
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """Return the last lines of each step, in the order of ranks."""
+        """Return the last lines of each step, in the order of ranks, and of stages."""
         found = defaultdict(list)
         for line in self.lines():
             if line["ends"]:
                 found[line["step"]].append(line)
-        return {step: sorted(found[step], key=lambda x: x["rank"]) for step in sorted(found)}
+        return {step: sorted(found[step], key=_process) for step in sorted(found)}
 
     def check(self) -> list[tuple[int, int]]:
         """Check that nothing was lost, doubled, or differs between replicas.
@@ -133,19 +144,24 @@ class ChangingJob:
         changes: list[tuple[int, int]] = []
         for step, lines in self.steps().items():
             replicas = lines[0]["replicas"]
-            assert [line["rank"] for line in lines] == list(range(replicas)), step
+            everyone = itertools.product(range(replicas), range(self.processes))
+            assert [_process(line) for line in lines] == list(everyone), step
             assert {line["replicas"] for line in lines} == {replicas}
-            assert len({line["parameters"] for line in lines}) == 1, step
+            for stage in range(self.processes):
+                found = {line["parameters"] for line in lines[stage :: self.processes]}
+                assert len(found) == 1, (step, stage)
+            for rank in range(replicas):
+                found = {tuple(line["numbers"]) for line in lines if line["rank"] == rank}
+                assert len(found) == 1, (step, rank)
             assert len({line["rate"] for line in lines}) == 1, step
             if not changes or changes[-1][1] != replicas:
                 changes.append((step, replicas))
-        for epoch in range(EPOCHS):
-            taken = Counter(
-                number for x in self.lines() if x["epoch"] == epoch for number in x["numbers"]
-            )
+        for epoch, stage in itertools.product(range(EPOCHS), range(self.processes)):
+            lines = [x for x in self.lines() if (x["epoch"], x["stage"]) == (epoch, stage)]
+            taken = Counter(number for line in lines for number in line["numbers"])
             assert taken == Counter(range(SIZE))
         totals = [json.loads(x.read_text()) for x in self.results.glob("found-*.json")]
-        assert len(totals) == changes[-1][1]
+        assert len(totals) == changes[-1][1] * self.processes
         whole = {"sum": sum(range(SIZE)), "count": SIZE, "checked": SIZE}
         assert all(found == {k: EPOCHS * v for k, v in whole.items()} for found in totals)
         return changes
@@ -155,3 +171,7 @@ class ChangingJob:
 
     def __exit__(self, *_: object) -> None:
         self._started.close()
+
+
+def _process(line: dict[str, Any]) -> tuple[int, int]:
+    return line["rank"], line["stage"]

@@ -77,6 +77,32 @@ def die_when_formed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Drifting(nn.Module):
+    """A layer with a buffer that each forward changes, of which replica 0's is everybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.mean: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(inputs.detach().mean(), alpha=0.1)
+        return inputs + self.mean
+
+
+def make_module(kind: str) -> nn.Sequential:
+    """Layers with dropout: parameters depend on random numbers going on as after a restart."""
+    embedding = nn.Embedding(SIZE, 8)
+    layers = [embedding, nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3)]
+    if kind == "tied":
+        layers[-1] = nn.Linear(8, SIZE, bias=False)
+        layers[-1].weight = embedding.weight
+    if kind == "drifting":
+        layers[1] = Drifting()
+    return nn.Sequential(*layers).double()
+
+
 def digest(tensors: list[Tensor]) -> str:
     content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(content).hexdigest()[:16]
@@ -100,20 +126,25 @@ class Shrinking(Bound):
     shrinks = True
 
 
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
 def check_share(optimizer: torch.optim.Optimizer) -> None:
-    """A replica has moments of its own parameters only; each of the others has some of five."""
-    assert 1 <= len(optimizer.state) <= 5 - (pipollux.num_replicas() - 1)
+    """A replica has moments of its own parameters only; each of the others has some, too."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    others = pipollux.num_replicas() - 1
+    assert min(count - others, 1) <= len(optimizer.state) <= max(count - others, 1)
 
 
 def main() -> None:
-    pipollux.init_process_group("gloo", timeout=60.0)
+    processes = int(os.environ.get("PROCESSES", "1"))
+    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=processes)
+    stage = context().env.stage
     kind = os.environ.get("DATA", "indices")
     changes = {int(step) for step in os.environ.get("CHANGES", "").split(",") if step}
     torch.manual_seed(1)
-    # Dropout makes the parameters depend on random numbers going on as after a restart.
-    module = nn.Sequential(
-        nn.Embedding(SIZE, 8), nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3)
-    ).double()
+    module = make_module(os.environ.get("LAYERS", ""))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loader = make_loader(kind)
@@ -123,6 +154,7 @@ def main() -> None:
         module,
         optimizer,
         num_stages=num_stages,
+        schedule=os.environ.get("SCHEDULE") or None,
         lr_scheduler=schedule,
         check_replicas=True,
         shard_optimizer="SHARDED" in os.environ,
@@ -144,8 +176,9 @@ def main() -> None:
             meet_at(metrics.step, changes)
             numbers = batch[-1]
             optimizer.zero_grad()
-            output = model(numbers)
-            F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
+            model.train_step(numbers, numbers % 3, loss_of)
+            if "CLIPS" in os.environ:
+                model.clip_grad_norm_(0.1)
             optimizer.step()
             if "SHARDED" in os.environ and metrics.step:
                 check_share(optimizer)
@@ -158,6 +191,7 @@ def main() -> None:
                 "step": metrics.step,
                 "epoch": epoch,
                 "rank": pipollux.replica_rank(),
+                "stage": stage,
                 "replicas": pipollux.num_replicas(),
                 "numbers": counted.tolist(),
                 "ends": micro_step.is_optimizer_step,
@@ -168,7 +202,9 @@ def main() -> None:
             print(json.dumps(line), file=log, flush=True)
             if str(metrics.step) == os.environ.get("AUDITED"):
                 words = contents([context(), model, loader, checked, accum, average])
-                (RESULTS / f"audit-{pipollux.replica_rank()}.json").write_text(json.dumps(words))
+                (RESULTS / f"audit-{pipollux.replica_rank()}-{stage}.json").write_text(
+                    json.dumps(words)
+                )
         model.eval()
         for (numbers,) in checked:
             with torch.no_grad():
@@ -179,7 +215,7 @@ def main() -> None:
         schedule.step()
     with accum.synchronized():
         totals = {key: float(value) for key, value in accum.items()}
-    (RESULTS / f"found-{pipollux.replica_rank()}.json").write_text(json.dumps(totals))
+    (RESULTS / f"found-{pipollux.replica_rank()}-{stage}.json").write_text(json.dumps(totals))
 
 
 if __name__ == "__main__":
