@@ -153,6 +153,43 @@ def test_the_process_of_a_stage_is_killed(directory: Path, tmp_path: Path) -> No
     assert state.failures == 1
 
 
+def newcomers_of(directory: Path, stage: int) -> list[psutil.Process]:
+    found = []
+    for process in scripts_of(directory, stage):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if process.environ().get("PIPOLLUX_JOINS") == "1":
+                found.append(process)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_a_process_of_a_newcomer_is_killed_and_then_one_of_two_replicas(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Another newcomer takes the place; the death of one that trains is a restart."""
+    policy = Wish()
+    with scheduler_on(directory, policy, checkpoint_interval=0.5) as scheduler:
+        policy.allocations["stages"] = [A]
+        scheduler.submit(job(tmp_path, process_per_stage=True))
+        assert scheduler.wait(trains_on(A), timeout=240)
+        assert scheduler.wait(can_change, timeout=240)
+        policy.allocations["stages"] = [A, B]
+        until(lambda: newcomers_of(directory, 1), "it is started")
+        for process in newcomers_of(directory, 1):
+            process.kill()
+        assert scheduler.wait(trains_on(A, B), timeout=240)
+        assert scheduler.jobs()["stages"].state.generation == 1
+        until(lambda: list(directory.glob("**/model.pt.stage1")), "a checkpoint is there")
+        scripts_of(directory, 1)[0].kill()
+        assert scheduler.wait(
+            lambda jobs: jobs["stages"].state.generation == 2 and trains_on(A, B)(jobs), timeout=240
+        )
+        scheduler.control.cancel("stages")
+        assert scheduler.wait(lambda jobs: jobs["stages"].phase.ended, timeout=240)
+        state = scheduler.jobs()["stages"].state
+    assert state.failures == 1
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -57,7 +57,8 @@ def init_process_group(
         ConfigurationError: The environment is not what torchrun sets, differs between replicas,
             or the backend is unknown.
         ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and the backend is NCCL, or a scheduler
-            runs the job, or several replicas begin where a job is already.
+            runs the job, or several replicas begin where a job is already, or one with another
+            number of processes than its replicas have.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` cannot be written or is not shared, or there
             are checkpoints but none that this job can resume from.
     """

@@ -61,8 +61,8 @@ class Forming:
         self.rank = membership.rank(replica)
         """This replica's rank in it; None: it leaves."""
         stage, processes = (mesh.stage, mesh.num_stages) if mesh is not None else (0, 1)
-        self.process = (self.rank or 0) * processes + stage
-        """This process's rank among all of its processes."""
+        self.process = None if self.rank is None else self.rank * processes + stage
+        """This process's rank among all of its processes; None: it leaves."""
         self.num_processes = len(membership.replicas) * processes
         self.store: Store | None = None
         self.control: ReplicaGroup | None = None
@@ -129,16 +129,14 @@ class Forming:
 
     def _form(self) -> None:
         size, replicas = self.num_processes, len(self.membership.replicas)
-        assert self.rank is not None  # noqa: S101  # else there is no thread
+        assert self.rank is not None and self.process is not None  # noqa: S101, PT018  # there is a thread
         deadline = time.monotonic() + PATIENCE
         store = self.store = self._meet(self.membership.number, deadline)
         if size == 1:
             return
         if replicas > 1:
             self._make_room(store)
-        store.set(f"here-{self.process}", "1")
-        left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store.wait([f"here-{rank}" for rank in range(size)], left)
+        self._wait_for_all(store, "here", deadline)
 
         def form(name: str, rank: int, size: int) -> ReplicaGroup:
             options = {"patience": PATIENCE, "timeout": self._timeout}
@@ -148,6 +146,14 @@ class Forming:
         self.gradients = form("gradients", self.process, size)
         if self._mesh is not None:
             self.mesh_groups = self._mesh.form(form, self.rank, replicas)
+            # A process may have formed all of its own, and another one not.
+            self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
+
+    def _wait_for_all(self, store: Store, what: str, deadline: float) -> None:
+        """Say something in the store, and wait until all have said it."""
+        store.set(f"{what}-{self.process}", "1")
+        left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        store.wait([f"{what}-{rank}" for rank in range(self.num_processes)], left)
 
     def _make_room(self, store: Store) -> None:
         """Have memory made ready before anybody waits for it."""

@@ -53,6 +53,7 @@ class SchedulerMeeting:
         self._relay = self._folder / f"heard-{env.replica}" if several and self._folder else None
         """Where the first process of a replica, whose heartbeats the answers are, tells the others
         what it has heard."""
+        self._relayed: Mapping[str, Any] = {}
         self._answered = threading.Event()
         self._heartbeat: Heartbeat | None = None
 
@@ -103,12 +104,13 @@ class SchedulerMeeting:
 
     def take(self, answer: Mapping[str, Any]) -> float | None:
         """Take its answer; return the seconds until it wants to hear more."""
-        if self._relay is not None and answer != self._heard:
+        self._heard = answer
+        if self._relay is not None and answer != self._relayed:
             aside = self._relay.with_name(f".{self._relay.name}")
-            with suppress(OSError):  # as if it had been lost on its way
+            with suppress(OSError):  # the next one may go better
                 aside.write_text(json.dumps(answer))
                 aside.replace(self._relay)
-        self._heard = answer
+                self._relayed = answer
         self._answered.set()
         again = answer.get("again")
         return None if again is None else float(again)

@@ -18,10 +18,11 @@ __all__ = ["go_on", "switch"]
 
 def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
     """Go over to the groups of another membership; all of its replicas call it."""
-    rank, size, mesh = forming.rank, len(forming.membership.replicas), ctx.mesh
-    assert rank is not None and forming.store is not None  # noqa: S101, PT018  # it has formed
+    rank, process, mesh = forming.rank, forming.process, ctx.mesh
+    size = len(forming.membership.replicas)
+    assert rank is not None and process is not None and forming.store  # noqa: S101, PT018  # formed
     watch.retire([*held_groups(), ctx.control.group])
-    become_default(forming.gradients, forming.store, forming.name, forming.process)
+    become_default(forming.gradients, forming.store, forming.name, process)
     ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
     if mesh is not None and forming.mesh_groups is not None:
         mesh.rejoin(forming.mesh_groups, rank)

@@ -46,6 +46,7 @@ class ChangingJob:
             **settings,
         }
         self.processes = int(settings.get("PROCESSES", "1"))
+        self.epochs = int(settings.get("EPOCHS", EPOCHS))
         self._started = ExitStack()
         self.programs: list[Forked] = []
 
@@ -64,7 +65,7 @@ class ChangingJob:
     def add_stages(self, **settings: str) -> list[Forked]:
         """Start a replica that joins, with a process for each stage."""
         told = {**self.environment, **settings}
-        count = int(told["PROCESSES"])
+        count = int(told.get("PROCESSES", "1"))
         replicas = Replicas(self.script, count, environment=told)
         self.programs += (programs := self._started.enter_context(replicas).programs)
         return programs
@@ -156,14 +157,14 @@ class ChangingJob:
             assert len({line["rate"] for line in lines}) == 1, step
             if not changes or changes[-1][1] != replicas:
                 changes.append((step, replicas))
-        for epoch, stage in itertools.product(range(EPOCHS), range(self.processes)):
+        for epoch, stage in itertools.product(range(self.epochs), range(self.processes)):
             lines = [x for x in self.lines() if (x["epoch"], x["stage"]) == (epoch, stage)]
             taken = Counter(number for line in lines for number in line["numbers"])
             assert taken == Counter(range(SIZE))
         totals = [json.loads(x.read_text()) for x in self.results.glob("found-*.json")]
         assert len(totals) == changes[-1][1] * self.processes
         whole = {"sum": sum(range(SIZE)), "count": SIZE, "checked": SIZE}
-        assert all(found == {k: EPOCHS * v for k, v in whole.items()} for found in totals)
+        assert all(found == {k: self.epochs * v for k, v in whole.items()} for found in totals)
         return changes
 
     def __enter__(self) -> Self:

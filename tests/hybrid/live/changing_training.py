@@ -169,7 +169,7 @@ def main() -> None:
         pipollux.Accumulator()
     metrics = context().component(Metrics)
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
-    for epoch in pipollux.remaining_epochs_until(EPOCHS):
+    for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", EPOCHS))):
         model.train()
         for batch in loader:
             hold(metrics.step)

@@ -1,7 +1,7 @@
 """The changing training with a replica that dies by SIGKILL at a point of a change.
 
 `$FAULT` names the point, `$FAULTY_RANK` the replica among those that begin; a newcomer dies
-whatever its rank.
+whatever its rank. Where each stage has a process it is that of `$FAULTY_STAGE`, or all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pipollux
+from pipollux_hybrid.job.context import context
 from pipollux_hybrid.live import live_membership, newcomer, transfer
 from pipollux_hybrid.live.live_membership import LiveMembership
 from tests.hybrid.live import changing_training
@@ -45,9 +46,8 @@ def install(point: str) -> None:
     @functools.wraps(original)
     def dying(*args: Any, **keywords: Any) -> Any:
         result = None if end == "before" else original(*args, **keywords)
-        if os.environ.get("FAULTY_RANK", str(pipollux.replica_rank())) == str(
-            pipollux.replica_rank()
-        ):
+        here = str(pipollux.replica_rank()), str(context().env.stage)
+        if here == tuple(map(os.environ.get, ("FAULTY_RANK", "FAULTY_STAGE"), here)):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **keywords) if end == "before" else result
 

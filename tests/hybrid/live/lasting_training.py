@@ -41,7 +41,8 @@ def holdings(process: psutil.Process) -> dict[str, int]:
 
 
 def main() -> None:
-    pipollux.init_process_group("gloo", timeout=60.0)
+    processes = int(os.environ.get("PROCESSES", "1"))
+    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=processes)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     optimizer = torch.optim.AdamW(module.parameters())
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.randn(4096, WIDTH)), batch_size=24)
@@ -56,7 +57,7 @@ def main() -> None:
     for _ in pipollux.remaining_epochs_until(1_000_000):
         for (inputs,) in loader:
             optimizer.zero_grad()
-            model(inputs).square().mean().backward()
+            model.train_step(inputs, inputs, nn.functional.mse_loss)
             optimizer.step()
             average.update_parameters(module)
             if "SUMS" in os.environ:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.extent import first
 from tests.hybrid.live.changing_job import ChangingJob
-from tests.hybrid.live.changing_training import EPOCHS, SIZE
+from tests.hybrid.live.changing_training import SIZE
 from tests.waiting import until
 
 TRAINING = [
@@ -53,7 +53,7 @@ class FaultyJob(ChangingJob):
         found = [json.loads(x.read_text()) for x in self.results.glob("found-*.json")]
         whole = {"sum": sum(range(SIZE)), "count": SIZE, "checked": SIZE}
         assert found
-        assert all(x == {name: EPOCHS * value for name, value in whole.items()} for x in found)
+        assert all(x == {name: self.epochs * v for name, v in whole.items()} for x in found)
 
 
 def run(job: FaultyJob, *, leaves: int | None = None, **newcomer: str) -> list[int]:
@@ -61,7 +61,7 @@ def run(job: FaultyJob, *, leaves: int | None = None, **newcomer: str) -> list[i
     job.begin(2)
     job.wait_until_at(5)
     if leaves is None:
-        job.add(**newcomer)
+        job.add_stages(**newcomer)
     else:
         job.ask_to_leave(leaves, 2)
     codes = job.end()
@@ -123,3 +123,39 @@ def test_one_that_leaves_is_killed(tmp_path: Path, repository: Path, point: str,
     faulty = rank if point != "after the vote" else 1 - rank
     with make(tmp_path, repository, FAULT=point, FAULTY_RANK=str(faulty)) as job:
         run(job, leaves=rank)
+
+
+STAGES = {"PROCESSES": "2", "STAGES": "2", "EPOCHS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("point", "stage"),
+    [
+        *(("before it answers", "0"), ("when it has received", "1")),
+        *(("when it has joined", "1"), ("when it trains", "0")),
+    ],
+)
+@pytest.mark.exhaustive
+def test_a_process_of_a_newcomer_is_killed(
+    tmp_path: Path, repository: Path, point: str, stage: str
+) -> None:
+    """Where each stage has a process, its other one ends, too."""
+    with make(tmp_path, repository, **STAGES, **patience(point)) as job:
+        codes = run(job, FAULT=point, FAULTY_STAGE=stage)
+        if point in NEWCOMERS[:UNTIL_THE_VOTE]:
+            assert sorted(codes) == [-9, 0, 0, 0, 0, 1]
+            assert job.check() == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "stage"),
+    [("when it sends", "0", "1"), ("after the vote", "1", "0"), ("when it goes on", "0", "1")],
+)
+@pytest.mark.exhaustive
+def test_a_process_of_one_that_trains_is_killed(
+    tmp_path: Path, repository: Path, point: str, rank: str, stage: str
+) -> None:
+    """The job goes on from its checkpoint, and loses no sample."""
+    fault = {"FAULT": point, "FAULTY_RANK": rank, "FAULTY_STAGE": stage, **STAGES}
+    with make(tmp_path, repository, **fault, **patience(point)) as job:
+        run(job, FAULT="when it trains", FAULTY_RANK="none")

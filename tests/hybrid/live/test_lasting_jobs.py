@@ -36,7 +36,7 @@ def settle(job: ChangingJob, replicas: int) -> None:
 
     def trained() -> bool:
         running = [program.pid for program in job.programs if program.poll() is None]
-        if len(running) != replicas:
+        if len(running) != replicas * job.processes:
             return False
         last = [lines_of(job, pid)[-STEPS:] for pid in running]
         return all(
@@ -96,6 +96,26 @@ def test_after_fifty_changes_a_replica_holds_what_it_held_after_twentyfive(
     check_holdings(phases, 24, 48)
     check_holdings(phases, 25, 49)
     assert not [x.name for x in job.rendezvous.folder.iterdir() if "-" in x.name]
+
+
+@pytest.mark.exhaustive
+def test_so_does_one_of_several_processes(tmp_path: Path, repository: Path) -> None:
+    """In each of them, after 16 changes what it held after eight."""
+    with LastingJob(tmp_path / "job", repository, SUMS="1", PROCESSES="2") as job:
+        job.begin(1)
+        settle(job, 1)
+        stay = [program.pid for program in job.programs]
+        for _ in range(8):
+            job.add_stages()
+            settle(job, 2)
+            job.ask_to_leave(1, 2)
+            settle(job, 1)
+        stop(job)
+        for pid in stay:
+            phases = phases_of(lines_of(job, pid))
+            assert [phase[0]["replicas"] for phase in phases] == [1, *[2, 1] * 8]
+            check_holdings(phases, 7, 15)
+            check_holdings(phases, 8, 16)
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from tests.programs import Forked
 
 __all__ = ["make_job"]
 
-STAGES = {"PROCESSES": "2", "STAGES": "2"}
+STAGES = {"PROCESSES": "2", "STAGES": "2", "EPOCHS": "2"}
 
 
 def hold_at_four(job: ChangingJob, replicas: int) -> None:
@@ -33,7 +33,7 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
 
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
     """With both of its processes; every sample is taken once."""
-    job = make_job(CHANGES="5,9", **STAGES)
+    job = make_job(CHANGES="5,9", **{**STAGES, "EPOCHS": "1"})
     job.begin(1)
     job.wait_until_at(5)
     job.add_stages()
@@ -73,20 +73,21 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     first(
         1,
         [
-            "1 to 2, 1f1b, tied, indices",
-            "2 to 1, 1f1b, tied, accumulation",
-            "2 to 3, gpipe, plain, indices",
-            "2 to 3, interleaved, tied, indices",
-            "1 to 2, gpipe, drifting, accumulation",
+            "1 to 2, 1f1b, tied, indices, 1",
+            "2 to 1, 1f1b, tied, accumulation, 2",
+            "2 to 3, gpipe, plain, indices, 2",
+            "2 to 3, interleaved, tied, indices, 2",
+            "1 to 2, gpipe, drifting, accumulation, 2",
         ],
     ),
 )
 def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, case: str
 ) -> None:
-    replicas, schedule, layers, kind = case.split(", ")
+    replicas, schedule, layers, kind, epochs = case.split(", ")
     before, after = map(int, replicas.split(" to "))
-    settings = {"DATA": kind, "SCHEDULE": schedule, "LAYERS": layers, "CLIPS": "1", **STAGES}
+    settings = {"DATA": kind, "SCHEDULE": schedule, "LAYERS": layers, "CLIPS": "1"}
+    settings |= {**STAGES, "EPOCHS": epochs}
     live = make_job(CHANGES="5", **settings)
     live.begin(before)
     live.wait_until_at(5)
@@ -134,7 +135,7 @@ def test_a_newcomer_that_loses_a_process_costs_the_others_nothing(
     make_job: MakeJob, stage: int
 ) -> None:
     """Its other process ends, and says why; the next one joins."""
-    job = make_job(CHANGES="20", **STAGES)
+    job = make_job(CHANGES="9", **{**STAGES, "EPOCHS": "1"})
     hold_at_four(job, 1)
     newcomer = job.add_stages()
     job.wait_for(lambda: any(x.parked for x in job.rendezvous.newcomers()), "it is there")
@@ -145,10 +146,10 @@ def test_a_newcomer_that_loses_a_process_costs_the_others_nothing(
     (job.results / "hold-4").unlink()
     job.programs.remove(killed)
     job.programs.remove(other)
-    job.wait_until_at(20)
+    job.wait_until_at(9)
     job.add_stages()
     job.wait()
-    assert job.check() == [(1, 1), (23, 2)]
+    assert job.check() == [(1, 1), (12, 2)]
 
 
 @pytest.mark.exhaustive
@@ -168,7 +169,7 @@ def test_a_newcomer_with_another_number_of_processes_is_refused(
     make_job: MakeJob, ours: str
 ) -> None:
     theirs = {"1": "2", "2": "1"}[ours]
-    job = make_job(PROCESSES=ours, STAGES="2")
+    job = make_job(PROCESSES=ours, STAGES="2", EPOCHS="1")
     hold_at_four(job, 1)
     others = job.add_stages(PROCESSES=theirs)
     assert others[0].wait() == 1
