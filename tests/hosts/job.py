@@ -52,15 +52,27 @@ def torchrun(
     folder: Path,
     environment: Mapping[str, str],
     *arguments: str,
+    processes: int = 1,
 ) -> Iterator[Agents]:
-    """Run a script with a replica on each of some hosts, the first of which the others meet."""
+    """Run a script with a replica on each of some hosts, the first of which the others meet.
+
+    Args:
+        hosts: which there are.
+        names: those that it runs on.
+        script: file to run.
+        folder: for logs.
+        environment: added to this process's.
+        arguments: of the script.
+        processes: of each replica.
+    """
     meeting = [f"--nnodes={len(names)}", f"--master-addr={names[0]}", f"--master-port={PORT}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PIPOLLUX_PROGRESS": "0", **environment}
     with ExitStack() as files:
         agents = {}
         for rank, host in enumerate(names):
             command = [sys.executable, "-m", "torch.distributed.run", *meeting]
-            command += [f"--node-rank={rank}", "--nproc-per-node=1", str(script), *arguments]
+            count = f"--nproc-per-node={processes}"
+            command += [f"--node-rank={rank}", count, str(script), *arguments]
             log = files.enter_context((folder / f"{host}.log").open("wb"))
             agents[host] = hosts.run(host, command, env=env, stdout=log, stderr=log)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,18 @@ from tests.services import require_hosts
 pytestmark = pytest.mark.exhaustive
 
 
-def test_another_host_joins_and_the_first_leaves(tmp_path: Path, repository: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_another_host_joins_and_the_first_leaves(
+    tmp_path: Path, repository: Path, processes: int
+) -> None:
+    """A replica of one process, or of one for each stage."""
     require_hosts()
-    with Hosts(2) as hosts, ChangingJob(tmp_path / "job", repository, CHANGES="5,12") as job:
-        with torchrun(hosts, ["n1"], SCRIPT, tmp_path, job.environment) as first:
+    settings = {"CHANGES": "5,12", "PROCESSES": str(processes)}
+    with Hosts(2) as hosts, ChangingJob(tmp_path / "job", repository, **settings) as job:
+        run = partial(torchrun, hosts, processes=processes)
+        with run(["n1"], SCRIPT, tmp_path, job.environment) as first:
             job.wait_until_at(5)
-            with torchrun(hosts, ["n2"], SCRIPT, tmp_path, job.environment) as second:
+            with run(["n2"], SCRIPT, tmp_path, job.environment) as second:
                 job.wait_until_at(12)
                 job.ask_to_leave(0, 2)
                 assert first.wait() == {"n1": 0}, first.logs
