@@ -90,11 +90,6 @@ def standard_library(num_characters: int) -> bytes:
     return bytes(code for code in text if code < VOCABULARY)[:num_characters]
 
 
-def is_first() -> bool:
-    """Whether this process is the one that prints; a process by itself has no group."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=1)
@@ -164,7 +159,7 @@ def main() -> None:
         with sums.synchronized():
             mean = float(sums["loss"] / sums["windows"])
             sums.clear()
-        if is_first():
+        if pipollux.process_rank() == 0:
             print(f"epoch {epoch}: loss {mean:.3f} on held-out text", flush=True)
 
 

@@ -16,6 +16,7 @@ from pipollux_hybrid.elastic.process_group import (
     destroy_process_group,
     init_process_group,
     num_replicas,
+    process_rank,
     replica_rank,
 )
 from pipollux_hybrid.elastic.sampler import ElasticSampler
@@ -66,6 +67,7 @@ __all__ = [
     "load_state",
     "num_replicas",
     "pop",
+    "process_rank",
     "profile_layers",
     "register_for_checkpointing",
     "remaining_epochs_until",

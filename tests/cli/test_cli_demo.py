@@ -62,7 +62,7 @@ class Run:
         self.output = folder / "report"
         self.command = [
             *(PROGRAM, "demo", "--folder", str(self.output), "--examples", str(examples)),
-            *("--steps-alone", "15"),
+            *("--seconds-alone", "8"),
         ]
         self._log = (folder / "output.txt").open("w+")
         self.result = folder / "result.txt"
@@ -118,8 +118,8 @@ def start(tmp_path: Path, repository: Path) -> Iterator[Callable[[Callable[[Jobs
 
 
 def become_toy(job: dict[str, Any], *args: str) -> None:
-    """Have a job count steps instead of training."""
-    job.update(script=str(TOY), args=list(args))
+    """Have a job count steps instead of training, in one process a replica."""
+    job.update(script=str(TOY), args=list(args), process_per_stage=False)
 
 
 def of(events: list[dict[str, Any]], kind: str, job: str) -> list[dict[str, Any]]:
@@ -159,8 +159,10 @@ def test_two_jobs_to_the_end(start: Callable[..., Run], tmp_path: Path) -> None:
     hints.write_text(json.dumps(TWICE_AS_FAST))
 
     def change(jobs: Jobs) -> None:
-        become_toy(jobs[0], "--steps", "10", "--hints", str(hints), "--ends-on", "2")
-        jobs[1]["args"] = ["--epochs", "4"]
+        digits, char_lm = jobs
+        digits["args"] = ["--epochs", "4"]
+        become_toy(char_lm, "--steps", "10", "--hints", str(hints), "--ends-on", "2")
+        char_lm["max_replicas"] = 2
 
     run = start(change)
     events = ended_well(run)
@@ -180,25 +182,25 @@ def test_two_jobs_to_the_end(start: Callable[..., Run], tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_the_jobs_of_the_real_demonstration(start: Callable[..., Run]) -> None:
-    """Both train, on less data; how many replicas the pipeline gets is up to what it measures.
+    """Both train, on less data; who has how many replicas when is up to what they measure.
 
-    Whenever it gets others, one of them trains on: its loss has no gap.
+    Whenever digits gets others, one of them trains on: its loss has no gap.
     """
     characters = 240_000
 
     def change(jobs: Jobs) -> None:
-        jobs[0]["args"] = ["--epochs", "2", "--characters", str(characters)]
-        jobs[1]["args"] = ["--epochs", "8"]
+        jobs[0]["args"] = ["--epochs", "30"]
+        jobs[1]["args"] = ["--epochs", "2", "--characters", str(characters)]
 
     run = start(change)
     events = ended_well(run)
-    later = of(events, "allocated", "char-lm")[1:]
+    later = of(events, "allocated", "digits")[1:]
     assert [event["live"] for event in later] == [True] * len(later)
-    assert len(of(events, "first_step", "char-lm")) == 1
+    assert len(of(events, "first_step", "digits")) == 1
     loss = charts((run.output / "report.html").read_text())["loss-0-by-time"]
     assert (loss["bands"], len(loss["panels"][0]["lines"][0]["pieces"])) == ([], 1)
-    changes = of(events, "changed", "char-lm")
-    assert run.printed().count("char-lm: changed live: ") == len(changes)
+    changes = of(events, "changed", "digits")
+    assert run.printed().count("digits: changed live: ") == len(changes)
     samples = of(events, "progress", "char-lm")[-1]["samples"]
     windows = (characters - 1) // 64
     held_out = windows // 20
@@ -239,7 +241,7 @@ def test_interrupted_and_run_again(start: Callable[..., Run]) -> None:
 
     run = start(change)
     run.start()
-    run.wait_for("first_step", "digits")
+    run.wait_for("first_step", "char-lm")
     second = subprocess.run(run.command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert second.returncode == 1
     assert "another demonstration runs in" in second.stderr

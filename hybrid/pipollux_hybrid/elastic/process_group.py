@@ -27,7 +27,13 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .step_boundary import acknowledge
 
-__all__ = ["destroy_process_group", "init_process_group", "num_replicas", "replica_rank"]
+__all__ = [
+    "destroy_process_group",
+    "init_process_group",
+    "num_replicas",
+    "process_rank",
+    "replica_rank",
+]
 
 
 def init_process_group(
@@ -139,6 +145,15 @@ def num_replicas() -> int:
     One that has yet to join others is by itself until then.
     """
     return contexts.context().env.num_replicas
+
+
+def process_rank() -> int:
+    """Return the rank of this process among all of the job, 0 where there is no other.
+
+    Where each stage has a process these are R·K, replica r's from r·K on; elsewhere this is
+    :func:`replica_rank`. The one of rank 0 is the one that should print.
+    """
+    return contexts.context().env.world_rank
 
 
 def replica_rank() -> int:

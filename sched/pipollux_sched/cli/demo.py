@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pipollux_sched.cli.demo_run import STEPS_ALONE, Demo
+from pipollux_sched.cli.demo_run import SECONDS_ALONE, Demo
 
 from .console import FAILED, OutputFormat, print_data
 from .options import PolicyName, TableOutput
@@ -25,18 +25,19 @@ def demo(
             metavar="DIR", help="Folder of the example scripts.", show_default="the project's own"
         ),
     ] = None,
-    steps_alone: Annotated[
-        int, typer.Option(min=1, help="Steps of the first job before the second one arrives.")
-    ] = STEPS_ALONE,
+    seconds_alone: Annotated[
+        float, typer.Option(min=0, help="Seconds from the first job to the second one.")
+    ] = SECONDS_ALONE,
     policy: PolicyName = None,
     output: TableOutput = OutputFormat.table,
 ) -> None:
     """Train two real jobs under the scheduler on this machine, and write a report.
 
-    A transformer learns to write Python as a pipeline of two stages; a digit
-    classifier arrives, takes its share and finishes; the transformer grows to
-    two pipeline replicas, and the first of them trains on meanwhile. It takes
-    some minutes on two cores.
+    A digit classifier trains, and grows while it does. A transformer that
+    learns to write Python arrives, as a pipeline of two stages, each a process;
+    the classifier gives up what that needs, and trains on with the rest. Who
+    has how many replicas when is up to what they measure. It takes some minutes
+    on two cores.
 
     Ctrl-C ends every process, and what was done so far is still reported.
 
@@ -46,7 +47,7 @@ def demo(
     for_people = output is OutputFormat.table
     stream = sys.stdout if for_people else sys.stderr
     console = Console(stderr=not for_people, width=None if stream.isatty() else 120)
-    demonstration = Demo(folder, console, examples, steps_alone, policy)
+    demonstration = Demo(folder, console, examples, seconds_alone, policy)
     complete = demonstration.run()
     if for_people:
         console.print(f"Report: {demonstration.report}", soft_wrap=True, highlight=False)

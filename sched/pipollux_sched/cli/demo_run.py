@@ -1,8 +1,8 @@
 """The demonstration: two real training jobs under the scheduler, watched and reported.
 
-The first job has the machine to itself. The second one arrives once the first is training, takes
-its share and finishes, and the first one grows while it trains. Nothing is staged: the scheduler
-decides as it always does, only at shorter intervals.
+The first job has the machine to itself, and grows while it trains. The second one, a pipeline with
+a process for each stage, arrives and takes its share. Nothing is staged: the scheduler decides as
+it always does, only at shorter intervals.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ CHECKPOINT_INTERVAL = 20.0
 RESTART_SECONDS = 8.0
 """Intervals of rounds, hints and checkpoints, and the assumed cost of a restart, all shorter than
 on a cluster: these jobs train for minutes, not for days."""
-STEPS_ALONE = 60
-"""Optimizer steps of the first job before the second one arrives."""
-PATIENCE = 90.0
-"""Seconds after which the second job arrives in any case."""
+SECONDS_ALONE = 45.0
+"""Seconds from the first job to the second one: some rounds, in which the first grows."""
 GRACE = 20.0
 
 
@@ -56,7 +54,7 @@ class Demo:
             earlier demonstration left there is replaced.
         console: Where progress is shown.
         examples: Folder of the example scripts and of ``demo-cluster.yaml``, ``demo-jobs.yaml``.
-        steps_alone: Optimizer steps that the first job takes before the second one arrives.
+        seconds_alone: Seconds from the arrival of the first job to that of the second one.
         policy: Name of the allocation policy; None: the default.
 
     Raises:
@@ -69,7 +67,7 @@ class Demo:
         output: Path,
         console: Console,
         examples: Path | None = None,
-        steps_alone: int = STEPS_ALONE,
+        seconds_alone: float = SECONDS_ALONE,
         policy: str | None = None,
     ) -> None:
         folder = examples or find_examples()
@@ -81,9 +79,8 @@ class Demo:
             check_local(job)
         self._view = LiveView(console)
         self._console = console
-        self._steps_alone = steps_alone
+        self._seconds_alone = seconds_alone
         self._policy = make_policy(policy or DEFAULT_POLICY)
-        self._steps = 0
         self._log: TextIO | None = None
 
     @property
@@ -150,9 +147,9 @@ class Demo:
     def _submit_and_wait(self, scheduler: Scheduler, interruption: Interruption) -> None:
         first, *others = self._jobs
         scheduler.submit(first)
-        deadline = time.monotonic() + PATIENCE
-        while self._steps < self._steps_alone and time.monotonic() < deadline:
-            if interruption.wait(0.2) or self._over(scheduler):
+        deadline = time.monotonic() + self._seconds_alone
+        while time.monotonic() < deadline and not self._over(scheduler):
+            if interruption.wait(0.2):
                 break
         if not interruption.count:
             for job in others:
@@ -167,8 +164,6 @@ class Demo:
         if self._log is not None:
             self._log.write(json.dumps(event) + "\n")
             self._log.flush()
-        if event["type"] == "progress" and event["job"] == self._jobs[0].name:
-            self._steps = int(event["step"])
         self._view.on_event(event)
 
     def _say(self, sentence: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import HybridParallel, init_process_group, replica_rank
+from pipollux_hybrid import HybridParallel, init_process_group, process_rank, replica_rank
 from pipollux_hybrid.job.context import context
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -210,7 +210,8 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
 def drops_out(seeds_by_rank: bool) -> tuple[float, list[float], list[float]]:
     init_process_group("gloo")
     env = context().env
-    torch.manual_seed(5 + (env.world_rank if seeds_by_rank else 0))
+    assert (process_rank(), replica_rank()) == (env.stage, 0)
+    torch.manual_seed(5 + (process_rank() if seeds_by_rank else 0))
     module = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
     for layer in (module[0], module[2]):
         nn.init.eye_(layer.weight)
