@@ -14,6 +14,7 @@ from pipollux_hybrid.elastic.epoch import current_epoch, remaining_epochs_until
 from pipollux_hybrid.elastic.loader import AdaptiveDataLoader
 from pipollux_hybrid.elastic.process_group import (
     destroy_process_group,
+    device_mesh,
     init_process_group,
     num_replicas,
     process_rank,
@@ -63,6 +64,7 @@ __all__ = [
     "all_reduce_sum",
     "current_epoch",
     "destroy_process_group",
+    "device_mesh",
     "init_process_group",
     "load_state",
     "num_replicas",

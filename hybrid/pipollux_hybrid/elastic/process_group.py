@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
 from pipollux_hybrid.errors import ConfigurationError
@@ -29,6 +30,7 @@ from .step_boundary import acknowledge
 
 __all__ = [
     "destroy_process_group",
+    "device_mesh",
     "init_process_group",
     "num_replicas",
     "process_rank",
@@ -145,6 +147,27 @@ def num_replicas() -> int:
     One that has yet to join others is by itself until then.
     """
     return contexts.context().env.num_replicas
+
+
+def device_mesh() -> DeviceMesh:
+    """Return torch's mesh of the R·K processes, of dimensions ``replica`` and ``stage``.
+
+    For collectives of one's own. When replicas have joined or left, there is another one.
+
+    Example::
+
+        dist.all_reduce(tensor, group=pipollux.device_mesh().get_group("replica"))
+
+    Raises:
+        ConfigurationError: One process drives all stages of a replica.
+    """
+    mesh = contexts.context().mesh
+    if mesh is None:
+        raise ConfigurationError(
+            "there is no device mesh where one process drives all stages of a replica: the default "
+            "group is that of the replicas (a process for each stage: processes_per_replica=K)"
+        )
+    return mesh.device_mesh
 
 
 def process_rank() -> int:

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .env import JobEnvironment
 from .groups import ReplicaGroup, make_known
@@ -75,6 +76,14 @@ class ProcessMesh:
         self.column = ReplicaGroup(column, env.num_replicas)
         """The same processes as those of :attr:`replicas`, for tensors on the CPU."""
         self._among: dict[Stages, dist.ProcessGroup | None] = {}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's own mesh of (replica, stage), over the groups of the present replicas."""
+        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return DeviceMesh.from_group(
+            [self.replicas, self.stages], kind, self._ranks, mesh_dim_names=("replica", "stage")
+        )
 
     def among(self, stages: Stages) -> dist.ProcessGroup | None:
         """Return a group of some stages of this replica, in that order; None: this is another one.

@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipollux_hybrid import HybridParallel, init_process_group, process_rank, replica_rank
+from pipollux_hybrid import (
+    ConfigurationError,
+    HybridParallel,
+    device_mesh,
+    init_process_group,
+    process_rank,
+    replica_rank,
+)
 from pipollux_hybrid.job.context import context
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -205,6 +213,30 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
     ((plain,), (_,)) = run_stages(normalises_batches, 2, 1, 2)
     assert_close(first, plain, 1e-12)
     assert_close(second, plain, 1e-12)
+
+
+def adds_up_along_the_mesh() -> tuple[list[list[int]], list[float]]:
+    init_process_group("gloo")
+    mesh = device_mesh()
+    sums = []
+    for dimension in ("replica", "stage"):
+        number = torch.tensor(10.0 ** process_rank())
+        dist.all_reduce(number, group=mesh.get_group(dimension))
+        sums.append(float(number))
+    return mesh.mesh.tolist(), sums
+
+
+def test_the_mesh_is_torchs_own() -> None:
+    """Down a column are the processes of a stage, along a row those of a replica."""
+    ((first, second), (third, fourth)) = run_stages(adds_up_along_the_mesh, 2, 2)
+    assert [found for found, _ in (first, second, third, fourth)] == [[[0, 1], [2, 3]]] * 4
+    assert [sums for _, sums in (first, second)] == [[101, 11], [1010, 11]]
+    assert [sums for _, sums in (third, fourth)] == [[101, 1100], [1010, 1100]]
+
+
+def test_no_mesh_where_one_process_drives_all_stages() -> None:
+    with pytest.raises(ConfigurationError, match="one process drives all stages"):
+        device_mesh()
 
 
 def drops_out(seeds_by_rank: bool) -> tuple[float, list[float], list[float]]:
