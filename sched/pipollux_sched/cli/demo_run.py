@@ -37,7 +37,7 @@ CHECKPOINT_INTERVAL = 20.0
 RESTART_SECONDS = 8.0
 """Intervals of rounds, hints and checkpoints, and the assumed cost of a restart, all shorter than
 on a cluster: these jobs train for minutes, not for days."""
-SECONDS_ALONE = 45.0
+SECONDS_ALONE = 60.0
 """Seconds from the first job to the second one: some rounds, in which the first grows."""
 GRACE = 20.0
 
