@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -137,6 +138,15 @@ def check_share(optimizer: torch.optim.Optimizer) -> None:
     assert min(count - others, 1) <= len(optimizer.state) <= max(count - others, 1)
 
 
+def check_mesh(processes: int) -> None:
+    """Torch's mesh is that of the replicas that are left."""
+    mesh = pipollux.device_mesh()
+    for dimension, size in (("replica", pipollux.num_replicas()), ("stage", processes)):
+        count = torch.ones(())
+        dist.all_reduce(count, group=mesh.get_group(dimension))
+        assert count == size == mesh.size(mesh.mesh_dim_names.index(dimension))
+
+
 def main() -> None:
     processes = int(os.environ.get("PROCESSES", "1"))
     pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=processes)
@@ -215,6 +225,8 @@ def main() -> None:
         schedule.step()
     with accum.synchronized():
         totals = {key: float(value) for key, value in accum.items()}
+    if processes > 1:
+        check_mesh(processes)
     (RESULTS / f"found-{pipollux.replica_rank()}-{stage}.json").write_text(json.dumps(totals))
 
 
