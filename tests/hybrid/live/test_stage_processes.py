@@ -68,18 +68,16 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2, 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
-    first(
-        1,
-        [
-            "1 to 2, 1f1b, tied, indices, 1",
-            "2 to 1, 1f1b, tied, accumulation, 2",
-            "2 to 3, gpipe, plain, indices, 2",
-            "2 to 3, interleaved, tied, indices, 2",
-            "1 to 2, gpipe, drifting, accumulation, 2",
-        ],
-    ),
+    [
+        "1 to 2, 1f1b, tied, indices, 1",
+        "2 to 1, 1f1b, tied, accumulation, 2",
+        "2 to 3, gpipe, plain, indices, 2",
+        "2 to 3, interleaved, tied, indices, 2",
+        "1 to 2, gpipe, drifting, accumulation, 2",
+    ],
 )
 def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, case: str
@@ -130,7 +128,8 @@ def test_state_that_is_divided_is_divided_anew_as_replicas_come_and_go(make_job:
     assert divided == whole
 
 
-@pytest.mark.parametrize("stage", first(1, [1, 0]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 0])
 def test_a_newcomer_that_loses_a_process_costs_the_others_nothing(
     make_job: MakeJob, stage: int
 ) -> None:

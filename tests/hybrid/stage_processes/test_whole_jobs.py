@@ -147,6 +147,7 @@ def traced_job(folder: Path) -> list[list[list[float]]]:
     return [row["forward"] + row["backward"] for row in rows]
 
 
+@pytest.mark.exhaustive
 def test_stages_are_timed_in_all_processes(tmp_path: Path) -> None:
     """A row for each in the trace, in the schedule's order, and rows for all that they wait for.
 

@@ -161,6 +161,7 @@ def test_logs_of_one_generation(service: Service) -> None:
     assert len(service.admin.get("/jobs/toy/logs").json()) == 2
 
 
+@pytest.mark.exhaustive
 def test_the_link_is_for_terminals_alone(tmp_path: Path) -> None:
     """What is written into a log must not open everything."""
     (tmp_path / "cluster.yaml").write_text(CLUSTER)

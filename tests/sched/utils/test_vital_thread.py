@@ -52,6 +52,7 @@ def test_a_thread_that_dies_ends_the_process(
     assert processes_of(tmp_path / "s") == []
 
 
+@pytest.mark.exhaustive
 def test_how_threads_end() -> None:
     ending, wake = Event(), Event()
     threads = VitalThreads(ending)
