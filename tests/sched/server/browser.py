@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import psutil
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Route, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
@@ -18,6 +19,9 @@ FLAGS = (
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 """What a job may have for a message or in its log: words, and no more."""
+NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
+"""What becomes of all that Chromium has asked for when an interface comes or goes on this machine,
+as in tests of several hosts."""
 PATIENCE_MS = 120_000
 """How long something may take to show: machines that run tests are busy."""
 expect.set_options(timeout=PATIENCE_MS)
@@ -65,11 +69,13 @@ class Visit:
 
     def __post_init__(self) -> None:
         self.page.set_default_timeout(PATIENCE_MS)
-        self.page.on(
-            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
-        )
+        self.page.on("console", lambda said: self._note(said.type, said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind == "error" and NETWORK_CHANGED not in text:  # the page asks again
+            self.errors.append(text)
 
     def open(self, token: str | None, place: str = "/") -> Page:
         """Open a page of the scheduler, as the link does that `pipollux serve` prints."""
@@ -89,7 +95,22 @@ class Visit:
 @contextmanager
 def visit(browser: Browser, url: str, **options: object) -> Iterator[Visit]:
     context = browser.new_context(**options)  # type: ignore[arg-type]  # handed on
+    context.route(_is_of_page, _fetch)
     try:
         yield Visit(context.new_page(), url)
     finally:
         context.close()
+
+
+def _is_of_page(url: str) -> bool:
+    """Whether something is a file of the web page, for which no page would ask again."""
+    found = urlsplit(url)
+    return found.scheme.startswith("http") and (found.path == "/" or found.path.startswith("/web/"))
+
+
+def _fetch(route: Route) -> None:
+    """Bring a file past Chromium's network: see `NETWORK_CHANGED`."""
+    try:
+        route.fulfill(response=route.fetch())
+    except Error:  # there is no server
+        route.abort()
