@@ -195,11 +195,14 @@ def test_more_samples_micro_batches_and_replicas_take_longer(
     twice = nodes, replicas, 2 * atomic_bsz, accum_steps, num_microbatches
     assert times_of(params, twice).accum_time * SLACK >= times.accum_time
     # As large micro-batches, one more of them. Interleaved, K of them go round together, and one
-    # more can fill a round, which may then be over sooner.
-    if params.schedule != "interleaved":
-        more = num_microbatches + 1
-        one_more = nodes, replicas, atomic_bsz // num_microbatches * more, accum_steps, more
-        assert times_of(params, one_more).accum_time * SLACK >= times.accum_time
+    # more can fill a round, which may then be over sooner: of whole rounds there is one more.
+    size, some, more = atomic_bsz // num_microbatches, num_microbatches, 1
+    fewer = times
+    if params.schedule == "interleaved":
+        some, more = some * params.num_stages, params.num_stages
+        fewer = times_of(params, (nodes, replicas, size * some, accum_steps, some))
+    one_more = nodes, replicas, size * (some + more), accum_steps, some + more
+    assert times_of(params, one_more).accum_time * SLACK >= fewer.accum_time
     more_replicas = nodes, replicas + 1, atomic_bsz, accum_steps, num_microbatches
     assert times_of(params, more_replicas).network_time * SLACK >= times.network_time
 
