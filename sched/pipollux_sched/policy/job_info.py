@@ -110,6 +110,12 @@ class JobInfo:
     this over the speedup. None: unknown."""
     requested_replicas: int | None = None
     """The size that policies of fixed sizes give the job; None: `min_replicas`."""
+    team: str = ""
+    """The team whose quota it counts to; policies take no notice, `teams.TeamPolicy` does."""
+    priority: int = 0
+    """Jobs of a higher one go first where teams are configured."""
+    preempts: bool = True
+    """Whether it may take what jobs of lower priority hold."""
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)

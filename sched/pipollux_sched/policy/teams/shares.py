@@ -1,0 +1,156 @@
+"""How many slots each team may hold: its quota first, then what is lent, by priority and weight.
+
+Whole slots, shared by weighted max-min fairness (progressive filling, Bertsekas & Gallager, *Data
+Networks*, §6.5.2): the next slot goes to the team that has the least for its weight, until it has
+what it wants.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .team import Teams
+
+
+class Tier(NamedTuple):
+    """Jobs of one rank, of all teams; those that sort first go first."""
+
+    rank: int
+    """Minus their priority."""
+    preemptible: bool
+    """Jobs that are not get quota alone, as what they hold cannot be taken back."""
+    waits: bool
+    """Whether they take nothing from running jobs of lower priority."""
+
+
+class TeamGroup(NamedTuple):
+    """The jobs of a team in one tier, which a policy weighs against each other."""
+
+    tier: Tier
+    team: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a group asks for."""
+
+    wants: int
+    """Slots that the policy would give it if it were alone."""
+    holds: int = 0
+    """Slots that it holds now."""
+
+
+@dataclass(frozen=True)
+class SlotBudget:
+    """Slots that a group may hold."""
+
+    quota: int = 0
+    borrowed: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Both together."""
+        return self.quota + self.borrowed
+
+
+def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+    """Share an amount in whole units by weighted max-min fairness.
+
+    Example:
+        >>> fill(10, {"a": 2, "b": 9, "c": 9}, {"a": 1.0, "b": 1.0, "c": 3.0})
+        {'a': 2, 'b': 2, 'c': 6}
+    """
+    given = dict.fromkeys(wants, 0)
+    # A unit goes to the one that then has the least for its weight.
+    queue = [(1 / weights[name], name) for name, want in wants.items() if want > 0]
+    heapq.heapify(queue)
+    while amount > 0 and queue:
+        _, name = heapq.heappop(queue)
+        given[name] += 1
+        amount -= 1
+        if given[name] < wants[name]:
+            heapq.heappush(queue, ((given[name] + 1) / weights[name], name))
+    return given
+
+
+def budgets(
+    teams: Teams, capacity: int, claims: Mapping[TeamGroup, Claim], fixed: Mapping[str, int]
+) -> dict[TeamGroup, SlotBudget]:
+    """Return what every group may hold.
+
+    Args:
+        teams: quotas and limits.
+        capacity: slots that can be given.
+        claims: of the groups.
+        fixed: slots, besides those, that jobs of each team hold and that cannot be taken.
+    """
+    quota = _quotas(teams, capacity, claims, fixed)
+    total: Counter[str] = Counter()
+    for group, slots in quota.items():
+        total[group.team] += slots
+    names = {group.team for group in claims} | fixed.keys() | teams.by_name.keys()
+    unlent = sum(max(teams[n].kept - total[n] - fixed.get(n, 0), 0) for n in names)
+    borrowed = _loans(teams, max(capacity - total.total() - unlent, 0), claims, quota, fixed)
+    return {group: SlotBudget(quota[group], borrowed[group]) for group in claims}
+
+
+def _quotas(
+    teams: Teams, capacity: int, claims: Mapping[TeamGroup, Claim], fixed: Mapping[str, int]
+) -> dict[TeamGroup, int]:
+    """Return what each group gets of its team's quota, the first tier first."""
+    wants: Counter[str] = Counter()
+    for group, claim in claims.items():
+        wants[group.team] += claim.wants
+    due = {n: min(max(teams[n].quota - fixed.get(n, 0), 0), wants[n]) for n in sorted(wants)}
+    if sum(due.values()) > capacity:  # more was promised than there is, as when nodes are lost
+        due = fill(capacity, due, {name: float(max(teams[name].quota, 1)) for name in due})
+    given: dict[TeamGroup, int] = {}
+    for group in sorted(claims):
+        left = due[group.team] - _kept_below(
+            group, (g for g in claims if g.team == group.team), claims
+        )
+        given[group] = max(min(claims[group].wants, left), 0)
+        due[group.team] -= given[group]
+    return given
+
+
+def _loans(
+    teams: Teams,
+    pool: int,
+    claims: Mapping[TeamGroup, Claim],
+    quota: Mapping[TeamGroup, int],
+    fixed: Mapping[str, int],
+) -> Counter[TeamGroup]:
+    """Return what each group borrows, the first tier of all teams first, by weight."""
+    borrowed: Counter[TeamGroup] = Counter()
+    by_team = Counter({name: max(slots - teams[name].quota, 0) for name, slots in fixed.items()})
+    unmet = {g: Claim(c.wants - quota[g], max(c.holds - quota[g], 0)) for g, c in claims.items()}
+    for tier in sorted({group.tier for group in claims if group.tier.preemptible}):
+        groups = {group.team: group for group in sorted(claims) if group.tier == tier}
+        wants = {}
+        for name, group in groups.items():
+            limit = teams[name].borrow
+            left = unmet[group].wants if limit is None else limit - by_team[name]
+            wants[name] = max(min(unmet[group].wants, left), 0)
+        first = next(iter(groups.values()))
+        open_pool = pool - _kept_below(first, claims, unmet)
+        weights = {name: teams[name].weight for name in groups}
+        for name, slots in fill(max(open_pool, 0), wants, weights).items():
+            borrowed[groups[name]] = slots
+            by_team[name] += slots
+            pool -= slots
+    return borrowed
+
+
+def _kept_below(
+    group: TeamGroup, others: Iterable[TeamGroup], claims: Mapping[TeamGroup, Claim]
+) -> int:
+    """Return what lower tiers hold and keep, as this one takes nothing from them."""
+    if not group.tier.waits:
+        return 0
+    lower = (claims[other] for other in others if other.tier.rank > group.tier.rank)
+    return sum(min(claim.holds, claim.wants) for claim in lower)

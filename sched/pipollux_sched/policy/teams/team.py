@@ -1,0 +1,55 @@
+"""Teams as policies see them: what each may hold, borrow and lend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DEFAULT_NOTICE = 60.0
+"""Seconds from the notice that borrowed slots are wanted back to the moment they are taken."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """A team: Kueue's ClusterQueue in one cohort of all teams, Slurm's account.
+
+    Example:
+        >>> Team("vision", quota=8, borrow=4).most
+        12
+    """
+
+    name: str
+    quota: int = 0
+    """Slots that it has whenever its jobs can use them: Kueue's nominalQuota."""
+    borrow: int | None = None
+    """Slots beyond its quota that it may hold; None: no limit. Kueue's borrowingLimit."""
+    lend: int | None = None
+    """Slots of its quota that others may hold; None: all. Kueue's lendingLimit."""
+    weight: float = 1.0
+    """Its share of what is borrowed: Slurm's fairshare, Kueue's fair sharing weight."""
+    max_jobs: int | None = None
+    """Jobs that may hold slots at once: Slurm's GrpJobs."""
+    max_slots_per_job: int | None = None
+    """Slots that one job may hold: Slurm's MaxTRESPerJob."""
+
+    @property
+    def most(self) -> int | None:
+        """Slots that it may hold at most; None: no limit."""
+        return None if self.borrow is None else self.quota + self.borrow
+
+    @property
+    def kept(self) -> int:
+        """Slots of its quota that it does not lend, used or not."""
+        return 0 if self.lend is None else max(self.quota - self.lend, 0)
+
+
+@dataclass(frozen=True)
+class Teams:
+    """All teams of a cluster. A team that is not named has no quota, and may borrow."""
+
+    by_name: Mapping[str, Team] = field(default_factory=dict)
+    notice: float = DEFAULT_NOTICE
+    """Seconds of notice before borrowed slots are taken back."""
+
+    def __getitem__(self, name: str) -> Team:
+        return self.by_name.get(name) or Team(name)

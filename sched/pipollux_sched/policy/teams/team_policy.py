@@ -1,0 +1,279 @@
+"""A policy with teams around it: quotas, loans with notice, weights, priorities, limits.
+
+The policy itself is asked, and knows nothing of teams:
+
+1. What each group (the jobs of a team of one priority) would get if it were alone: what it wants.
+2. `budgets`: what it may hold.
+3. If that is less, how the policy would divide it, in a part of the cluster of that size.
+4. Where all this goes: one question with all jobs, none of which may have more than its part.
+
+What is left is offered (`offers`). If a team then has less of its quota than it would have if
+nobody borrowed, that answer counts, and what is left of it is offered.
+
+Slots are not taken from a team before it has had notice: until then its jobs stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipollux_sched.policy.allocation import Allocation, as_allocation, shape_of
+from pipollux_sched.policy.base import Policy
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo
+from pipollux_sched.policy.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
+
+from .eligible import eligible
+from .offers import Offers, held_by_team
+from .restricted import cut, slots_of, within
+from .shares import Claim, SlotBudget, TeamGroup, Tier, budgets
+from .subcluster import fitting_base, part_of, restricted_base, without
+from .team import Teams
+
+
+@dataclass(frozen=True)
+class TeamAnswer:
+    """Allocations of all jobs, and what was decided about teams on the way."""
+
+    allocations: dict[Any, Allocation]
+    notices: dict[Any, float] = field(default_factory=dict)
+    """Jobs that are to give slots back, and when, in seconds since the epoch."""
+    refused: dict[Any, str] = field(default_factory=dict)
+    """Jobs that a limit of their team keeps from running, and which."""
+    wants: dict[Any, int] = field(default_factory=dict)
+    """Slots that the policy would give each job if its team were alone."""
+
+
+@dataclass(frozen=True)
+class TeamPolicy:
+    """Asks a policy within the quotas and limits of teams.
+
+    Args:
+        policy: decides within each team.
+        teams: their quotas and limits.
+        now: seconds since the epoch, for notices.
+        notices: jobs that were told to give slots back, and when these are taken.
+
+    Example:
+        >>> from pipollux_sched.policy import ExactPolicy
+        >>> from .team import Team
+        >>> job = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, 0.0, 1, 8, team="a")
+        >>> teams = Teams({"a": Team("a", quota=2, borrow=1)})
+        >>> node = NodeInfo({"slots": 4})
+        >>> TeamPolicy(ExactPolicy(), teams).optimize({"j": job}, {"n": node}, {}, node)[0]
+        {'j': ['n', 'n', 'n']}
+    """
+
+    policy: Policy
+    teams: Teams
+    now: float = 0.0
+    notices: Mapping[Any, float] = field(default_factory=dict)
+
+    def allocate_job(
+        self,
+        job_info: JobInfo,  # noqa: ARG002  # the protocol's
+        nodes: Mapping[Any, NodeInfo],  # noqa: ARG002  # the protocol's
+    ) -> Allocation:
+        """Place nothing: whose slots are free cannot be seen from here, but by `optimize`."""
+        return Allocation()
+
+    def optimize(
+        self, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, node_template: NodeInfo
+    ) -> tuple[dict[Any, Allocation], int]:
+        """Allocate all jobs, as policies do."""
+        answer = self.solve(jobs, nodes, base_allocations, node_template)
+        return answer.allocations, len(nodes)
+
+    def solve(
+        self, jobs: Jobs, nodes: Nodes, base_allocations: Allocations, node_template: NodeInfo
+    ) -> TeamAnswer:
+        """Allocate all jobs, and return the notices that this takes."""
+        base = {n: as_allocation(jobs[n], a, nodes) for n, a in base_allocations.items() if a}
+        told: dict[Any, float] = {}
+        while True:
+            # What was given notice stays until that is over, as if it could not be moved.
+            kept = {
+                name: replace(job, preemptible=False) if name in told else job
+                for name, job in jobs.items()
+            }
+            allowed, refused = eligible(self.teams, kept, nodes, base)
+            round_ = _Round(self.policy, self.teams, allowed, nodes, base, node_template, told)
+            given = round_.answer()
+            news = self._notices(round_, given, told)
+            if not news:
+                break
+            told |= news
+        found = {name: given.get(name, Allocation()) for name in jobs}
+        result = {
+            name: _as_told(jobs[name], held, base_allocations.get(name, ()), nodes)
+            for name, held in found.items()
+        }
+        return TeamAnswer(result, told, refused, round_.wants)
+
+    def _notices(
+        self, round_: _Round, given: Mapping[Any, Allocation], told: Mapping[Any, float]
+    ) -> dict[Any, float]:
+        """Return jobs that would lose slots to other teams before they have had notice."""
+        jobs, nodes = round_.jobs, round_.nodes
+        before = held_by_team(jobs, nodes, {n: a for n, a in round_.base.items() if n in jobs})
+        after = held_by_team(jobs, nodes, given)
+        wanted: defaultdict[str, int] = defaultdict(int)
+        for name, slots in round_.wants.items():
+            wanted[jobs[name].team] += slots
+        found = {}
+        for name, held in round_.base.items():
+            if name in told or name not in jobs or is_pinned(jobs[name], held, nodes):
+                continue
+            team = jobs[name].team
+            loses = after[team] < min(before[team], wanted[team])
+            less = slots_of(jobs[name], given[name], nodes) < slots_of(jobs[name], held, nodes)
+            there = all(node in usable_nodes(nodes) for node in held)
+            due = self.notices.get(name, self.now + self.teams.notice)
+            if loses and less and there and due > self.now:
+                found[name] = due
+        return found
+
+
+class _Round:
+    """One decision with a given set of pinned jobs."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        teams: Teams,
+        jobs: Jobs,
+        nodes: Nodes,
+        base: Mapping[Any, Allocation],
+        template: NodeInfo,
+        told: Collection[Any],
+    ) -> None:
+        self._policy, self._teams, self._template, self._told = policy, teams, template, told
+        self.jobs, self.nodes, self.base = jobs, nodes, base
+        held = restricted_base(jobs, base)
+        self._pinned = {n: a for n, a in held.items() if is_pinned(jobs[n], a, nodes)}
+        self._free = without(jobs, nodes, self._pinned)
+        self._groups: defaultdict[TeamGroup, dict[Any, JobInfo]] = defaultdict(dict)
+        for name, job in jobs.items():
+            if name not in self._pinned:
+                tier = Tier(-job.priority, job.preemptible, not job.preempts)
+                self._groups[TeamGroup(tier, job.team)][name] = job
+        self._alone = {group: self._ask(self._free, group) for group in sorted(self._groups)}
+        self.wants = {
+            name: slots_of(jobs[name], allocation, nodes)
+            for answer in self._alone.values()
+            for name, allocation in answer.items()
+        }
+
+    def answer(self) -> dict[Any, Allocation]:
+        """Return the allocation of every job."""
+        if len(self._groups) == 1 and not self._pinned:
+            (group,) = self._groups
+            if self._budgets()[group].slots >= self._wanted(group):
+                return self._alone[group]  # nobody else is there, and nothing limits it
+        given = self._placed(self._budgets())
+        if not self._owed(given):
+            return given
+        alone = {group: SlotBudget(budget.quota) for group, budget in self._budgets().items()}
+        return min((given, self._placed(alone)), key=self._owed)
+
+    def _budgets(self) -> dict[TeamGroup, SlotBudget]:
+        usable = usable_nodes(self._free)
+        capacity = sum(node.resources.get("slots", 0) for node in usable.values())
+        claims = {
+            group: Claim(self._wanted(group), self._held(group)) for group in sorted(self._groups)
+        }
+        fixed = held_by_team(self.jobs, self.nodes, self._pinned)
+        return budgets(self._teams, capacity, claims, fixed)
+
+    def _owed(self, given: Mapping[Any, Allocation]) -> int:
+        """Return how many slots of their quota teams lack, that their jobs want."""
+        held = held_by_team(self.jobs, self.nodes, given)
+        due = held_by_team(self.jobs, self.nodes, self._pinned)
+        for group, budget in self._budgets().items():
+            due[group.team] += budget.quota
+        return sum(max(min(slots, self._teams[t].quota) - held[t], 0) for t, slots in due.items())
+
+    def _placed(self, budget: Mapping[TeamGroup, SlotBudget]) -> dict[Any, Allocation]:
+        """Divide budgets among jobs, place them all, and offer what is left."""
+        asked = {name: self.jobs[name] for name in self._pinned}
+        for group in self._groups:
+            for name, part in self._divided(group, budget[group].slots).items():
+                # What runs keeps its shape within reach, so that policies know how it runs.
+                slots = slots_of(self.jobs[name], part, self.nodes)
+                limited = within(self.jobs[name], slots, part.shape) if part else None
+                if limited is not None:
+                    asked[name] = limited
+        asked = {name: asked[name] for name in self.jobs if name in asked}
+        base = {
+            name: self.base[name]
+            for name in asked
+            if name in self.base and _has_shape(asked[name], self.base[name])
+        }
+        answer: Mapping[Any, Any] = {}
+        if asked:
+            answer, _ = self._policy.optimize(asked, self.nodes, base, self._template)
+        given = dict.fromkeys(self.jobs, Allocation())
+        for name, job in asked.items():
+            found = as_allocation(job, answer.get(name, ()), self.nodes)
+            if name not in self._pinned:
+                most = max(job.most_replicas(shape) * shape.slots for shape in job.all_shapes)
+                found = cut(job, found, most, self.nodes)
+            given[name] = found
+        self._uncrowd(given)
+        made = (self.jobs, self.nodes, self.base, self.wants, given, self._told)
+        Offers(self._teams, *made).make()
+        return given
+
+    def _uncrowd(self, given: dict[Any, Allocation]) -> None:
+        """Draw jobs together that share a node with one that stays only until its notice is over.
+
+        Policies take that for a pinned one, which may share its nodes with another distributed job.
+        """
+        crowded = {n for name in self._told if len(set(given[name])) > 1 for n in given[name]}
+        for name, held in given.items():
+            if name in self._pinned or len(set(held)) < 2 or not crowded & set(held):
+                continue
+            fullest = max(sorted(set(held), key=str), key=held.count)
+            count = held.count(fullest)
+            enough = count >= self.jobs[name].least_replicas
+            given[name] = Allocation([fullest] * count if enough else [], held.shape)
+
+    def _divided(self, group: TeamGroup, slots: int) -> Mapping[Any, Allocation]:
+        """Return how the policy divides some slots among the jobs of a group."""
+        if slots >= self._wanted(group):
+            return self._alone[group]
+        jobs = self._groups[group]
+        part = part_of(self._free, slots, jobs, restricted_base(jobs, self.base))
+        return self._ask(part, group)
+
+    def _ask(self, nodes: Nodes, group: TeamGroup) -> dict[Any, Allocation]:
+        jobs = self._groups[group]
+        base = restricted_base(jobs, self.base)
+        held = fitting_base(jobs, nodes, base)
+        answer, _ = self._policy.optimize(jobs, nodes, held, self._template)
+        return {name: as_allocation(jobs[name], answer.get(name, ()), nodes) for name in jobs}
+
+    def _wanted(self, group: TeamGroup) -> int:
+        return sum(self.wants[name] for name in self._groups[group])
+
+    def _held(self, group: TeamGroup) -> int:
+        held = restricted_base(self._groups[group], self.base)
+        return sum(slots_of(self.jobs[name], a, self.nodes) for name, a in held.items())
+
+
+def _has_shape(job: JobInfo, held: Allocation) -> bool:
+    shape = held.shape
+    return shape is not None and any(
+        (s.num_stages, s.gpu_type) == (shape.num_stages, shape.gpu_type) for s in job.all_shapes
+    )
+
+
+def _as_told(job: JobInfo, given: Allocation, base: Any, nodes: Nodes) -> Allocation:
+    """Return an allocation in the job's own shapes; one that is kept keeps its order."""
+    if not given:
+        return Allocation()
+    shape = shape_of(job, given, nodes)
+    same = sorted(map(str, base)) == sorted(map(str, given))
+    return Allocation(base if same else given, shape)

@@ -1,0 +1,268 @@
+"""Quotas, loans and limits around every policy, against rules written down a second time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipollux_sched.policy import ExactPolicy, JobInfo, NodeInfo
+from pipollux_sched.policy.rules import is_pinned
+from pipollux_sched.policy.teams.shares import fill
+from pipollux_sched.policy.teams.team import Team, Teams
+from pipollux_sched.policy.teams.team_policy import TeamAnswer, TeamPolicy
+from pipollux_sched.policy.teams.team_rules import team_violations
+from tests.extent import examples
+from tests.sched.policy.policy_cases import POLICIES, TEMPLATE, Case, cases, scaling, violations
+
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+NAMES = ("text", "vision", "web")
+
+
+@st.composite
+def teams(draw: st.DrawFn) -> Teams:
+    """Three teams at most, with and without limits."""
+    few, maybe = st.integers(0, 6), st.none() | st.integers(0, 6)
+    found = {}
+    for name in draw(st.sets(st.sampled_from(NAMES))):
+        found[name] = Team(
+            name,
+            quota=draw(few),
+            borrow=draw(maybe),
+            lend=draw(maybe),
+            weight=draw(st.sampled_from([0.5, 1.0, 3.0])),
+            max_jobs=draw(st.none() | st.integers(0, 3)),
+            max_slots_per_job=draw(st.none() | st.integers(1, 6)),
+        )
+    return Teams(found, notice=draw(st.sampled_from([0.0, 60.0])))
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Case:
+    """Any question to a policy, by jobs of teams."""
+    case = draw(cases())
+    jobs = {
+        name: replace(
+            job,
+            team=draw(st.sampled_from(NAMES)),
+            priority=draw(st.sampled_from([0, 0, 10])),
+            preempts=draw(st.booleans()),
+        )
+        for name, job in case.jobs.items()
+    }
+    return Case(jobs, case.nodes, case.base)
+
+
+def ask(case: Case, of: Teams, policy: Any = None, **told: Any) -> TeamAnswer:
+    layer = TeamPolicy(policy or ExactPolicy(), of, **told)
+    return layer.solve(case.jobs, case.nodes, case.base, TEMPLATE)
+
+
+@every_policy
+@examples(30, 300)
+@given(case=shared(), of=teams())
+def test_no_policy_breaks_a_rule(policy: str, case: Case, of: Teams) -> None:
+    answer = ask(case, of, POLICIES[policy].make())
+    assert violations(case, answer.allocations) == []
+    if not answer.notices:
+        assert team_violations(of, case.jobs, case.nodes, case.base, answer.allocations) == []
+    for name in answer.notices:
+        assert Counter(answer.allocations[name]) == Counter(case.base[name])
+
+
+@every_policy
+@examples(15, 60)
+@given(case=cases())
+def test_one_team_without_limits_is_as_none(policy: str, case: Case) -> None:
+    if any(is_pinned(j, case.base.get(n, ()), case.nodes) for n, j in case.jobs.items()):
+        return
+    plain, _ = POLICIES[policy].make().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
+    if len({job.preemptible for job in case.jobs.values()}) < 2 and all(
+        job.preemptible for job in case.jobs.values()
+    ):
+        answer = ask(case, Teams(notice=0.0), POLICIES[policy].make()).allocations
+        assert (answer, stages(answer)) == (plain, stages(plain))
+
+
+def stages(answer: Mapping[Any, Any]) -> dict[Any, int | None]:
+    return {name: given.num_stages for name, given in answer.items()}
+
+
+# Where every replica takes one slot and any number is better, what is right can be counted.
+
+
+def job(team: str, most: int = 64, **more: Any) -> JobInfo:
+    return JobInfo({"slots": 1}, scaling(0.01), 0.0, 1, most, team=team, age=3600.0, **more)
+
+
+def held(case: Case, answer: Mapping[Any, Any]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, nodes in answer.items():
+        found[case.jobs[name].team] += len(nodes)
+    return found
+
+
+@st.composite
+def counted(draw: st.DrawFn) -> tuple[Case, Teams]:
+    """Jobs of one slot a replica on one node, which all want as much as they may have."""
+    slots = draw(st.integers(1, 10))
+    jobs: dict[Any, JobInfo] = {}
+    for number in range(draw(st.integers(1, 5))):
+        team = draw(st.sampled_from(NAMES))
+        jobs[f"j{number}"] = job(team, draw(st.integers(1, 12)))
+    base: dict[Any, list[str]] = {}
+    left = slots
+    for name, info in jobs.items():
+        has = draw(st.integers(0, min(left, info.max_replicas)))
+        left -= has
+        if has:
+            base[name] = ["n"] * has
+    quotas = {name: draw(st.integers(0, 5)) for name in NAMES}
+    of = {
+        name: Team(
+            name,
+            quota=quota,
+            borrow=draw(st.none() | st.integers(0, 4)),
+            lend=draw(st.none() | st.integers(0, 4)),
+            weight=draw(st.sampled_from([1.0, 2.0])),
+        )
+        for name, quota in quotas.items()
+    }
+    return Case(jobs, {"n": NodeInfo({"slots": slots})}, base), Teams(of, notice=0.0)
+
+
+def wanted(case: Case) -> dict[str, int]:
+    """What each team would take of an empty cluster."""
+    slots = case.nodes["n"].resources["slots"]
+    most: Counter[str] = Counter()
+    for info in case.jobs.values():
+        most[info.team] += info.max_replicas
+    return {name: min(most[name], slots) for name in NAMES}
+
+
+def best_totals(case: Case, of: Teams) -> set[tuple[int, ...]]:
+    """Every division among teams that is allowed, by trying all, and keeps the most of quotas."""
+    slots = case.nodes["n"].resources["slots"]
+    wants = [
+        sum(min(j.max_replicas, slots) for j in case.jobs.values() if j.team == n) for n in NAMES
+    ]
+    wants = [min(want, slots) for want in wants]
+
+    def allowed(division: tuple[int, ...]) -> bool:
+        if sum(division) > slots:
+            return False
+        for name, has in zip(NAMES, division, strict=True):
+            team = of[name]
+            if team.most is not None and has > team.most:
+                return False
+        unlent = sum(max(of[n].kept - h, 0) for n, h in zip(NAMES, division, strict=True))
+        lent = sum(max(h - of[n].quota, 0) for n, h in zip(NAMES, division, strict=True))
+        return not lent or sum(division) + unlent <= slots
+
+    tried = [d for d in itertools.product(*(range(w + 1) for w in wants)) if allowed(d)]
+
+    def due(division: tuple[int, ...]) -> int:
+        return sum(min(h, of[n].quota) for n, h in zip(NAMES, division, strict=True))
+
+    most = max(due(d) for d in tried)
+    full = [d for d in tried if due(d) == most]
+    used = max(sum(d) for d in full)
+    return {d for d in full if sum(d) == used}
+
+
+@examples(200, 2000)
+@given(asked=counted())
+def test_quotas_are_kept_and_nothing_is_idle_by_brute_force(asked: tuple[Case, Teams]) -> None:
+    case, of = asked
+    answer = ask(case, of).allocations
+    has = held(case, answer)
+    assert tuple(has[name] for name in NAMES) in best_totals(case, of), dict(has)
+
+
+@examples(200, 2000)
+@given(asked=counted())
+def test_what_is_borrowed_is_shared_by_weight(asked: tuple[Case, Teams]) -> None:
+    """No team could have a borrowed slot more at the cost of one that has more for its weight."""
+    case, of = asked
+    has = held(case, ask(case, of).allocations)
+    slots = case.nodes["n"].resources["slots"]
+    wants = {
+        n: min(slots, sum(j.max_replicas for j in case.jobs.values() if j.team == n)) for n in NAMES
+    }
+    loans = {name: max(has[name] - of[name].quota, 0) for name in NAMES}
+    for poor, rich in itertools.permutations(NAMES, 2):
+        limit = of[poor].most
+        if has[poor] >= wants[poor] or has[poor] < of[poor].quota or has[poor] == limit:
+            continue
+        assert (loans[rich] - 1) / of[rich].weight <= (loans[poor] + 1) / of[poor].weight + 1e-9
+
+
+def test_the_quota_comes_back_after_the_notice() -> None:
+    of = Teams({n: Team(n, quota=4) for n in ("text", "vision")}, notice=60.0)
+    case = Case({"t": job("text")}, {"n": NodeInfo({"slots": 8})}, {})
+    lent = ask(case, of).allocations
+    assert held(case, lent) == {"text": 8}
+    case = Case({**case.jobs, "v": job("vision")}, case.nodes, {"t": lent["t"]})
+    first = ask(case, of, now=1000.0)
+    assert held(case, first.allocations) == {"text": 8, "vision": 0}
+    assert first.notices == {"t": 1060.0}
+    waits = ask(case, of, now=1059.0, notices=first.notices)
+    assert (waits.allocations, waits.notices) == (first.allocations, first.notices)
+    after = ask(case, of, now=1060.0, notices=first.notices)
+    assert (held(case, after.allocations), after.notices) == ({"text": 4, "vision": 4}, {})
+
+
+def test_borrowers_shrink_rather_than_stop() -> None:
+    of = Teams({"vision": Team("vision", quota=4, borrow=0)}, notice=0.0)
+    jobs = {"a": job("text"), "b": job("text"), "v": job("vision")}
+    case = Case(jobs, {"n": NodeInfo({"slots": 8})}, {"a": ["n"] * 4, "b": ["n"] * 4})
+    answer = ask(case, of).allocations
+    assert held(case, answer) == {"text": 4, "vision": 4}
+    assert all(answer.values())
+
+
+def test_a_wide_replica_of_the_lender_finds_room_among_scattered_loans() -> None:
+    of = Teams({"vision": Team("vision", quota=4)}, notice=0.0)
+    narrow = {f"t{n}": job("text", 1) for n in range(4)}
+    wide = JobInfo({"slots": 4}, scaling(0.01), 0.0, 1, 1, num_stages=4, team="vision", age=3600.0)
+    nodes = {name: NodeInfo({"slots": 4}) for name in ("m", "n")}
+    base = {f"t{n}": ["mn"[n % 2]] for n in range(4)}
+    answer = ask(Case({**narrow, "v": wide}, nodes, base), of).allocations
+    assert len(answer["v"]) == 1
+    assert sum(map(len, answer.values())) == 5
+
+
+def test_higher_priority_goes_first_and_preempts_where_it_may() -> None:
+    of = Teams({"text": Team("text", quota=4, borrow=0)}, notice=60.0)
+    nodes = {"n": NodeInfo({"slots": 8})}
+    base = {"low": ["n"] * 4}
+    for preempts, expected in ((True, {"low": 1, "high": 3}), (False, {"low": 4, "high": 0})):
+        jobs = {"low": job("text", 4), "high": job("text", 3, priority=5, preempts=preempts)}
+        answer = ask(Case(jobs, nodes, base), of).allocations
+        assert {name: len(given) for name, given in answer.items()} == expected
+
+
+def test_jobs_that_cannot_be_stopped_do_not_borrow() -> None:
+    of = Teams({"text": Team("text", quota=3)})
+    jobs = {"fixed": job("text", 8, preemptible=False), "other": job("text", 2)}
+    case = Case(jobs, {"n": NodeInfo({"slots": 8})}, {})
+    assert {n: len(a) for n, a in ask(case, of).allocations.items()} == {"fixed": 3, "other": 2}
+
+
+def test_limits_on_jobs_say_what_they_refuse() -> None:
+    of = Teams({"text": Team("text", quota=8, max_jobs=1, max_slots_per_job=2)})
+    jobs = {"a": job("text"), "b": job("text")}
+    answer = ask(Case(jobs, {"n": NodeInfo({"slots": 8})}, {"b": ["n"]}), of)
+    assert {n: len(a) for n, a in answer.allocations.items()} == {"a": 0, "b": 2}
+    assert answer.refused == {"a": "team text has the 1 running jobs it may have"}
+
+
+def test_a_loan_is_filled_by_weight_whatever_the_order() -> None:
+    assert fill(7, {"a": 9, "b": 9}, {"a": 2.0, "b": 1.0}) == {"a": 5, "b": 2}
+    assert fill(3, {"b": 1, "a": 1}, {"a": 1.0, "b": 1.0}) == {"a": 1, "b": 1}
