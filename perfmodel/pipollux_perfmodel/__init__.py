@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from pipollux_perfmodel.hints.hints import HintsError, SchedHints
     from pipollux_perfmodel.hints.stage_speedups import stage_speedups
+    from pipollux_perfmodel.partitioning.chunks import chunk_cuts, cut_chunks
     from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
     from pipollux_perfmodel.partitioning.memory import (
         interleaved_memory,
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
         stage_memory,
     )
     from pipollux_perfmodel.partitioning.partition import least_memory, partition
-    from pipollux_perfmodel.partitioning.schedules import ScheduleOption, compare_schedules
+    from pipollux_perfmodel.partitioning.schedules import (
+        ScheduleOption,
+        compare_schedules,
+        least_schedule_memory,
+        reschedule,
+    )
     from pipollux_perfmodel.partitioning.stage_plan import (
         StagePlan,
         correct_profile,
@@ -74,8 +80,10 @@ __all__ = [
     "StagePlan",
     "StepTime",
     "bubble_fraction",
+    "chunk_cuts",
     "compare_schedules",
     "correct_profile",
+    "cut_chunks",
     "even_shares",
     "fit_like_adaptdl",
     "fit_measurements",
@@ -87,12 +95,14 @@ __all__ = [
     "interleaved_memory",
     "largest_micro_bsz",
     "least_memory",
+    "least_schedule_memory",
     "one_f_one_b_schedule",
     "partition",
     "perf_params_from_json",
     "perf_params_to_json",
     "plan_stages",
     "price_stages",
+    "reschedule",
     "restage",
     "stage_memory",
     "stage_speedups",
@@ -106,7 +116,13 @@ _HOMES = {
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
     "partitioning.memory": ("interleaved_memory", "largest_micro_bsz", "stage_memory"),
     "partitioning.partition": ("least_memory", "partition"),
-    "partitioning.schedules": ("ScheduleOption", "compare_schedules"),
+    "partitioning.schedules": (
+        "ScheduleOption",
+        "compare_schedules",
+        "least_schedule_memory",
+        "reschedule",
+    ),
+    "partitioning.chunks": ("chunk_cuts", "cut_chunks"),
     "partitioning.stage_plan": (
         "StagePlan",
         "correct_profile",

@@ -84,8 +84,7 @@ def stage_memory(
     samples, count = np.broadcast_arrays(
         np.asarray(micro_bsz, float), np.asarray(num_microbatches, float)
     )
-    if not np.all(np.isfinite(samples) & (samples >= 0)):
-        raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
+    _checked_samples(samples)
     fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
     return np.asarray(fixed + per_sample * samples)
 
@@ -124,31 +123,40 @@ def interleaved_memory(
         >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
         [8.0, 4.0]
     """
-    check_choices(checkpoint, "1f1b")
-    check_balance(balance, profile.num_layers)
-    if num_devices < 1 or len(balance) % num_devices:
-        raise ValueError(
-            f"num_devices is {num_devices}; give a number that divides the {len(balance)} stages"
+    samples = _checked_samples(np.asarray(micro_bsz, float))
+    state, per_sample = _device_bytes(profile, balance, num_devices, num_microbatches, checkpoint)
+    column = (-1,) + (1,) * samples.ndim
+    return np.asarray(state.reshape(column) + per_sample.reshape(column) * samples)
+
+
+def largest_interleaved_micro_bsz(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    num_devices: int,
+    memory_limit: float,
+    num_microbatches: ArrayLike,
+    *,
+    checkpoint: Checkpoint = "never",
+) -> Floats:
+    """Return the most whole samples per micro-batch that fit every device, interleaved.
+
+    As `largest_micro_bsz`, with the devices of `interleaved_memory`.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
+        >>> largest_interleaved_micro_bsz(profile, [2] * 4, 2, 25.0, 8).tolist()
+        2.0
+    """
+    check_limit(memory_limit)
+    counts = np.asarray(num_microbatches)
+    most = [
+        _most_samples(
+            *_device_bytes(profile, balance, num_devices, int(count), checkpoint), memory_limit
         )
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
-    samples = np.asarray(micro_bsz, float)
-    if not np.all(np.isfinite(samples) & (samples >= 0)):
-        raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
-    starts = [start for start, _ in stage_ranges(balance)]
-    state = np.add.reduceat(state_bytes(profile), starts)
-    inputs = profile.boundary_bytes()[starts].tolist()
-    activations = profile.by_stage("activation_bytes", balance).tolist()
-    memory = []
-    for device in range(num_devices):
-        order = device_order("interleaved", device, num_devices, len(balance), num_microbatches)
-        if checkpoint == "never":
-            recomputed = 0
-        else:
-            recomputed = num_microbatches - (checkpoint == "except_last")
-        most = _most_kept(order, inputs, activations, recomputed)
-        memory.append(state[device::num_devices].sum() + most * samples)
-    return np.array(memory)
+        for count in counts.ravel()
+    ]
+    return np.reshape(np.array(most), counts.shape)
 
 
 def largest_micro_bsz(
@@ -186,12 +194,7 @@ def largest_micro_bsz(
     check_limit(memory_limit)
     count = np.asarray(num_microbatches, float)
     fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
-    room = memory_limit - fixed
-    positive = per_sample > 0
-    samples = np.where(positive, room / np.where(positive, per_sample, 1.0), np.inf)
-    samples = np.where(room >= 0, np.maximum(samples, 0.0), 0.0)
-    # 15.999999999999998 samples are 16.
-    return np.asarray(np.floor(samples.min(axis=0) * (1 + _ROUNDING)))
+    return _most_samples(fixed, per_sample, memory_limit)
 
 
 def kept_bytes(
@@ -250,6 +253,55 @@ def check_limit(memory_limit: float) -> None:
     """
     if not (math.isfinite(memory_limit) and memory_limit > 0):
         raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
+
+
+def _checked_samples(samples: Floats) -> Floats:
+    if not np.all(np.isfinite(samples) & (samples >= 0)):
+        raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
+    return samples
+
+
+def _most_samples(fixed: Floats, per_sample: Floats, memory_limit: float) -> Floats:
+    """Return the most whole samples that fit the fullest device; devices are the first index."""
+    room = memory_limit - fixed
+    positive = per_sample > 0
+    samples = np.where(positive, room / np.where(positive, per_sample, 1.0), np.inf)
+    samples = np.where(room >= 0, np.maximum(samples, 0.0), 0.0)
+    # 15.999999999999998 samples are 16.
+    return np.asarray(np.floor(samples.min(axis=0) * (1 + _ROUNDING)))
+
+
+def _device_bytes(
+    profile: LayerProfile,
+    balance: Sequence[int],
+    num_devices: int,
+    num_microbatches: int,
+    checkpoint: Checkpoint,
+) -> tuple[Floats, Floats]:
+    """Return interleaved devices' bytes whatever b is, and their bytes per sample, shape (K,)."""
+    check_choices(checkpoint, "1f1b")
+    check_balance(balance, profile.num_layers)
+    if num_devices < 1 or len(balance) % num_devices:
+        raise ValueError(
+            f"num_devices is {num_devices}; give a number that divides the {len(balance)} stages"
+        )
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
+    starts = [start for start, _ in stage_ranges(balance)]
+    state = np.add.reduceat(state_bytes(profile), starts)
+    inputs = profile.boundary_bytes()[starts].tolist()
+    activations = profile.by_stage("activation_bytes", balance).tolist()
+    recomputed = 0 if checkpoint == "never" else num_microbatches - (checkpoint == "except_last")
+    kept = [
+        _most_kept(
+            device_order("interleaved", device, num_devices, len(balance), num_microbatches),
+            inputs,
+            activations,
+            recomputed,
+        )
+        for device in range(num_devices)
+    ]
+    return state.reshape(-1, num_devices).sum(0), np.array(kept)
 
 
 def _most_kept(

@@ -2,19 +2,23 @@
 
 Two numbers decide, both of one cut: T_pipe (`timing.step_time`) and the bytes of the fullest device
 (`memory`). 1F1B keeps the activations of min(M, K - k) micro-batches where GPipe keeps those of M,
-so it runs batches that GPipe cannot. Over several batch sizes and numbers of micro-batches
-`GoodputFunction.optimize` chooses, given the plans of both.
+so it runs batches that GPipe cannot; interleaved, stages wait less, keep more and send more. Over
+several batch sizes and numbers of micro-batches `GoodputFunction.optimize` chooses, given a plan of
+each.
+
+A run by one schedule tells what another would take: `reschedule`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipollux_perfmodel.timing.params import CUT_SCHEDULES, Checkpoint, PerfParams, ScheduleKind
 from pipollux_perfmodel.timing.step_time import step_time
 
+from .chunks import least_interleaved_memory
 from .layer_profile import LayerProfile, Link
 from .memory import check_limit
 from .partition import least_memory
@@ -46,6 +50,7 @@ def compare_schedules(
     memory_limit: float | None = None,
     checkpoint: Checkpoint = "never",
     schedules: Sequence[ScheduleKind] = CUT_SCHEDULES,
+    chunks_per_stage: int = 2,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> list[ScheduleOption]:
@@ -63,6 +68,7 @@ def compare_schedules(
         memory_limit: bytes of each stage's device; None: no limit.
         checkpoint: which micro-batches are recomputed.
         schedules: those to compare.
+        chunks_per_stage: V of "interleaved", if that is among them.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute.
 
@@ -81,13 +87,14 @@ def compare_schedules(
         check_limit(memory_limit)
     options = []
     for schedule in schedules:
-        least = least_memory(
+        least = least_schedule_memory(
             profile,
             num_stages,
             num_microbatches,
             micro_bsz=micro_bsz,
             checkpoint=checkpoint,
             schedule=schedule,
+            chunks_per_stage=chunks_per_stage,
         )
         if memory_limit is not None and least > memory_limit * (1 + _ROUNDING):
             options.append(ScheduleOption(schedule, None, math.inf, least))
@@ -101,6 +108,7 @@ def compare_schedules(
             memory_limit=memory_limit,
             checkpoint=checkpoint,
             schedule=schedule,
+            chunks_per_stage=chunks_per_stage,
             link=link,
             transfers_overlap=transfers_overlap,
         )
@@ -109,6 +117,79 @@ def compare_schedules(
         memory = float(plan.memory(micro_bsz, num_microbatches).max())
         options.append(ScheduleOption(schedule, plan, seconds, memory))
     return sorted(options, key=_worth)
+
+
+def least_schedule_memory(
+    profile: LayerProfile,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    micro_bsz: float,
+    checkpoint: Checkpoint,
+    schedule: ScheduleKind,
+    chunks_per_stage: int = 2,
+) -> float:
+    """Return the bytes that the fullest device needs in the cut where that is least.
+
+    Raises:
+        ValueError: as `least_memory`.
+
+    Example:
+        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, activation_bytes=1)] * 8)
+        >>> [least_schedule_memory(profile, 2, 8, micro_bsz=1, checkpoint="never", schedule=kind)
+        ...  for kind in ("gpipe", "1f1b", "interleaved")]
+        [32.0, 6.0, 10.0]
+    """
+    load: dict[str, Any] = {"micro_bsz": micro_bsz, "checkpoint": checkpoint}
+    if schedule == "interleaved":
+        counts = chunks_per_stage, num_stages, num_microbatches
+        return least_interleaved_memory(profile, *counts, **load)
+    return least_memory(profile, num_stages, num_microbatches, schedule=schedule, **load)
+
+
+def reschedule(
+    params: PerfParams,
+    schedule: ScheduleKind,
+    chunks_per_stage: int = 2,
+    *,
+    alpha_t: Sequence[float] = (),
+    beta_t: Sequence[float] = (),
+) -> PerfParams:
+    """Return what a run by one schedule says of another one with the same stages.
+
+    Forwards and backwards of a micro-batch take the same time in each stage by any schedule, and so
+    does the network; ω and the overhead, which hold what the formulas leave out, are taken to stay.
+    What was fitted holds the messages that the run sent. Interleaved stages of V chunks send
+    (K·V - 1)/(K - 1) times as many, and what is more has to be told.
+
+    Args:
+        params: of the run.
+        schedule: of the other.
+        chunks_per_stage: V, where that is interleaved.
+        alpha_t: seconds of the copy over each boundary of stages whatever its size, K - 1 entries,
+            where `params` are fitted and do not tell; empty: what is sent more is free.
+        beta_t: seconds per sample of the same copy.
+
+    Example:
+        >>> run = PerfParams(0.1, 0.01, 0, 0, 0, 0, 1, (1 / 6,) * 2, (1 / 3,) * 2, schedule="1f1b")
+        >>> other = reschedule(run, "interleaved", alpha_t=(0.3,))
+        >>> other.schedule, other.chunks_per_stage, [round(t, 3) for t in other.alpha_t]
+        ('interleaved', 2, [0.2])
+    """
+    chunks = chunks_per_stage if schedule == "interleaved" else 1
+    other = params._replace(schedule=schedule, chunks_per_stage=chunks)
+    known = bool(params.alpha_t or params.beta_t)
+    if known or chunks <= params.chunks_per_stage or params.num_stages == 1:
+        return other
+    before, after = (params.num_stages * v - 1 for v in (params.chunks_per_stage, chunks))
+    more = (after - before) / after
+    # torch's schedules wait for a message when its turn has come: the device that receives idles.
+    return other._replace(
+        alpha_t=tuple(seconds * more for seconds in alpha_t),
+        beta_t=tuple(seconds * more for seconds in beta_t),
+        transfers_overlap=False,
+    )
 
 
 def _worth(option: ScheduleOption) -> tuple[float, float]:

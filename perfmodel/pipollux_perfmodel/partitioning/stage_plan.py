@@ -31,8 +31,14 @@ from pipollux_perfmodel.timing.params import (
 )
 from pipollux_perfmodel.timing.step_time import stage_times
 
+from .chunks import cut_chunks
 from .layer_profile import Floats, Layer, LayerProfile, Link, check_balance, stage_ranges
-from .memory import check_choices, largest_micro_bsz, stage_memory
+from .memory import (
+    interleaved_memory,
+    largest_interleaved_micro_bsz,
+    largest_micro_bsz,
+    stage_memory,
+)
 from .partition import partition
 
 
@@ -41,7 +47,7 @@ class StagePlan:
     """A cut of a model's layers, with its times and its memory."""
 
     balance: tuple[int, ...]
-    """Number of layers of each stage, K entries."""
+    """Number of layers of each stage, K entries; K·V of its chunks where they interleave."""
     perf_params: PerfParams
     """Step time parameters of the cut; its checkpoint mode and its schedule are among them."""
     profile: LayerProfile
@@ -53,7 +59,20 @@ class StagePlan:
         return self.perf_params.schedule
 
     def memory(self, micro_bsz: ArrayLike, num_microbatches: ArrayLike) -> Floats:
-        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M)."""
+        """Return bytes that each stage holds, shape (K, *broadcast shape of b and M).
+
+        Raises:
+            ValueError: where stages interleave, when there are several M.
+        """
+        if self.schedule == "interleaved":
+            return interleaved_memory(
+                self.profile,
+                self.balance,
+                self.perf_params.num_stages,
+                micro_bsz,
+                int(np.asarray(num_microbatches)),
+                checkpoint=self.perf_params.checkpoint,
+            )
         return stage_memory(
             self.profile,
             self.balance,
@@ -65,6 +84,15 @@ class StagePlan:
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
         """Return the most whole samples per micro-batch that fit, of the shape of M."""
+        if self.schedule == "interleaved":
+            return largest_interleaved_micro_bsz(
+                self.profile,
+                self.balance,
+                self.perf_params.num_stages,
+                memory_limit,
+                num_microbatches,
+                checkpoint=self.perf_params.checkpoint,
+            )
         return largest_micro_bsz(
             self.profile,
             self.balance,
@@ -85,6 +113,7 @@ def plan_stages(
     memory_limit: float | None = None,
     checkpoint: Checkpoint = "never",
     schedule: ScheduleKind | None = None,
+    chunks_per_stage: int = 2,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> StagePlan:
@@ -98,12 +127,14 @@ def plan_stages(
         micro_bsz: b that the cut is made for.
         memory_limit: bytes of each stage's device; None: no limit.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b"; None: that of `base`, and "1f1b" where it is interleaved.
+        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, and "1f1b" where that is
+            interleaved.
+        chunks_per_stage: V, where interleaved; others have one.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute.
 
     Raises:
-        ValueError: as `partition` and `price_stages`.
+        ValueError: as `partition`, `cut_chunks` and `price_stages`.
 
     Example:
         >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 4)
@@ -113,23 +144,24 @@ def plan_stages(
         ((2, 2), 12.0)
     """
     schedule = schedule or _schedule_of(base)
-    balance = partition(
-        profile,
-        num_stages,
-        num_microbatches,
-        memory_limit,
-        micro_bsz=micro_bsz,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        link=link,
-        transfers_overlap=transfers_overlap,
-    )
+    load: dict[str, Any] = {
+        "micro_bsz": micro_bsz,
+        "checkpoint": checkpoint,
+        "link": link,
+        "transfers_overlap": transfers_overlap,
+    }
+    counts = num_stages, num_microbatches, memory_limit
+    if schedule == "interleaved":
+        balance = cut_chunks(profile, chunks_per_stage, *counts, **load)
+    else:
+        balance = partition(profile, *counts, schedule=schedule, **load)
     params = price_stages(
         profile,
         balance,
         base,
         checkpoint=checkpoint,
         schedule=schedule,
+        chunks_per_stage=chunks_per_stage if schedule == "interleaved" else 1,
         link=link,
         transfers_overlap=transfers_overlap,
     )
@@ -143,6 +175,7 @@ def price_stages(
     *,
     checkpoint: Checkpoint,
     schedule: ScheduleKind | None = None,
+    chunks_per_stage: int = 1,
     link: Link | None = None,
     transfers_overlap: bool = True,
 ) -> PerfParams:
@@ -150,10 +183,12 @@ def price_stages(
 
     Args:
         profile: what the layers cost.
-        balance: number of layers of each stage, K entries.
+        balance: number of layers of each stage, K entries; K·V, of chunk q of stage q mod K.
         base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe" or "1f1b"; None: that of `base`, and "1f1b" where it is interleaved.
+        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, and "1f1b" where that is
+            interleaved.
+        chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute, or occupy the device that receives.
 
@@ -169,17 +204,21 @@ def price_stages(
     """
     check_balance(balance, profile.num_layers)
     schedule = schedule or _schedule_of(base)
-    check_choices(checkpoint, schedule)
-    alphas = _stage_costs(profile, balance, "alpha", checkpoint)
-    betas = _stage_costs(profile, balance, "beta", checkpoint)
+    num_stages, rest = divmod(len(balance), chunks_per_stage)
+    if rest or not num_stages:
+        raise ValueError(
+            f"chunks_per_stage is {chunks_per_stage}; give a number that divides the "
+            f"{len(balance)} chunks of the balance"
+        )
+    alphas = _stage_costs(profile, balance, num_stages, "alpha", checkpoint)
+    betas = _stage_costs(profile, balance, num_stages, "beta", checkpoint)
     alpha_c, beta_c = math.fsum(alphas), math.fsum(betas)
     if alpha_c + beta_c == 0:
         raise ValueError("the layers of the profile take no time at all; measure them again")
-    num_stages = len(balance)
     alpha_shares = _shares(alphas, alpha_c)
     shares = _shares(betas, beta_c) or alpha_shares
-    alpha_t, beta_t = _copies(profile, balance, link)
-    parameters = profile.by_stage("parameter_bytes", balance)
+    alpha_t, beta_t = copy_costs(profile, balance, num_stages, link)
+    parameters = profile.by_stage("parameter_bytes", balance).reshape(-1, num_stages).sum(0)
     return check_params(
         base._replace(
             alpha_c=alpha_c,
@@ -193,7 +232,7 @@ def price_stages(
             transfers_overlap=transfers_overlap,
             checkpoint=checkpoint,
             schedule=schedule,
-            chunks_per_stage=1,
+            chunks_per_stage=chunks_per_stage,
             gradient_shares=_shares(parameters, math.fsum(parameters)),
             # Layers are lines: fixed and per-sample cost add up.
             gamma_c=1.0,
@@ -285,12 +324,38 @@ def restage(params: PerfParams, num_stages: int) -> PerfParams:
     )
 
 
+def copy_costs(
+    profile: LayerProfile, balance: Sequence[int], num_stages: int, link: Link | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return alpha_t and beta_t, one per boundary of stages; of several chunks' copies the mean.
+
+    Args:
+        profile: tells what crosses a cut.
+        balance: number of layers of each stage, or of each chunk.
+        num_stages: K.
+        link: what carries it; None: copies are free.
+
+    Example:
+        >>> profile = LayerProfile.from_layers([Layer(0, 1, 0, 2, output_bytes=8)] * 2)
+        >>> copy_costs(profile, [1, 1], 2, Link(0.5, 4.0))
+        ((0.5,), (2.0,))
+    """
+    if link is None:
+        return (), ()
+    cuts = [end for _, end in stage_ranges(balance)[:-1]]
+    crossing = profile.boundary_bytes()[cuts] if cuts else np.zeros(0)
+    over = [float(crossing[k::num_stages].mean()) for k in range(num_stages - 1)]
+    return (link.latency,) * len(over), tuple(num_bytes / link.bandwidth for num_bytes in over)
+
+
 def _stage_costs(
-    profile: LayerProfile, balance: Sequence[int], kind: str, checkpoint: Checkpoint
+    profile: LayerProfile, balance: Sequence[int], num_stages: int, kind: str, checkpoint: str
 ) -> list[float]:
     """Return alpha or beta of the stages' forwards, then of their backwards."""
-    forward = profile.by_stage(f"forward_{kind}", balance)
-    backward = profile.by_stage(f"backward_{kind}", balance)
+    forward, backward = (
+        profile.by_stage(f"{phase}_{kind}", balance).reshape(-1, num_stages).sum(0)
+        for phase in ("forward", "backward")
+    )
     if checkpoint != "never":
         backward = backward + forward
     return [*forward.tolist(), *backward.tolist()]
@@ -299,17 +364,6 @@ def _stage_costs(
 def _shares(values: Sequence[float] | Floats, total: float) -> tuple[float, ...]:
     """Return each value's part of the total; () when the total is 0."""
     return tuple(float(value) / total for value in values) if total > 0 else ()
-
-
-def _copies(
-    profile: LayerProfile, balance: Sequence[int], link: Link | None
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return alpha_t and beta_t, one per cut."""
-    if link is None:
-        return (), ()
-    cuts = [end for _, end in stage_ranges(balance)[:-1]]
-    crossing = profile.boundary_bytes()[cuts] if cuts else np.zeros(0)
-    return (link.latency,) * len(cuts), tuple((crossing / link.bandwidth).tolist())
 
 
 def _scaled(

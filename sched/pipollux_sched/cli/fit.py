@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import OutputFormat, output_console, print_data
-from .model_options import GradSqr, GradVar, InitBatchSize, grad_params, write_file
+from .model_options import (
+    ChunksPerStage,
+    GradSqr,
+    GradVar,
+    InitBatchSize,
+    ScheduleName,
+    grad_params,
+    num_chunks,
+    write_file,
+)
 from .options import TableOutput
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
+    from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
     from pipollux_sched.modeling.params_file import FitSummary
 
 
@@ -50,6 +60,11 @@ def fit(
     init_batch_size: InitBatchSize = None,
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
+    schedule: Annotated[
+        ScheduleName,
+        typer.Option(help="In which order the stages worked on micro-batches while measuring."),
+    ] = ScheduleName.gpipe,
+    chunks_per_stage: ChunksPerStage = None,
     checkpoint: Annotated[
         CheckpointMode,
         typer.Option(help="Which micro-batches were recomputed while measuring."),
@@ -87,7 +102,9 @@ def fit(
     gradients = grad_params(grad_sqr, grad_var)
     # Before the work, so that a bad file name fails at once.
     picture = picture_format(plot) if plot else ""
-    summary = _fit(measurements, checkpoint, skip_bad_rows=skip_bad_rows)
+    chunks = num_chunks(chunks_per_stage, interleaved=schedule is ScheduleName.interleaved)
+    run: tuple[Checkpoint, ScheduleKind, int] = checkpoint.value, schedule.value, chunks
+    summary = _fit(measurements, run, skip_bad_rows=skip_bad_rows)
     content = _write(summary, save, init_batch_size, gradients)
     if plot is not None:
         from pipollux_sched.modeling.plots import draw_fit
@@ -99,8 +116,10 @@ def fit(
         print_data(content, output)
 
 
-def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> FitSummary:
-    """Read rows and fit; without `skip_bad_rows`, any bad row is an error."""
+def _fit(
+    source: str, run: tuple[Checkpoint, ScheduleKind, int], *, skip_bad_rows: bool
+) -> FitSummary:
+    """Read rows and fit what ran so; without `skip_bad_rows`, any bad row is an error."""
     from pipollux_sched.modeling.errors import ModelingError
     from pipollux_sched.modeling.files import read_text
     from pipollux_sched.modeling.fitting import fit_rows
@@ -113,7 +132,7 @@ def _fit(source: str, checkpoint: CheckpointMode, *, skip_bad_rows: bool) -> Fit
         raise ModelingError(*found.bad)
     for problem in found.bad:
         typer.echo(f"Skipped: {problem}", err=True)
-    return FitSummary(name, fit_rows(found.rows, checkpoint.value), found.num_bad)
+    return FitSummary(name, fit_rows(found.rows, *run), found.num_bad)
 
 
 def _write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -12,6 +13,9 @@ from .console import USAGE, CommandError
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import GradParams
+
+DEFAULT_CHUNKS = 2
+"""As in HybridParallel."""
 
 InitBatchSize: TypeAlias = Annotated[
     int | None,
@@ -43,6 +47,39 @@ GradVar: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+ChunksPerStage: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks-per-stage",
+        min=2,
+        metavar="V",
+        help="Chunks of layers of each stage, where interleaved.",
+        show_default=str(DEFAULT_CHUNKS),
+    ),
+]
+
+
+class ScheduleName(StrEnum):
+    """In which order a stage works on micro-batches."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+
+
+def num_chunks(given: int | None, *, interleaved: bool) -> int:
+    """Return V; 1 unless stages are interleaved.
+
+    Raises:
+        CommandError: it was given for a schedule that has no chunks.
+    """
+    if given is not None and not interleaved:
+        raise CommandError(
+            f"--chunks-per-stage is {given}, and only interleaved stages have chunks; give "
+            "--schedule interleaved, or leave it out",
+            USAGE,
+        )
+    return (given or DEFAULT_CHUNKS) if interleaved else 1
 
 
 def grad_params(grad_sqr: float | None, grad_var: float | None) -> GradParams | None:

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .model_options import GradSqr, GradVar, InitBatchSize, grad_params, write_file
+from .model_options import (
+    ChunksPerStage,
+    GradSqr,
+    GradVar,
+    InitBatchSize,
+    grad_params,
+    num_chunks,
+    write_file,
+)
 
 if TYPE_CHECKING:
-    from pipollux_sched.modeling.cutting import Layers
+    from pipollux_sched.modeling.cutting import Layers, ScheduleWish
     from pipollux_sched.modeling.params_file import Bounds, ModelFile
     from pipollux_sched.modeling.prediction import Placement
 
 GPUS_PER_NODE = 8
+
+
+class ScheduleChoice(StrEnum):
+    """A schedule, or all of them."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+    all = "all"
 
 
 def predict(
@@ -105,6 +123,14 @@ def predict(
             show_default="copies are free",
         ),
     ] = None,
+    schedule: Annotated[
+        ScheduleChoice | None,
+        typer.Option(
+            help="In which order stages work on micro-batches; all compares them.",
+            show_default="that of the measured stages",
+        ),
+    ] = None,
+    chunks_per_stage: ChunksPerStage = None,
     init_batch_size: InitBatchSize = None,
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
@@ -133,6 +159,11 @@ def predict(
 
         pipollux predict params.json --stages 1,2,4 --layers layers.json --memory-limit 40GiB
 
+    With [bold]--schedule[/bold], stages that ran by one schedule are predicted by another: by
+    all of them, with what each holds on the fullest device and the best one marked.
+
+        pipollux predict params.json --stages 4 --layers layers.json --schedule all
+
     Without the statistics of the gradient, by option or in the file, efficiency is
     not known: the fastest batch size is chosen, and throughput is all that is shown.
 
@@ -151,6 +182,7 @@ def predict(
         bounds=_bounds(micro_batches, max_batch_size, atomic_bsz, accumulation),
         placement=_placement(nodes, gpus_per_node),
         layers=_layers(layers, memory_limit, link, params),
+        schedules=_schedules(schedule, chunks_per_stage),
     )
     model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
     answer = answer_question(model, question)
@@ -183,6 +215,18 @@ def _bounds(
             None if micro_batches is None else parse_numbers(micro_batches, "--micro-batches")
         ),
     )
+
+
+def _schedules(
+    choice: ScheduleChoice | None, chunks_per_stage: int | None
+) -> tuple[ScheduleWish, ...]:
+    from pipollux_perfmodel.timing.params import SCHEDULES
+    from pipollux_sched.modeling.cutting import ScheduleWish
+
+    several = choice in (ScheduleChoice.interleaved, ScheduleChoice.all)
+    chunks = num_chunks(chunks_per_stage, interleaved=several)
+    kinds = (kind for kind in SCHEDULES if choice in (ScheduleChoice.all, kind))
+    return tuple(ScheduleWish(kind, chunks if kind == "interleaved" else 1) for kind in kinds)
 
 
 def _placement(nodes: int | None, gpus_per_node: int | None) -> Placement:

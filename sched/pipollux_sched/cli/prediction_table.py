@@ -5,12 +5,15 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from pipollux_sched.modeling.arguments import spell_size
 from pipollux_sched.modeling.prediction import Answer
 from pipollux_sched.modeling.stage_model import Prediction
-from pipollux_sched.utils.text import rounded, seconds
+from pipollux_sched.utils.text import DASH, rounded, seconds
 
 from .console import output_console
 
+BEST = "✓"
+"""Marks the schedule with the most goodput of those that fit."""
 _ALWAYS = (
     "Stages",
     "Replicas",
@@ -28,7 +31,10 @@ _IF_KNOWN = ("Efficiency", "Goodput/s")
 
 def print_answer(answer: Answer) -> None:
     """Print predictions for people, on standard output."""
-    headers = (*_ALWAYS, *(_IF_KNOWN if answer.efficiency_known else ()), "Speedup")
+    headers = [*_ALWAYS, *(_IF_KNOWN if answer.efficiency_known else ()), "Speedup"]
+    if answer.schedules_asked:
+        headers.insert(1, "Schedule")
+        headers += ["Memory", "Best"]
     table = Table(title="Predictions", title_justify="left", header_style="bold")
     for header in headers:
         table.add_column(header, justify="right")
@@ -37,7 +43,10 @@ def print_answer(answer: Answer) -> None:
         if before not in (None, one.num_stages):
             table.add_section()
         before = one.num_stages
-        cells = (*_place(one), *_worth(one, efficiency_known=answer.efficiency_known))
+        cells = [*_place(one), *_worth(one, efficiency_known=answer.efficiency_known)]
+        if answer.schedules_asked:
+            cells.insert(1, _schedule(one))
+            cells += [_memory(one), BEST if one.best else ""]
         table.add_row(*map(Text, cells), style=None if one.feasible else "dim")
     console = output_console()
     console.print(table)
@@ -48,6 +57,13 @@ def print_answer(answer: Answer) -> None:
             f"Speedup: {basis} over that of one replica of the same stages."
         )
     )
+    if answer.schedules_asked:
+        console.print(
+            Text(
+                f"{BEST}: the schedule with the most {basis} of those that fit, on as many stages "
+                "and replicas. Memory: of the fullest device, known from --layers."
+            )
+        )
     for note in answer.notes:
         console.print(Text(note))
 
@@ -55,6 +71,17 @@ def print_answer(answer: Answer) -> None:
 def _place(one: Prediction) -> tuple[str, ...]:
     stages = f"{one.num_stages}{'' if one.measured else '*'}"
     return stages, str(one.num_replicas), str(one.num_nodes), str(one.num_gpus)
+
+
+def _schedule(one: Prediction) -> str:
+    if one.num_stages == 1:
+        return DASH
+    chunks = f" of {one.chunks_per_stage}" if one.chunks_per_stage > 1 else ""
+    return f"{one.schedule}{chunks}{'' if one.schedule_measured else '*'}"
+
+
+def _memory(one: Prediction) -> str:
+    return DASH if one.memory is None else spell_size(one.memory)
 
 
 def _worth(one: Prediction, *, efficiency_known: bool) -> tuple[str, ...]:

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
-from pipollux_perfmodel import LayerProfile, Link, PerfParams, StagePlan, plan_stages
-from pipollux_perfmodel.partitioning.memory import kept_bytes, state_bytes
-from pipollux_perfmodel.partitioning.search import least_rest
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel import (
+    LayerProfile,
+    Link,
+    PerfParams,
+    StagePlan,
+    least_schedule_memory,
+    plan_stages,
+    reschedule,
+)
+from pipollux_perfmodel.partitioning.stage_plan import copy_costs
+from pipollux_perfmodel.timing.params import ScheduleKind
 
 from .errors import ModelingError
 from .params_file import Bounds
@@ -37,6 +42,19 @@ class Layers:
     """Bytes of a stage's device; None: unlimited."""
 
 
+class ScheduleWish(NamedTuple):
+    """A schedule that is asked for."""
+
+    kind: ScheduleKind
+    chunks_per_stage: int = 1
+    """V; 1 unless interleaved."""
+
+    def __str__(self) -> str:
+        """Return its name, and its chunks if there are several."""
+        several = self.chunks_per_stage > 1
+        return f"{self.kind} of {self.chunks_per_stage} chunks" if several else self.kind
+
+
 class Cut(NamedTuple):
     """The cut for a number of stages, or the memory that it would need."""
 
@@ -52,7 +70,12 @@ class _Load(NamedTuple):
 
 
 def cut_layers(
-    layers: Layers, num_stages: int, base: PerfParams, bounds: Bounds, init_batch_size: int
+    layers: Layers,
+    num_stages: int,
+    base: PerfParams,
+    bounds: Bounds,
+    init_batch_size: int,
+    schedule: ScheduleWish,
 ) -> Cut:
     """Return the fastest cut that fits, priced with the network, γ and ω of `base`.
 
@@ -63,24 +86,38 @@ def cut_layers(
             they are the cut's step times, and the layers tell what it holds.
         bounds: of the micro-batches and the atomic batch size.
         init_batch_size: of the job.
+        schedule: by which the stages work.
 
     Raises:
         ModelingError: there are fewer layers than stages, or they take no time.
     """
     loads = list(_loads(bounds, init_batch_size))
-    if num_stages > layers.profile.num_layers:
+    parts = num_stages * schedule.chunks_per_stage
+    if parts > layers.profile.num_layers:
+        chunks = f" of {schedule.chunks_per_stage} chunks" if parts > num_stages else ""
         raise ModelingError(
             f"{layers.name}: {layers.profile.num_layers} layers cannot be cut into {num_stages} "
-            "stages; give fewer --stages, or the profile of finer layers"
+            f"stages{chunks}; give fewer --stages, or the profile of finer layers"
         )
     if layers.memory_limit is None:
-        return Cut(_plan(layers, num_stages, loads[0], base), 0.0)
-    needed = [_least_memory(layers.profile, num_stages, load, base.checkpoint) for load in loads]
+        return Cut(_plan(layers, num_stages, loads[0], base, schedule), 0.0)
+    needed = [
+        least_schedule_memory(
+            layers.profile,
+            num_stages,
+            load.num_microbatches,
+            micro_bsz=load.micro_bsz,
+            checkpoint=base.checkpoint,
+            schedule=schedule.kind,
+            chunks_per_stage=schedule.chunks_per_stage,
+        )
+        for load in loads
+    ]
     fitting = (
         load for load, need in zip(loads, needed, strict=True) if need <= layers.memory_limit
     )
     load = next(fitting, None)
-    return Cut(load and _plan(layers, num_stages, load, base), min(needed))
+    return Cut(load and _plan(layers, num_stages, load, base, schedule), min(needed))
 
 
 def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
@@ -98,7 +135,9 @@ def _loads(bounds: Bounds, init_batch_size: int) -> Iterator[_Load]:
         yield _Load(count, -(-least // count))
 
 
-def _plan(layers: Layers, num_stages: int, load: _Load, base: PerfParams) -> StagePlan:
+def _plan(
+    layers: Layers, num_stages: int, load: _Load, base: PerfParams, schedule: ScheduleWish
+) -> StagePlan:
     try:
         plan = plan_stages(
             layers.profile,
@@ -108,33 +147,17 @@ def _plan(layers: Layers, num_stages: int, load: _Load, base: PerfParams) -> Sta
             micro_bsz=load.micro_bsz,
             memory_limit=layers.memory_limit,
             checkpoint=base.checkpoint,
+            schedule=schedule.kind,
+            chunks_per_stage=schedule.chunks_per_stage,
             link=layers.link,
             transfers_overlap=base.transfers_overlap,
         )
     except ValueError as error:
         raise ModelingError(f"{layers.name}: {error}") from None
+    if num_stages != base.num_stages:
+        return plan
     # A measured time is better than a predicted one.
-    return replace(plan, perf_params=base) if num_stages == base.num_stages else plan
-
-
-def _least_memory(
-    profile: LayerProfile, num_stages: int, load: _Load, checkpoint: Checkpoint
-) -> float:
-    """Return bytes of the fullest device, of the cut where that is least."""
-    state, activations = (
-        np.concatenate(([0.0], np.cumsum(each)))
-        for each in (state_bytes(profile), profile.column("activation_bytes"))
+    copies = copy_costs(layers.profile, plan.balance, num_stages, layers.link)
+    return replace(
+        plan, perf_params=reschedule(base, *schedule, alpha_t=copies[0], beta_t=copies[1])
     )
-    per_sample = kept_bytes(
-        profile.boundary_bytes()[:, None],
-        activations - activations[:, None],
-        load.num_microbatches,
-        num_stages,
-        checkpoint,
-        "gpipe",
-    )
-    position = np.arange(profile.num_layers + 1)
-    memory = state - state[:, None] + per_sample * load.micro_bsz
-    stages = np.where(position[:, None] < position, memory, np.inf)
-    # GPipe holds the same in any stage.
-    return float(least_rest([stages] * num_stages)[-1][0])

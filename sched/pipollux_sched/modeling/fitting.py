@@ -7,13 +7,13 @@ about four. What can be said anyway is the business of `prediction`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_perfmodel import FitReport, PerfParams, fit_measurements
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .errors import ModelingError
 from .measurements import MeasurementRow
@@ -45,25 +45,35 @@ class StageFit(NamedTuple):
 
 
 def fit_rows(
-    rows: Sequence[MeasurementRow], checkpoint: Checkpoint = "never"
+    rows: Sequence[MeasurementRow],
+    checkpoint: Checkpoint = "never",
+    schedule: ScheduleKind = "gpipe",
+    chunks_per_stage: int = 1,
 ) -> tuple[StageFit, ...]:
     """Fit the model to measurements; fits come in the order of their number of stages.
 
     Args:
         rows: at least one.
         checkpoint: which micro-batches were recomputed while measuring.
+        schedule: in which order the stages worked; of one stage there is only one.
+        chunks_per_stage: V, where they were interleaved.
 
     Raises:
         ModelingError: the fit rejects the measurements; the text gives the reason.
     """
     numbers = sorted({row.measurement.num_stages for row in rows})
     return tuple(
-        _fit(tuple(row for row in rows if row.measurement.num_stages == number), checkpoint)
+        _fit(
+            tuple(row for row in rows if row.measurement.num_stages == number),
+            checkpoint=checkpoint,
+            schedule=schedule if number > 1 else "gpipe",
+            chunks_per_stage=chunks_per_stage if number > 1 else 1,
+        )
         for number in numbers
     )
 
 
-def _fit(rows: tuple[MeasurementRow, ...], checkpoint: Checkpoint) -> StageFit:
+def _fit(rows: tuple[MeasurementRow, ...], **run: Any) -> StageFit:
     measured = [row.measurement for row in rows]
     num_stages = measured[0].num_stages
     timed = any(one.forward for one in measured)
@@ -78,7 +88,7 @@ def _fit(rows: tuple[MeasurementRow, ...], checkpoint: Checkpoint) -> StageFit:
             forward=_stages([one.forward for one in measured], num_stages) if timed else None,
             backward=_stages([one.backward for one in measured], num_stages) if timed else None,
             num_stages=num_stages,
-            checkpoint=checkpoint,
+            **run,
         )
     except ValueError as error:
         raise ModelingError(f"rows of {num_stages} stages cannot be fitted: {error}") from error

@@ -102,16 +102,17 @@ def draw_answer(answer: Answer, form: str = "png") -> bytes:
         answer: the predictions.
         form: one of `arguments.FORMATS`.
     """
-    by_stages: dict[int, list[Prediction]] = {}
+    by_stages: dict[str, list[Prediction]] = {}
     for one in answer.predictions:
         if one.feasible:
-            by_stages.setdefault(one.num_stages, []).append(one)
+            label = _label(one, by_schedule=answer.schedules_asked)
+            by_stages.setdefault(label, []).append(one)
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(11.0, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2)
-        for index, (num_stages, rows) in enumerate(by_stages.items()):
+        for index, (label, rows) in enumerate(by_stages.items()):
             colour = _COLOURS[index % len(_COLOURS)]
-            _answer_lines(left, right, rows, _label(num_stages, rows[0]), colour)
+            _answer_lines(left, right, rows, label, colour)
         _finish_answer(left, right, answer)
         return _render(figure, form)
 
@@ -224,10 +225,12 @@ def _finish_answer(left: Axes, right: Axes, answer: Answer) -> None:
             axes.legend(loc="upper left", fontsize=8)
 
 
-def _label(num_stages: int, first: Prediction) -> str:
-    if first.measured:
-        return _stages(num_stages)
-    return _stages(num_stages) + (" (from layers)" if first.from_layers else " (not measured)")
+def _label(one: Prediction, *, by_schedule: bool) -> str:
+    named = by_schedule and one.num_stages > 1
+    stages = _stages(one.num_stages) + (f" by {one.schedule}" if named else "")
+    if one.measured:
+        return stages
+    return stages + (" (from layers)" if one.from_layers else " (not measured)")
 
 
 def _stages(num_stages: int) -> str:

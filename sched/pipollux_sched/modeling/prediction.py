@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from .arguments import spell_size
-from .cutting import Layers
+from .cutting import Layers, ScheduleWish
 from .errors import ModelingError
 from .params_file import NO_BOUNDS, Bounds, ModelFile
 from .stage_model import Prediction, StageModel
+
+Pipeline: TypeAlias = tuple[int, ScheduleWish]
+"""Number of stages, and schedule."""
 
 DEFAULT_BOUNDS = Bounds(accumulation=False, num_microbatches=(1, 2, 4, 8))
 """The largest batch size is the initial one."""
@@ -65,11 +68,13 @@ class Question:
     placement: Placement
     layers: Layers | None = None
     """The layers that unmeasured stages are cut from, with the memory limit; None: unknown."""
+    schedules: tuple[ScheduleWish, ...] = ()
+    """Those to predict; none: that of the measured stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Predictions by stages and replicas, in this order, with notes."""
+    """Predictions by stages, schedules and replicas, in this order, with notes."""
 
     init_batch_size: int
     max_batch_size: int
@@ -77,6 +82,8 @@ class Answer:
     notes: tuple[str, ...]
     """Sentences on what was not measured, is not known, or is not possible."""
     efficiency_known: bool
+    schedules_asked: bool = False
+    """Whether the question names schedules."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -92,21 +99,60 @@ def predict(model: ModelFile, question: Question) -> Answer:
     init_batch_size = _init_batch_size(model)
     bounds = _bounds(model, question, init_batch_size)
     predictions: list[Prediction] = []
-    too_large: dict[int, float] = {}  # by number of stages that no cut fits, the bytes it needs
+    too_large: dict[Pipeline, float] = {}  # of those that no cut fits, the bytes it needs
+    notes: list[str] = []
     for num_stages in question.stages or model.stages:
-        stages = StageModel(model, question.layers, bounds, init_batch_size, num_stages)
-        if not stages.fit:
-            too_large[num_stages] = stages.least_memory
-        for num_replicas in question.replicas:
-            num_nodes = question.placement.nodes(num_stages, num_replicas)
-            predictions.append(stages.predict(num_nodes, num_replicas))
+        for schedule in _schedules(question, num_stages, notes):
+            stages = StageModel(
+                model, question.layers, bounds, init_batch_size, num_stages, schedule
+            )
+            if not stages.fit:
+                too_large[num_stages, stages.schedule] = stages.least_memory
+            for num_replicas in question.replicas:
+                num_nodes = question.placement.nodes(num_stages, num_replicas)
+                predictions.append(stages.predict(num_nodes, num_replicas))
     return Answer(
         init_batch_size=init_batch_size,
         max_batch_size=bounds.max_batch_size or init_batch_size,
-        predictions=tuple(predictions),
-        notes=tuple(_all_notes(model, bounds, question.layers, predictions, too_large)),
+        predictions=tuple(_marked(predictions)),
+        notes=(*_all_notes(model, bounds, question, predictions, too_large), *notes),
         efficiency_known=model.grad_params is not None,
+        schedules_asked=bool(question.schedules),
     )
+
+
+def _schedules(
+    question: Question, num_stages: int, notes: list[str]
+) -> Sequence[ScheduleWish | None]:
+    """Return the schedules to predict; a note says why one of several is left out."""
+    if not question.schedules or num_stages == 1:  # one stage waits for none
+        return (None,)
+    layers = question.layers.profile.num_layers if question.layers else math.inf
+    fine = [one for one in question.schedules if num_stages * one.chunks_per_stage <= layers]
+    if len(question.schedules) == 1 or len(fine) == len(question.schedules):
+        return question.schedules
+    notes.append(
+        f"{num_stages} stages are not interleaved: the layers are {layers:g}, and each chunk of a "
+        "stage needs one."
+    )
+    return fine
+
+
+def _marked(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Mark the best of each number of stages and replicas: of equally good ones the smallest."""
+    best: dict[tuple[int, int], Prediction] = {}
+    for one in predictions:
+        place = one.num_stages, one.num_replicas
+        if one.feasible and (place not in best or _worth(one) > _worth(best[place])):
+            best[place] = one
+    chosen = {id(one) for one in best.values()}
+    return [replace(one, best=id(one) in chosen) for one in predictions]
+
+
+def _worth(one: Prediction) -> tuple[float, float]:
+    """Return what is to be most; what differs by rounding is the same."""
+    rate = one.throughput if one.goodput is None else one.goodput
+    return float(f"{rate:.9e}"), -(one.memory or 0.0)
 
 
 def _init_batch_size(model: ModelFile) -> int:
@@ -133,20 +179,20 @@ def _bounds(model: ModelFile, question: Question, init_batch_size: int) -> Bound
 def _all_notes(
     model: ModelFile,
     bounds: Bounds,
-    layers: Layers | None,
+    question: Question,
     predictions: Sequence[Prediction],
-    too_large: Mapping[int, float],
+    too_large: Mapping[Pipeline, float],
 ) -> list[str]:
     """Return sentences about predictions.
 
     Args:
         model: the job's model.
         bounds: of its configurations.
-        layers: of its model, if known.
+        question: what was asked.
         predictions: the predictions.
-        too_large: by number of stages that no cut fits into memory, the bytes it needs at least.
+        too_large: of pipelines that no cut fits into memory, the bytes they need at least.
     """
-    notes = []
+    notes, layers = [], question.layers
     if model.grad_params is None:
         notes.append(
             "The gradient statistics are not known, so efficiency and goodput are not shown, and "
@@ -158,9 +204,14 @@ def _all_notes(
             "--max-batch-size allows more."
         )
     notes += _unmeasured_notes(model, layers, predictions)
-    notes += _memory_notes(layers, predictions, too_large)
+    notes += _schedule_notes(model, layers, predictions) if question.schedules else []
+    notes += _memory_notes(question, predictions, too_large)
     notes += _network_notes(model, predictions)
-    impossible = sum(not one.feasible and one.num_stages not in too_large for one in predictions)
+    impossible = sum(
+        not one.feasible
+        and (one.num_stages, ScheduleWish(one.schedule, one.chunks_per_stage)) not in too_large
+        for one in predictions
+    )
     if impossible:
         limited = layers is not None and layers.memory_limit is not None
         notes.append(
@@ -189,9 +240,32 @@ def _unmeasured_notes(
     ]
 
 
-def _memory_notes(
-    layers: Layers | None, predictions: Sequence[Prediction], too_large: Mapping[int, float]
+def _schedule_notes(
+    model: ModelFile, layers: Layers | None, predictions: Sequence[Prediction]
 ) -> list[str]:
+    """Return what predictions by schedules that did not run rest on."""
+    if all(one.schedule_measured for one in predictions):
+        return []
+    many = [x for x in model.perf_params if x.num_stages > 1] or model.perf_params
+    ran = ", ".join(dict.fromkeys(params.schedule for params in many))
+    notes = [
+        f"Schedules marked * were not measured ({ran} was): stages take as long by any of them, "
+        "and only wait differently; overlap is as measured."
+    ]
+    if any(one.chunks_per_stage > 1 and not one.schedule_measured for one in predictions) and (
+        layers is None or layers.link is None
+    ):
+        notes.append(
+            "What interleaved stages send more than others counts as free; --layers with --link "
+            "prices it."
+        )
+    return notes
+
+
+def _memory_notes(
+    question: Question, predictions: Sequence[Prediction], too_large: Mapping[Pipeline, float]
+) -> list[str]:
+    layers = question.layers
     if layers is None or layers.memory_limit is None:
         return []
     notes = []
@@ -201,23 +275,24 @@ def _memory_notes(
             f"{_balances(predictions, from_layers=False)}; "
             "their times are those measured, however they were cut."
         )
-    for num_stages, least in too_large.items():
+    for (num_stages, schedule), least in too_large.items():
         stages = "1 stage needs" if num_stages == 1 else f"{num_stages} stages need"
+        named = f"By {schedule} " if question.schedules and num_stages > 1 else ""
         notes.append(
-            f"{stages} at least {spell_size(least)} on one device, however the layers are cut; "
-            f"--memory-limit is {spell_size(layers.memory_limit)}."
+            f"{named}{stages} at least {spell_size(least)} on one device, however the layers are "
+            f"cut; --memory-limit is {spell_size(layers.memory_limit)}."
         )
     return notes
 
 
 def _balances(predictions: Sequence[Prediction], *, from_layers: bool) -> str:
     """Spell the cuts of stages, as in `` cut 6+6, 4+4+4``."""
-    cuts = {
-        one.num_stages: "+".join(map(str, one.balance))
+    cuts = dict.fromkeys(
+        "+".join(map(str, one.balance))
         for one in predictions
         if one.balance and one.from_layers == from_layers
-    }
-    return f" cut {', '.join(cuts.values())}" if cuts else ""
+    )
+    return f" cut {', '.join(cuts)}" if cuts else ""
 
 
 def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipollux_perfmodel import (
     Configuration,
     GoodputFunction,
     GradParams,
+    PerfParams,
     SpeedupFunction,
+    reschedule,
     restage,
 )
+from pipollux_perfmodel.timing.params import ScheduleKind
 
-from .cutting import Layers, cut_layers
+from .cutting import Layers, ScheduleWish, cut_layers
 from .params_file import Bounds, ModelFile
-
-if TYPE_CHECKING:
-    pass
 
 # Noise without a gradient: every sample is worth as much in any batch, so efficiency is 1.
 _EFFICIENCY_ONE = GradParams(0.0, 1.0)
@@ -38,6 +38,15 @@ class Prediction:
     num_replicas: int
     num_nodes: int
     num_gpus: int
+    schedule: ScheduleKind
+    """In which order stages work on micro-batches."""
+    chunks_per_stage: int
+    """V; 1 unless interleaved."""
+    schedule_measured: bool
+    """Whether the stages that step times come from ran by this schedule."""
+    memory: float | None
+    """Bytes of the fullest device; None: the layers are not known or not asked about it, or nothing
+    is within bounds."""
     num_microbatches: int
     atomic_bsz: int
     """0: no batch size is within bounds; then the rest are 0 or None, too."""
@@ -54,6 +63,8 @@ class Prediction:
     speedup: float
     """Goodput (or throughput, where that is not known) over that of one replica of the same
     stages."""
+    best: bool = True
+    """Whether no other schedule that was asked for is better on as many stages and replicas."""
 
     @property
     def feasible(self) -> bool:
@@ -70,6 +81,7 @@ class StageModel:
         bounds: what the configuration must keep to.
         init_batch_size: of the job.
         num_stages: K.
+        schedule: by which the stages work; None: that of the nearest number that was measured.
 
     Raises:
         ModelingError: the layers cannot be cut into so many stages.
@@ -82,19 +94,26 @@ class StageModel:
         bounds: Bounds,
         init_batch_size: int,
         num_stages: int,
+        schedule: ScheduleWish | None = None,
     ) -> None:
         base = model.nearest(num_stages)
+        asked = schedule is not None
+        schedule = schedule or _schedule_of(base, num_stages, layers)
+        self._schedule = schedule
+        self._schedule_measured = schedule == (base.schedule, base.chunks_per_stage)
         self._num_stages = num_stages
         self._measured = base.num_stages == num_stages
         self._from_layers = layers is not None and not self._measured
         limited = layers is not None and layers.memory_limit is not None
         cut = None
-        if layers is not None and (self._from_layers or limited):
-            cut = cut_layers(layers, num_stages, base, bounds, init_batch_size)
+        if layers is not None and (self._from_layers or limited or asked):
+            cut = cut_layers(layers, num_stages, base, bounds, init_batch_size, schedule)
         self._plan = cut and cut.plan
         self._efficiency_known = model.grad_params is not None
         self._goodput_fn = GoodputFunction(
-            self._plan.perf_params if self._plan else restage(base, num_stages),
+            self._plan.perf_params
+            if self._plan
+            else reschedule(restage(base, num_stages), *schedule),
             model.grad_params or _EFFICIENCY_ONE,
             init_batch_size,
         )
@@ -112,6 +131,11 @@ class StageModel:
             memory_limit=layers.memory_limit if layers and self._plan else None,
         )
 
+    @property
+    def schedule(self) -> ScheduleWish:
+        """By which the stages work."""
+        return self._schedule
+
     def predict(self, num_nodes: int, num_replicas: int) -> Prediction:
         """Return the best configuration on an allocation, and its goodput."""
         chosen = self._choose(num_nodes, num_replicas)
@@ -121,6 +145,11 @@ class StageModel:
         times = goodput_fn.step_time(*sizes, chosen.num_microbatches) if feasible else None
         batch_size = chosen.batch_size if feasible else 0
         known = self._efficiency_known
+        memory = None
+        if feasible and self._plan:
+            # Of micro-batches that differ by a sample, the larger.
+            micro_bsz = math.ceil(chosen.atomic_bsz / chosen.num_microbatches)
+            memory = float(self._plan.memory(micro_bsz, chosen.num_microbatches).max())
         return Prediction(
             num_stages=self._num_stages,
             measured=self._measured,
@@ -129,6 +158,10 @@ class StageModel:
             num_replicas=num_replicas,
             num_nodes=num_nodes,
             num_gpus=self._num_stages * num_replicas,
+            schedule=self._schedule.kind,
+            chunks_per_stage=self._schedule.chunks_per_stage,
+            schedule_measured=self._schedule_measured,
+            memory=memory,
             num_microbatches=chosen.num_microbatches if feasible else 0,
             atomic_bsz=int(chosen.atomic_bsz) if feasible else 0,
             accum_steps=int(chosen.accum_steps) if feasible else 0,
@@ -144,3 +177,11 @@ class StageModel:
         if self.fit:
             return self._speedup_fn.configuration(num_nodes, num_replicas)
         return Configuration(self._num_stages, num_replicas, 0, 0, 0, goodput=0.0, speedup=0.0)
+
+
+def _schedule_of(base: PerfParams, num_stages: int, layers: Layers | None) -> ScheduleWish:
+    """Return the schedule of the stages that were measured, as far as others can have it."""
+    interleaved = base.schedule == "interleaved"
+    if interleaved and layers is not None and num_stages != base.num_stages:
+        return ScheduleWish("1f1b")
+    return ScheduleWish(base.schedule, base.chunks_per_stage)
