@@ -17,6 +17,7 @@ from torch import nn
 from pipollux_hybrid.checkpoint.rng_state import draw_alike
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
@@ -24,12 +25,12 @@ from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
 if TYPE_CHECKING:
     from pipollux_hybrid.pipeline.process_engine import ProcessEngine
 
-__all__ = ["choose_chunks", "choose_schedule", "make_engine", "refuse_plain_loop"]
+__all__ = ["choose_chunks", "choose_orders", "make_engine", "refuse_plain_loop"]
 
 DEFAULT: ScheduleKind = "1f1b"
 """Where a replica has several processes, and the script names no schedule."""
-
-
+AUTO = "auto"
+"""A script's word for the schedule that is best by what was measured."""
 CHUNKS = 2
 """Chunks of a stage that is interleaved, where the script does not say how many."""
 
@@ -43,16 +44,17 @@ def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int |
         chunks_per_stage: The same.
 
     Returns:
-        1 unless stages are interleaved, and where a replica has one process.
+        1 unless the script has stages interleaved, and where a replica has one process.
 
     Raises:
         ConfigurationError: It is no whole number above 1, or the schedule has no chunks.
     """
     given = chunks_per_stage
-    if given is not None and schedule != "interleaved":
+    if given is not None and schedule not in ("interleaved", AUTO):
         raise ConfigurationError(
             f"chunks_per_stage={given!r} with schedule={schedule!r}: only schedule='interleaved' "
-            "gives a stage several chunks of layers; say that, or leave chunks_per_stage out"
+            "gives a stage several chunks of layers, and 'auto' may; say one of these, or leave "
+            "chunks_per_stage out"
         )
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 2):
         raise ConfigurationError(
@@ -64,7 +66,33 @@ def choose_chunks(ctx: JobContext, schedule: str | None, chunks_per_stage: int |
     return given or CHUNKS
 
 
-def choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:
+def choose_orders(
+    ctx: JobContext, schedule: str | None, chunks_per_stage: int | None, num_stages: int
+) -> tuple[StageOrder, ...]:
+    """Return the orders in which stages may work on micro-batches, the usual one first.
+
+    Args:
+        ctx: The job's context.
+        schedule: What the script asks for.
+        chunks_per_stage: The same.
+        num_stages: Number K of stages.
+
+    Returns:
+        Several where the script leaves it open (``"auto"``) and each stage has a process.
+
+    Raises:
+        ConfigurationError: As of :func:`choose_chunks`, or the schedule is unknown, or there are
+            not as many processes as stages.
+    """
+    kind = _choose_schedule(ctx, schedule, num_stages)
+    chunks = choose_chunks(ctx, schedule, chunks_per_stage)
+    if schedule != AUTO or ctx.env.processes_per_replica == 1:
+        return (StageOrder(kind, chunks),)
+    several = StageOrder("interleaved", chunks_per_stage or CHUNKS)
+    return StageOrder(DEFAULT), several, StageOrder("gpipe")
+
+
+def _choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> ScheduleKind:
     """Return the order in which stages work on micro-batches.
 
     Args:
@@ -78,10 +106,10 @@ def choose_schedule(ctx: JobContext, schedule: str | None, num_stages: int) -> S
     Raises:
         ConfigurationError: It is unknown, or there are not as many processes as stages.
     """
-    if schedule is not None and schedule not in SCHEDULES:
+    if schedule is not None and schedule not in (*SCHEDULES, AUTO):
         raise ConfigurationError(
-            f"schedule={schedule!r}: {', '.join(map(repr, SCHEDULES))} are allowed, each with a "
-            "process per stage, or None for one process that drives all stages"
+            f"schedule={schedule!r}: {', '.join(map(repr, (*SCHEDULES, AUTO)))} are allowed, each "
+            "with a process per stage, or None for one process that drives all stages"
         )
     processes = ctx.env.processes_per_replica
     if processes > 1 and num_stages != processes:
@@ -119,7 +147,7 @@ def make_engine(
         balance: Number of layers of each stage, or of each chunk.
         devices: One device per stage.
         checkpoint: When activations are recomputed.
-        schedule: Of :func:`choose_schedule`.
+        schedule: In which order stages work on micro-batches.
     """
     if ctx.mesh is None:
         return PipelineEngine(module, balance, devices, checkpoint), frozenset()

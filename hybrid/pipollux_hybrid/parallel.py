@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
-from pipollux_hybrid.engines import choose_chunks, choose_schedule, make_engine, refuse_plain_loop
+from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
@@ -22,7 +22,7 @@ from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.parameter_watch import ParameterWatch
 from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
-from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
+from pipollux_hybrid.partition.balance import PartitionRequest
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes, keeps_most
@@ -39,6 +39,7 @@ from pipollux_hybrid.sync.sync_result import SyncResult
 from pipollux_hybrid.sync.synchronizer import GradientSynchronizer
 from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
 
 __all__ = ["HybridParallel"]
@@ -75,11 +76,12 @@ class HybridParallel(PipelineModel):
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
             ``"never"``. Where each stage has a process of its own also a list, one for each.
         schedule: Where each stage has a process of its own, in which order it works on
-            micro-batches: ``"1f1b"``, one forward and one backward in turn, with the activations
-            of K micro-batches; ``"interleaved"``, the same with V chunks of layers in each stage,
-            of which others wait for one; or ``"gpipe"``, all forwards and then all backwards, with
-            those of M. Needs ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"``
-            there; else one process drives all stages, by GPipe's order.
+            micro-batches: ``"1f1b"``, one forward and one backward in turn, with activations of K
+            micro-batches; ``"interleaved"``, the same with V chunks of layers in each stage, of
+            which others wait for one; ``"gpipe"``, all forwards and then all backwards, with those
+            of M; or ``"auto"``, chosen by measurements at the start of each run. Needs
+            ``processes_per_replica`` and :meth:`train_step`. None: ``"1f1b"`` there; else one
+            process drives all stages, by GPipe's order.
         chunks_per_stage: V, where interleaved; 2 by default. ``balance`` has K·V entries then.
         example_inputs: A batch to measure the layers on, ideally as large as a replica's.
         memory_limit: Bytes of each device that stages may need, by the layers' profile; by default
@@ -90,8 +92,7 @@ class HybridParallel(PipelineModel):
         lr_scheduler: A scheduler over ``optimizer``. Its state is saved in checkpoints, and its
             ``step`` does nothing on accumulation steps, like the optimizer's.
         reduce_dtype: The type in which gradients are sent between replicas: None for float32
-            (float64 for float64 gradients), ``torch.bfloat16`` for half of the bytes and three
-            digits.
+            (float64 for float64 gradients), ``torch.bfloat16`` for half the bytes and 3 digits.
         bucket_bytes: Size of the buckets in which gradients are sent, as with
             DistributedDataParallel.
         broadcast_buffers: Whether buffers that changed on any replica become rank 0's at the end of
@@ -146,9 +147,9 @@ class HybridParallel(PipelineModel):
         metrics = self._metrics = ctx.component(Metrics)
         self._batch, spec = ctx.batch, ctx.pipeline
         spec.fewest_samples = FEWEST_NORMALISED if self._normalises else 1
-        several = spec.chunks_per_stage = choose_chunks(ctx, schedule, chunks_per_stage)
+        several = choose_chunks(ctx, schedule, chunks_per_stage)
         wanted = choose_num_stages(ctx.env, num_stages, balance, several)
-        spec.schedule = choose_schedule(ctx, schedule, wanted)
+        orders = choose_orders(ctx, schedule, chunks_per_stage, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
@@ -161,20 +162,19 @@ class HybridParallel(PipelineModel):
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
             checkpoints=modes if len(set(modes)) > 1 else (),
-            schedule=spec.schedule,
             ties_apart=ctx.mesh is not None or schedule is not None,
-            chunks_per_stage=several,
             memory_limit=memory_limit,
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
-        agreed |= {"bucket_bytes": bucket_bytes, "devices": None, "activation_checkpoint": None}
+        agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage, "devices": None}
+        agreed |= {"bucket_bytes": bucket_bytes, "activation_checkpoint": None}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
-        cut = choose_balance(ctx, module, optimizer, chosen[0], request)
-        metrics.cut, self._layer_profile = cut, cut.profile
+        cut = metrics.cut = choose_cut(ctx, metrics, module, optimizer, request, orders)
+        self._layer_profile = cut.profile
         self._tied = TiedCopies.of(ctx, module, cut.balance)
         # Hidden from nn.Module: its layers are those of `module`, which alone names them.
         self.__dict__["_engine"], self._elsewhere = make_engine(

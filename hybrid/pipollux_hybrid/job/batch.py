@@ -146,6 +146,14 @@ class BatchSizeLimits:
             gradient_accumulation=gradient_accumulation,
         )
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any] | None) -> BatchSizeLimits | None:
+        """Return what ``dataclasses.asdict`` and JSON made of limits; None of None."""
+        if content is None:
+            return None
+        bounds = content["local_bsz_bounds"]
+        return cls(**{**content, "local_bsz_bounds": tuple(bounds) if bounds else None})
+
     def check(self, num_replicas: int) -> None:
         """Refuse bounds that nothing can satisfy.
 

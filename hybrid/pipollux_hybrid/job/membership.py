@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipollux_perfmodel.timing.params import SCHEDULES, ScheduleKind
+
+from .pipeline_spec import StageOrder
+
 __all__ = ["Bulletin", "JobPlace", "Membership", "Newcomer"]
 
 
@@ -73,12 +77,26 @@ class Bulletin:
     """Why nobody can join; None: replicas can."""
     processes: int = 1
     """Of each replica."""
+    schedule: str = ""
+    """In which order their stages work on micro-batches; empty: they do not say."""
+
+    def order(self, num_stages: int) -> StageOrder:
+        """Return the same with its chunks, of which the balance has an entry each.
+
+        Args:
+            num_stages: Number K of stages.
+        """
+        chunks = max(len(self.balance) // num_stages, 1)
+        usual: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
+        known = next((kind for kind in SCHEDULES if kind == self.schedule), usual)
+        return StageOrder(known, chunks)
 
     def to_json_object(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
         balance = list(self.balance)
         place = list(self.place)
         told = {"place": place, "balance": balance, "processes": self.processes}
+        told["schedule"] = self.schedule
         return {**self.membership.to_json_object(), **told}
 
     @classmethod
@@ -94,6 +112,7 @@ class Bulletin:
             JobPlace(int(epoch), int(loop)),
             tuple(int(count) for count in data["balance"]),
             processes=int(data.get("processes", 1)),
+            schedule=str(data.get("schedule", "")),
         )
 
 

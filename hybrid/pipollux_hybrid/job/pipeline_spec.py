@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
-__all__ = ["PipelineSpec"]
+__all__ = ["PipelineSpec", "StageOrder"]
+
+
+class StageOrder(NamedTuple):
+    """The order in which stages work on micro-batches.
+
+    Example:
+        >>> str(StageOrder("1f1b")), str(StageOrder("interleaved", 2))
+        ('1f1b', 'interleaved (V=2)')
+    """
+
+    schedule: ScheduleKind
+    """Its name."""
+    chunks_per_stage: int = 1
+    """V, chunks of layers that each stage has; 1 unless interleaved."""
+
+    def __str__(self) -> str:
+        """Return the name, with V where there are several chunks."""
+        several = self.chunks_per_stage > 1
+        return f"{self.schedule} (V={self.chunks_per_stage})" if several else self.schedule
 
 
 @dataclass
@@ -32,3 +51,8 @@ class PipelineSpec:
     fewest_samples: int = 1
     """Samples that each micro-batch keeps where M is chosen: more where layers normalise over it.
     """
+
+    @property
+    def order(self) -> StageOrder:
+        """The schedule with its chunks."""
+        return StageOrder(self.schedule, self.chunks_per_stage)

@@ -129,7 +129,8 @@ class SchedulerMeeting:
         """Tell where the job is."""
         epoch, loop = bulletin.place
         cannot, balance = bulletin.cannot, list(bulletin.balance)
-        self._say(epoch=epoch, loop=loop, balance=balance, cannot=cannot)
+        told = {"balance": balance, "cannot": cannot, "schedule": bulletin.schedule}
+        self._say(epoch=epoch, loop=loop, **told)
 
     def retract(self) -> None:
         """Remove what nobody needs any more; the last heartbeat says that the script has ended."""

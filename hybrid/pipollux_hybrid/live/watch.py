@@ -249,7 +249,8 @@ class MembershipWatch:
         balance = tuple(cut.balance) if cut is not None else ()
         cannot = why_not_live(self._context, joins=True)
         processes = self._context.env.processes_per_replica
-        self.rendezvous.post(Bulletin(current, self.place, balance, cannot, processes))
+        told = balance, cannot, processes, self._context.pipeline.schedule
+        self.rendezvous.post(Bulletin(current, self.place, *told))
         if cut is None or not self.rendezvous.self_governed:
             return
         forming, joining = self.forming, time.monotonic() >= self._not_before

@@ -19,6 +19,7 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import num_samples
 from pipollux_perfmodel import (
     LayerProfile,
+    chunk_cuts,
     interleaved_memory,
     least_memory,
     partition,
@@ -37,9 +38,11 @@ from .tied_parameters import (
 )
 
 __all__ = [
+    "MeasuredLayers",
     "PartitionRequest",
     "Partitioning",
     "choose_balance",
+    "measure_layers",
 ]
 
 DEVICE_SHARE = 0.9
@@ -95,6 +98,15 @@ class PartitionRequest:
         return num_samples(self.example_inputs)
 
 
+class MeasuredLayers(NamedTuple):
+    """What is known of layers and devices before a cut is chosen."""
+
+    profile: LayerProfile | None = None
+    """What the layers cost; None without example inputs."""
+    memory_limit: float | None = None
+    """Bytes of a device that stages may need; None: not bounded, or without example inputs."""
+
+
 class Partitioning(NamedTuple):
     """How the layers are cut, and what that was decided by."""
 
@@ -117,23 +129,38 @@ class Partitioning(NamedTuple):
         return merge_layers(self.profile, self.blocks), counts
 
 
-def choose_balance(
+def measure_layers(
     ctx: JobContext,
     module: nn.Sequential,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     request: PartitionRequest,
-) -> Partitioning:
-    """Return the layers of each stage, and the layers' profile if there are example inputs.
+) -> MeasuredLayers:
+    """Return the layers' profile if there are example inputs, and the limit of memory.
 
-    All is the same on all replicas: rank 0 measures, the others take its word. A balance that is
-    not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by the rule asked
-    for, among those that keep tied layers together and fit the devices.
+    All is the same on all replicas: rank 0 measures, the others take its word.
+
+    Raises:
+        ConfigurationError: The wishes contradict each other, or the layers cannot be measured.
+    """
+    _check_limit(request)
+    if request.example_inputs is None or ctx.joins is not None:
+        return MeasuredLayers()
+    profile = _agreed_profile(ctx, module, optimizer, device, request.example_inputs)
+    return MeasuredLayers(profile, _limit(ctx, request, device))
+
+
+def choose_balance(
+    ctx: JobContext, module: nn.Sequential, request: PartitionRequest, measured: MeasuredLayers
+) -> Partitioning:
+    """Return the layers of each stage; the same on all replicas.
+
+    A balance that is not given is the best contiguous cut (:func:`pipollux_perfmodel.partition`) by
+    the rule asked for, among those that keep tied layers together and fit the devices.
 
     Raises:
         ConfigurationError: The wishes contradict each other, the layers or the memory.
     """
-    _check_limit(request)
     ties, given = [] if request.ties_apart else find_ties(module), request.rule is None
     blocks = blocks_of(ties, len(module))
     if ctx.joins is not None:  # the others have decided
@@ -144,10 +171,7 @@ def choose_balance(
         check_ties(ties, balance)
     else:
         _check_count(ties, request, len(module))
-    profile = None
-    if request.example_inputs is not None:
-        profile = _agreed_profile(ctx, module, optimizer, device, request.example_inputs)
-    limit = _limit(ctx, request, device) if profile is not None else None
+    profile, limit = measured
     if given:
         _check_memory(profile, balance, request, limit)
     else:
@@ -196,15 +220,13 @@ def _cut_chunks(merged: LayerProfile, request: PartitionRequest, limit: float | 
     """Return the number of blocks of each chunk: as equally slow as can be, if that fits."""
     samples = request.num_samples / request.num_microbatches
     options: dict[str, Any] = {"micro_bsz": samples, "checkpoint": request.checkpoint}
-    microbatches, parts = request.num_microbatches, request.num_parts
-    cuts = [
-        partition(merged, parts, microbatches, bound, **options)
-        for bound in (None, least_memory(merged, parts, microbatches, **options))
-    ]
+    chunks, stages = request.chunks_per_stage, request.num_stages
+    cuts = [*chunk_cuts(merged, chunks, stages, request.num_microbatches, **options)]
     if request.rule == "memory":
         cuts.reverse()
     elif request.rule == "parameters":
-        cuts = [partition((merged.column("parameter_bytes") + 1.0).tolist(), parts)]
+        sizes = (merged.column("parameter_bytes") + 1.0).tolist()
+        cuts = [partition(sizes, request.num_parts)]
     fits = (cut for cut in cuts if limit is None or _memory(merged, cut, request).max() <= limit)
     chosen = next(fits, cuts[-1])
     _check_memory(merged, chosen, request, limit)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipollux_hybrid.job.batch import BatchShape
+from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale, MeasuredNoise
 from pipollux_hybrid.partition.balance import Partitioning
-from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches
+from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
 from pipollux_perfmodel import GoodputFunction, PerfParams
 
 from .step_profile import StepProfile
 
 if TYPE_CHECKING:
-    from pipollux_perfmodel import SchedHints
+    from pipollux_perfmodel import Optimum, SchedHints
 
 __all__ = ["Autotuner"]
 
@@ -47,6 +49,10 @@ class Autotuner:
         self.samples_left: float | None = None
         """Samples to the end of the last epoch; None where the script does not say which that is.
         """
+        self.order_before: StageOrder | None = None
+        """By which schedule stages of the last run worked; None: none had a process of its own."""
+        self.limits_before: BatchSizeLimits | None = None
+        """Bounds of the last run's batch size, which scripts name after they have wrapped."""
         self._training_shape: BatchShape | None = None
         self._proposal = (0, 0, 0)
 
@@ -54,6 +60,17 @@ class Autotuner:
     def num_stages(self) -> int:
         """K of the model in training."""
         return self._context.pipeline.num_stages
+
+    @property
+    def order(self) -> StageOrder | None:
+        """By which schedule stages work, or did when each last had a process; None: never."""
+        ctx = self._context
+        return ctx.pipeline.order if ctx.mesh is not None else self.order_before
+
+    @property
+    def limits(self) -> BatchSizeLimits | None:
+        """Bounds of the batch size, until the script names them the last run's."""
+        return self._context.batch.limits or self.limits_before
 
     @property
     def noise(self) -> GradientNoiseScale | None:
@@ -83,13 +100,28 @@ class Autotuner:
 
     def fit(self) -> None:
         """Fit the performance model to all measurements, and propose a batch shape by it."""
+        params = self.fitted(self._context.pipeline.order)
+        if params is None:
+            return
+        if self.num_stages > 1:
+            self.overlap = params.overlap
+        elif self.overlap is not None:
+            # One stage overlaps with none: what was seen of several tells what they would be worth.
+            params = params._replace(overlap=self.overlap)
+        self.perf_params = params
+        proposal = self._better_shape()
+        with self._lock:
+            self._proposal = proposal
+
+    def fitted(self, order: StageOrder) -> PerfParams | None:
+        """Return the fit to the steps of as many stages by a schedule; None: there were none."""
         from pipollux_perfmodel import fit_perf_params  # imports scipy
 
         pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
-        data = self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes)
+        data = self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
         if data is None:
-            return
-        params = fit_perf_params(
+            return None
+        return fit_perf_params(
             data.num_nodes,
             data.num_replicas,
             data.atomic_bsz,
@@ -100,18 +132,9 @@ class Autotuner:
             backward_shares=data.backward_shares,
             compute_time=data.compute_time,
             checkpoint=data.checkpoint,
-            schedule=pipeline.schedule,
-            chunks_per_stage=pipeline.chunks_per_stage,
+            schedule=order.schedule,
+            chunks_per_stage=order.chunks_per_stage,
         )
-        if self.num_stages > 1:
-            self.overlap = params.overlap
-        elif self.overlap is not None:
-            # One stage overlaps with none: what was seen of several tells what they would be worth.
-            params = params._replace(overlap=self.overlap)
-        self.perf_params = params
-        proposal = self._better_shape()
-        with self._lock:
-            self._proposal = proposal
 
     def fit_and_hint(self) -> SchedHints | None:
         """Fit, and return what the scheduler is to know; None: nothing yet."""
@@ -132,29 +155,52 @@ class Autotuner:
 
         None if the goodput is not known yet; 0 micro-batches where the script decides on them.
         """
-        goodput_fn, ctx = self.goodput_function(), self._context
-        limits, env = ctx.batch.limits, ctx.env
+        goodput_fn, limits = self.goodput_function(), self._context.batch.limits
         if goodput_fn is None or limits is None:
             return None
-        follow = ctx.pipeline.microbatches_follow
-        _, largest = limits.local_bsz_bounds or (1, limits.max_batch_size)
-        largest = min(largest, limits.max_batch_size // env.num_replicas)
-        best = goodput_fn.optimize(
-            env.num_nodes,
-            env.num_replicas,
-            max_batch_size=limits.max_batch_size,
-            atomic_bsz_range=limits.local_bsz_bounds,
-            accumulation=limits.gradient_accumulation,
-            num_microbatches=candidate_microbatches(
-                self.num_stages, largest, ctx.pipeline.fewest_samples
-            )
-            if follow
-            else ctx.batch.num_microbatches,
-        )
+        best = self.best_with(goodput_fn, limits, self.cut)
         if best.goodput <= 0.0:
             return None
+        follow = self._context.pipeline.microbatches_follow
         num_microbatches = int(best.num_microbatches) if follow else 0
         return int(best.atomic_bsz), int(best.accum_steps), num_microbatches
+
+    def best_with(
+        self, goodput_fn: GoodputFunction, limits: BatchSizeLimits | None, cut: Partitioning | None
+    ) -> Optimum:
+        """Return the best batch shape of a goodput within limits, and a cut's memory if known.
+
+        Args:
+            goodput_fn: Of the pipeline.
+            limits: Of the batch size; None: it is the initial one.
+            cut: Of the layers.
+        """
+        from pipollux_perfmodel import StagePlan
+
+        ctx, env = self._context, self._context.env
+        fewest, bounds = ctx.pipeline.fewest_samples, dict[str, Any]()
+        if limits is None:
+            atomic_bsz = math.ceil(goodput_fn.init_batch_size / env.num_replicas)
+            counts = [initial_microbatches(self.num_stages, atomic_bsz, fewest)]
+        else:
+            _, largest = limits.local_bsz_bounds or (1, limits.max_batch_size)
+            largest = min(largest, limits.max_batch_size // env.num_replicas)
+            counts = [*candidate_microbatches(self.num_stages, largest, fewest)]
+            bounds["max_batch_size"] = limits.max_batch_size
+            bounds["atomic_bsz_range"] = limits.local_bsz_bounds
+            bounds["accumulation"] = limits.gradient_accumulation
+        follow, plans, memory_limit = ctx.pipeline.microbatches_follow, [], None
+        if cut is not None and cut.profile is not None and cut.memory_limit is not None:
+            plans = [StagePlan(tuple(cut.balance), goodput_fn.perf_params, cut.profile)]
+            memory_limit = cut.memory_limit
+        return goodput_fn.optimize(
+            env.num_nodes,
+            env.num_replicas,
+            **bounds,
+            num_microbatches=counts if follow else ctx.batch.num_microbatches,
+            plans=plans,
+            memory_limit=memory_limit,
+        )
 
     def hints(self) -> SchedHints | None:
         """Return the hints; None before the first fit for this number of stages."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.state import State
-from pipollux_hybrid.job.batch import BatchShape, Part
+from pipollux_hybrid.job.batch import BatchShape, BatchSizeLimits, Part
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.optim.scaling_rules import ScalingState
 from pipollux_perfmodel import StageEvent
@@ -66,6 +68,8 @@ class MetricsState(State):
             "perf_params": perf_params_to_json(m.perf_params) if m.perf_params else None,
             "profile": m.profile.to_json(),
             "overlap": m.overlap,
+            "order": m.order,
+            "limits": asdict(m.limits) if m.limits is not None else None,
         }
         fileobj.write(json.dumps(content).encode())
 
@@ -87,6 +91,8 @@ class MetricsState(State):
             m.perf_params = perf_params_from_json(content["perf_params"])
         m.profile.load_json(content["profile"])
         m.overlap = content.get("overlap")
+        m.order_before = StageOrder(*content["order"]) if content.get("order") else None
+        m.limits_before = BatchSizeLimits.from_json(content.get("limits"))
 
 
 class Metrics(Autotuner):
@@ -276,6 +282,7 @@ class Metrics(Autotuner):
             atomic_bsz,
             self._context.batch.num_microbatches,
             env.processes_per_replica,
+            *self._context.pipeline.order,
         )
 
     def take_loss(self) -> tuple[float, int]:

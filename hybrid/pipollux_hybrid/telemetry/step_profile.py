@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_perfmodel import even_shares
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, ScheduleKind
 
 __all__ = ["Measurements", "StepConfiguration", "StepProfile"]
 
+GPIPE = StageOrder("gpipe")
 WINDOW = 64
 """Latest samples kept per configuration and kind."""
 WARMUP = 2
@@ -42,6 +44,30 @@ class StepConfiguration(NamedTuple):
     num_microbatches: int
     processes: int = 1
     """Of a replica: one for each stage, or one for all."""
+    schedule: ScheduleKind = "gpipe"
+    """In which order stages worked on micro-batches."""
+    chunks_per_stage: int = 1
+    """V; 1 unless interleaved."""
+
+    @property
+    def order(self) -> StageOrder:
+        """The schedule with its chunks."""
+        return StageOrder(self.schedule, self.chunks_per_stage)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
+        """Return it of a checkpoint's row; one that names no schedule ran by the usual one.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        numbers = {
+            name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
+        }
+        usual = "1f1b" if numbers.get("processes", 1) > 1 else "gpipe"
+        named = row.get("schedule", usual)
+        schedule = next(kind for kind in SCHEDULES if kind == named)
+        return cls(**numbers, schedule=schedule)
 
 
 class StepTimes:
@@ -175,8 +201,22 @@ class StepProfile:
                 (c.num_replicas for c, m in self._measurements.items() if m.optim), default=0
             )
 
+    def orders(self, num_stages: int, processes: int) -> tuple[StageOrder, ...]:
+        """Return the schedules that so many stages were measured by, in so many processes."""
+        with self._lock:
+            found = [
+                c.order
+                for c, m in self._measurements.items()
+                if (c.num_stages, c.processes) == (num_stages, processes) and m.optim
+            ]
+        return tuple(dict.fromkeys(found))
+
     def fit_data(
-        self, num_stages: int, checkpoint: Checkpoint = "never", processes: int = 1
+        self,
+        num_stages: int,
+        checkpoint: Checkpoint = "never",
+        processes: int = 1,
+        order: StageOrder = GPIPE,
     ) -> FitData | None:
         """Return what there is to fit for pipelines of ``num_stages``; None before the first step.
 
@@ -184,12 +224,14 @@ class StepProfile:
             num_stages: Number K of stages.
             checkpoint: Which micro-batches are recomputed.
             processes: Processes of a replica; what the other engine took says nothing of this one.
+            order: The schedule; steps by another one are not fitted by its formula.
         """
         with self._lock:
             rows = [
                 (c, m)
                 for c, m in self._measurements.items()
-                if (c.num_stages, c.processes) == (num_stages, processes) and m.optim
+                if (c.num_stages, c.processes, c.order) == (num_stages, processes, order)
+                and m.optim
             ]
             if not rows:
                 return None
@@ -227,8 +269,7 @@ class StepProfile:
         """Restore what :meth:`to_json` returned."""
         with self._lock:
             for row in content:
-                fields = StepConfiguration._fields
-                key = StepConfiguration(*(int(row[name]) for name in fields if name in row))
+                key = StepConfiguration.from_json(row)
                 entry = self._measurements.setdefault(key, Measurements())
                 # The first release kept both kinds of steps in the list of accumulation steps.
                 entry.alone.load_json(row.get("alone", row["accum"]))

@@ -62,7 +62,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     parts: list[RenderableType] = [_head(job, now)]
     for title, rows in (
         ("Spec", _spec(job.spec)),
-        ("Progress", _progress(job.progress, now)),
+        ("Progress", (*_progress(job.progress, now), *_pipeline(job))),
         ("Hints", _hints(job.hints)),
     ):
         parts += _section(title, _pairs(rows))
@@ -202,6 +202,19 @@ def _progress(point: Point | None, now: float) -> Iterator[tuple[str, str]]:
     worth = "" if efficiency is None else f" at an efficiency of {100 * efficiency:.0f} %"
     yield "Goodput", f"{number(point.goodput)} samples/s{worth}" if point.goodput else DASH
     yield "Reported", spell_moment(point.time, now)
+
+
+def _pipeline(job: JobDetails) -> Iterator[tuple[str, str]]:
+    """Return how the job works on a batch, as far as it has told."""
+    hints = job.hints or {}
+    params = hints.get("perfParams")
+    if job.progress is None or not params:
+        return
+    stages = count(hints.get("numStages") or 1, "stage")
+    parts = count(hints.get("numMicrobatches") or 1, "micro-batch", "micro-batches")
+    several = params.get("chunks_per_stage", 1)
+    chunks = f", {several} chunks to a stage" if several > 1 else ""
+    yield "Pipeline", f"{stages}, {parts}, {params.get('schedule', 'gpipe')}{chunks}"
 
 
 def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,8 @@ class ScriptPlace(NamedTuple):
     loop: int
     balance: tuple[int, ...]
     """Layers of each stage."""
+    schedule: str
+    """In which order stages work on micro-batches."""
 
 
 class LiveWord(NamedTuple):
@@ -65,6 +67,8 @@ class LiveWord(NamedTuple):
     epoch: int = 0
     loop: int = 0
     balance: tuple[int, ...] = ()
+    """Of replica 0."""
+    schedule: str = ""
     """Of replica 0."""
     cannot: str | None = None
     """Of replica 0: why replicas cannot join or leave."""
@@ -112,8 +116,8 @@ class LiveBoard:
         live = state.live
         with self._lock:
             if replica == live.replicas[0] and word.balance:
-                place = ScriptPlace(state.generation, word.epoch, word.loop, word.balance)
-                self._places[job] = place
+                cut = word.balance, word.schedule
+                self._places[job] = ScriptPlace(state.generation, word.epoch, word.loop, *cut)
             if word.store is not None:
                 self._stores[job] = state.generation, word.store
         return list(_events(state, replica, word))

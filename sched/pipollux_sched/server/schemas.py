@@ -82,6 +82,7 @@ class BulletinReply(MembershipReply):
 
     place: tuple[int, int]
     balance: list[int]
+    schedule: str
 
 
 class StoreReply(View):
@@ -114,7 +115,8 @@ class LiveAnswer(View):
         if place is not None:
             now = _membership(live.number, live.replicas, state.running_on)
             where = (place.epoch, place.loop)
-            bulletin = BulletinReply(**now, place=where, balance=list(place.balance))
+            balance, schedule = list(place.balance), place.schedule
+            bulletin = BulletinReply(**now, place=where, balance=balance, schedule=schedule)
         store = None if answer.store is None else StoreReply(**answer.store._asdict())
         return cls(again=answer.again, proposal=proposal, bulletin=bulletin, store=store)
 

@@ -144,8 +144,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "Metrics": (
         "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
         "progress rate_factor sample_length samples samples_left shape_chosen",
+        # What an earlier run had is looked at by the leader alone, at wrapping.
         "_checkpoints _disturbed _last_save _launched _lock _losses _part _part_ended "
-        "_part_started _proposal _reporter _step_time _sync_time _timed profile",
+        "_part_started _proposal _reporter _step_time _sync_time _timed limits_before "
+        "order_before profile",
     ),
     "NoiseMeter": (
         "_batch _measured_at _mesh _noise _optimizer _parameters _previous _steps",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.live.__main__ import main
 from pipollux_hybrid.live.meeting_folder import SILENCE, MeetingFolder
 
 PLACE = JobPlace(epoch=3, loop=1)
-BULLETIN = Bulletin(Membership(4, ("a", "b")), PLACE, (2, 1))
+BULLETIN = Bulletin(Membership(4, ("a", "b")), PLACE, (2, 1), schedule="gpipe")
 
 
 class Clock:
@@ -144,3 +146,13 @@ def test_the_command_lists_replicas_and_has_them_leave(
     assert capsys.readouterr().err == "z cannot leave: no such replica (there are a, b)\n"
     assert main([str(tmp_path / "none")]) == 2
     assert "python -m pipollux_hybrid.live FOLDER" in capsys.readouterr().err
+
+
+def test_newcomers_take_the_order_of_those_that_train() -> None:
+    """Also where they say nothing of it: chunks show in the balance."""
+    assert BULLETIN.order(2) == StageOrder("gpipe")
+    silent = replace(BULLETIN, schedule="")
+    assert silent.order(2) == StageOrder("1f1b")
+    assert replace(silent, balance=(1, 1, 2, 1)).order(2) == StageOrder("interleaved", 2)
+    told = Bulletin.from_json_object(BULLETIN.to_json_object())
+    assert told.order(2) == BULLETIN.order(2)

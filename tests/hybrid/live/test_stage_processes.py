@@ -48,7 +48,7 @@ def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [("1f1b", "text"), ("gpipe", "accumulation"), ("interleaved", "workers")],
+    [("1f1b", "text"), ("gpipe", "accumulation"), ("interleaved", "workers"), ("auto", "text")],
 )
 def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     make_job: MakeJob, schedule: str, kind: str

@@ -15,7 +15,11 @@ from torchgpipe.skip import pop, skippable, stash
 from pipollux_hybrid import ConfigurationError, HybridParallel, init_process_group, profile_layers
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.partition import layer_profiler
-from pipollux_hybrid.partition.balance import PartitionRequest, choose_balance
+from pipollux_hybrid.partition.balance import (
+    PartitionRequest,
+    choose_balance,
+    measure_layers,
+)
 from pipollux_hybrid.partition.layer_memory import optimizer_bytes
 from pipollux_hybrid.partition.layer_profiler import _line
 from pipollux_hybrid.partition.tied_parameters import blocks_of, find_ties
@@ -231,7 +235,8 @@ def test_a_given_cut_has_to_fit_in_the_mode_of_each_stage() -> None:
             memory_limit=limit,
         )
         ctx = contexts.context()
-        profile = choose_balance(ctx, module, optimizer, torch.device("cpu"), request).profile
+        measured = measure_layers(ctx, module, optimizer, torch.device("cpu"), request)
+        profile = choose_balance(ctx, module, request, measured).profile
         assert profile is not None
         return profile
 
@@ -285,7 +290,8 @@ def test_a_chosen_cut_keeps_tied_layers_together() -> None:
             num_stages=3, balance=None, example_inputs=sample, num_microbatches=4
         )
         ctx, device = contexts.context(), torch.device("cpu")
-        assert choose_balance(ctx, module, optimizer, device, request)[0] == [1, 3, 1]
+        measured = measure_layers(ctx, module, optimizer, device, request)
+        assert choose_balance(ctx, module, request, measured).balance == [1, 3, 1]
 
 
 def test_where_each_has_a_process_stages_share_parameters() -> None:
@@ -296,7 +302,8 @@ def test_where_each_has_a_process_stages_share_parameters() -> None:
         num_stages=2, balance=[2, 3], example_inputs=inputs, num_microbatches=4, ties_apart=True
     )
     ctx, device = contexts.context(), torch.device("cpu")
-    cut = choose_balance(ctx, module, optimizer, device, request)
+    measured = measure_layers(ctx, module, optimizer, device, request)
+    cut = choose_balance(ctx, module, request, measured)
     found = cut.in_blocks()
     assert found is not None
     profile, balance = found

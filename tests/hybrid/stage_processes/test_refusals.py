@@ -114,7 +114,7 @@ def ties_two_chunks() -> None:
 
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
-    "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved' are allowed"),
+    "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved', 'auto' are allowed"),
     "other chunks": (
         two_chunks_are_four_parts,
         "balance=[4, 5] makes 2 chunks, but num_stages=2, ",

@@ -13,6 +13,7 @@ import torch
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.step_profile import StepProfile
 from tests.hybrid.models import assert_close, make_data, make_model
@@ -113,21 +114,27 @@ def fitted_job(schedule: str) -> tuple[str, int, int, list[int]]:
     rows = metrics.profile.to_json()
     other = StepProfile()
     other.load_json([{**row, "processes": 1} for row in rows])
+    own = context().pipeline.order
     kept = [
-        len(found.atomic_bsz) if (found := other.fit_data(2, "except_last", count)) else 0
-        for count in (1, 2)
+        len(found.atomic_bsz) if (found := other.fit_data(2, "except_last", *key)) else 0
+        for key in ((1, own), (2, own), (1, StageOrder("gpipe")))
     ]
+    assert other.orders(2, 1) == (own,)
+    # Before schedules were noted, stages of processes of their own worked by 1F1B.
+    old = StepProfile()
+    old.load_json([{k: x for k, x in row.items() if k != "schedule"} for row in rows])
+    assert {order.schedule for order in old.orders(2, 2)} == {"1f1b"}
     params = metrics.perf_params
     return params.schedule, params.num_stages, params.chunks_per_stage, kept
 
 
 @pytest.mark.parametrize(("schedule", "several"), [("1f1b", 1), ("interleaved", 2)])
 def test_the_performance_model_knows_the_schedule(schedule: str, several: int) -> None:
-    """And takes nothing for its own that the other engine has measured."""
+    """And takes nothing for its own that the other engine, or another schedule, has measured."""
     ((first, second),) = run_stages(fitted_job, 1, 2, schedule)
     assert first[:3] == second[:3] == (schedule, 2, several)
     assert first[3][0] > 0
-    assert first[3][1] == 0
+    assert first[3][1:] == [0, 0]
 
 
 def traced_job(folder: Path) -> list[list[list[float]]]:

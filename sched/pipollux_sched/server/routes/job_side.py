@@ -63,6 +63,9 @@ class LiveBody(_Wire):
     balance: Annotated[
         list[_Number], Field(max_length=4096, description="layers of each stage")
     ] = []
+    schedule: Annotated[
+        str, Field(max_length=100, description="in which order stages work on micro-batches")
+    ] = ""
     cannot: Annotated[str | None, Field(max_length=1000, description="a sentence")] = None
     step: _Number | None = None
     seconds: Annotated[float | None, Field(ge=0, description="seconds, or null")] = None

@@ -1,0 +1,63 @@
+"""How long messages between stages take, measured where each stage has a process of its own."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from pipollux_perfmodel import Link
+
+from .mesh import ProcessMesh
+from .peers import lost_peers
+
+__all__ = ["measure_link"]
+
+TRIALS = 8
+"""Round trips of each size; the fastest counts, as others wait for the host's other work."""
+SMALL = 8
+"""Bytes of the message that tells the latency."""
+
+
+def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link:
+    """Return what a message between the first two stages of this replica takes.
+
+    All processes of the replica call it; those of further stages get a link that is free.
+
+    Args:
+        mesh: The groups of this process.
+        device: Of its stage.
+        num_bytes: Of a message such as stages send.
+
+    Raises:
+        PeerLostError: A process is gone.
+    """
+    if mesh.stage > 1:
+        return Link(0.0, float("inf"))
+    small = _seconds(mesh, device, SMALL)
+    large = _seconds(mesh, device, max(num_bytes, 2 * SMALL))
+    more = max(large - small, 1e-9)
+    return Link(small, (max(num_bytes, 2 * SMALL) - SMALL) / more)
+
+
+def _seconds(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> float:
+    """Return half of the fastest round trip."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    other = dist.get_global_rank(mesh.stages, 1 - mesh.stage)
+    fastest = float("inf")
+    try:
+        for _ in range(TRIALS):
+            start = time.perf_counter()
+            if mesh.stage == 0:
+                dist.send(message, other, mesh.stages)
+                dist.recv(message, other, mesh.stages)
+            else:
+                dist.recv(message, other, mesh.stages)
+                dist.send(message, other, mesh.stages)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            fastest = min(fastest, (time.perf_counter() - start) / 2)
+    except RuntimeError as error:
+        raise lost_peers("while measuring messages between stages", error) from error
+    return fastest
