@@ -84,6 +84,7 @@ class Scheduler:
         allocations: node of each replica by job (`Allocation` where K is not the job's own); given,
             there is no policy, and each job runs there and nowhere else.
         store: URL of the store's database, kept for later; None: what was kept, else SQLite.
+        teams: the file of teams, read again when it changes; None: those that the store holds.
         backend: name of the engine that runs jobs: see `backend.registry`.
         backend_options: options of that engine alone.
 
@@ -112,13 +113,14 @@ class Scheduler:
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
         store: str | None = None,
+        teams: Path | None = None,
         backend: str = DEFAULT_BACKEND,
         backend_options: object = None,
     ) -> None:
         check_seconds(interval=interval, hints_interval=hints_interval)
         check_seconds(checkpoint_interval=checkpoint_interval, heartbeat_timeout=heartbeat_timeout)
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
-        self._store_url, self._cluster = store, cluster
+        self._store_url, self._cluster, self._teams = store, cluster, teams
         self._backend_name, self._backend_options = backend, backend_options
         policy, fixed = policy or make_policy(DEFAULT_POLICY), allocations is not None
         self._strategy: Strategy = (
@@ -309,6 +311,7 @@ class Scheduler:
             heartbeat_timeout=self._heartbeat_timeout,
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
+            teams=self._teams,
         )
         resources.callback(self._end_processes)
 
@@ -351,6 +354,7 @@ class Scheduler:
             SnapshotReader(self._store, restart_seconds=self._restart_seconds),
             self._strategy,
             carry_out=self._carry_out,
+            keep_notices=self._store.teams.set_notices,
             metrics=self._metrics,
         )
         return AllocationLoop(

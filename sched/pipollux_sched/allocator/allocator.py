@@ -8,7 +8,7 @@ need a while for that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.metrics import SchedulerMetrics
@@ -17,6 +17,7 @@ from .autoscaler import Autoscaler
 from .decide import Decision, place_new, reallocate, why_waiting
 from .snapshot import Snapshot, SnapshotReader
 from .strategy import Candidate, Nodes, Strategy, jobs_of
+from .team_strategy import team_reasons, within_teams
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Allocator:
         reader: reads what is known.
         strategy: makes the decisions.
         carry_out: applies all allocations of a round together.
+        keep_notices: stores which jobs were told to give slots back to other teams, and when.
         metrics: counts and times the decisions; None: they are not exposed.
     """
 
@@ -37,13 +39,17 @@ class Allocator:
         strategy: Strategy,
         *,
         carry_out: Callable[[Sequence[tuple[str, Allocate]]], object],
+        keep_notices: Callable[[Mapping[str, float]], object] = lambda _: None,
         metrics: SchedulerMetrics | None = None,
     ) -> None:
         self._reader = reader
         self._strategy = strategy
         self._carry_out = carry_out
         self._metrics = metrics or SchedulerMetrics()
+        self._keep_notices = keep_notices
         self._leaving: Collection[str] = ()
+        self.due: float | None = None
+        """When the first notice ends, so that a decision is due; None: there is none."""
 
     def run_once(self) -> list[Decision]:
         """Start what can be started, then weigh all jobs against each other.
@@ -58,8 +64,10 @@ class Allocator:
         for decide in (place_new, reallocate):
             made = self._attempt(decide, snapshot)
             self._let([_allocate(decision) for decision in made])
-            snapshot = self._read() if made else snapshot
+            snapshot = self._read() if made or snapshot.teams else snapshot
             decisions += made
+        later = (due for due in snapshot.notices.values() if due > snapshot.time)
+        self.due = min(later, default=None)
         self._queue_the_rest(snapshot)
         return decisions
 
@@ -87,19 +95,32 @@ class Allocator:
     ) -> list[Decision]:
         try:
             with self._metrics.deciding():
-                decisions = decide(snapshot.candidates, snapshot.nodes, self._strategy)
+                strategy, team = within_teams(self._strategy, snapshot)
+                decisions = decide(snapshot.candidates, snapshot.nodes, strategy)
         except Exception:  # policies are other people's code
             self._metrics.policy_failures.inc()
             _LOG.exception("the policy failed, so all allocations stay as they are")
             return []
         self._metrics.decisions.inc(len(decisions))
+        if team is not None and team.answer is not None:
+            self._keep_notices(team.answer.notices)
         return decisions
 
     def _queue_the_rest(self, snapshot: Snapshot) -> None:
         """Record why each new job that got nothing is queued."""
         waiting = [job for job in snapshot.candidates if job.is_new and not job.allocation]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
-        self._let([(job.name, Allocate((), why)) for job, why in zip(waiting, whys, strict=True)])
+        told = dict(zip((job.name for job in waiting), whys, strict=True))
+        told |= {name: f"waits: {why}" for name, why in team_reasons(snapshot).items()}
+        before = {job.name: job.message for job in snapshot.candidates}
+        # What teams have to do with it changes with others' jobs, so it is said anew.
+        self._let(
+            [
+                (name, Allocate((), why, restates=True))
+                for name, why in told.items()
+                if snapshot.teams is None or why != before[name]
+            ]
+        )
 
     def _let(self, events: Sequence[tuple[str, Allocate]]) -> None:
         if events:

@@ -23,6 +23,7 @@ from pipollux_sched.policy import (
     shape_of,
 )
 from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.spec.teams import TeamsSpec
 
 from .hints import HintsWorth, worth
 
@@ -82,6 +83,7 @@ def job_info(
     num_rescales: int = 0,
     attained_service: float = 0.0,
     num_stages: int | None = None,
+    teams: TeamsSpec | None = None,
 ) -> JobInfo:
     """Convert a job to the policy's form.
 
@@ -97,9 +99,11 @@ def job_info(
         num_rescales: number of live changes so far.
         attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
+        teams: say its team and priority; None: there are no teams.
     """
     said = hints_worth(spec, hints)
     hints = None if said.doubt else hints
+    priority, preempts = (0, True) if teams is None else teams.priority_of(spec)
     own: SpeedupCallable = said.speedups.get(spec.num_stages, linear_speedup)
     return JobInfo(
         resources=replica_resources(spec),
@@ -119,6 +123,9 @@ def job_info(
         attained_service=attained_service,
         remaining_work=_remaining_work(hints, own),
         requested_replicas=spec.requested_replicas,
+        team="" if teams is None else teams.team_of(spec),
+        priority=priority,
+        preempts=preempts,
     )
 
 

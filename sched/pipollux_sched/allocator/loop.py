@@ -51,7 +51,12 @@ class AllocationLoop:
                 _LOG.exception("the allocator failed; it goes on at the next occasion")
             # Frequent changes are decided on together, so that this takes at most half of the time.
             self._ending.wait(min(time.monotonic() - began, self._interval))
-            self._reconsider.wait(self._interval)
+            self._reconsider.wait(self._pause())
+
+    def _pause(self) -> float:
+        """Return the seconds to the next decision: to the end of a notice if that comes first."""
+        due = self._allocator.due
+        return self._interval if due is None else min(max(due - time.time(), 0.0), self._interval)
 
     def _decide(self) -> None:
         self._allocator.run_once()

@@ -11,14 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.lifecycle import JobState, Phase
 from pipollux_sched.policy import DEFAULT_RESCALE_SECONDS, DEFAULT_RESTART_SECONDS, NodeInfo
+from pipollux_sched.policy.teams.team import Teams
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
+from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
+from pipollux_sched.views.teams import stored_teams
 
 from .job_infos import hints_worth, job_info, node_info
 from .strategy import Candidate
@@ -39,6 +42,12 @@ class Snapshot:
     """Nodes that are not dead; some may drain."""
     busy: frozenset[str] = frozenset()
     """Nodes with running processes."""
+    teams: Teams | None = None
+    """Quotas and limits; None: there are no teams."""
+    notices: Mapping[str, float] = field(default_factory=dict)
+    """Jobs that were told to give slots back, and when, in seconds since the epoch."""
+    time: float = 0.0
+    """When it was read, in seconds since the epoch."""
 
     @classmethod
     def read(cls, store: Store) -> Snapshot:
@@ -89,6 +98,7 @@ class SnapshotReader:
         service, costs = store.attained_service(live=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
+        teams = stored_teams(store)
         candidates = [
             self._candidate(
                 job,
@@ -98,6 +108,7 @@ class SnapshotReader:
                 restart=costs.get(job.name, self._restart_seconds),
                 rescale=_rescale_seconds(job.state, pauses.get(job.name)),
                 changes=changes.get(job.name, 0),
+                teams=teams,
             )
             for job in jobs
             if not job.state.suspended
@@ -113,6 +124,9 @@ class SnapshotReader:
             tuple(job for job in candidates if job.allocation or not job.pinned),
             nodes,
             frozenset(node for job in jobs for node in job.state.nodes_in_use),
+            None if teams is None else teams.for_policy(),
+            {} if teams is None else store.teams.notices(),
+            self._clock(),
         )
 
     def _candidate(
@@ -125,6 +139,7 @@ class SnapshotReader:
         restart: float,
         rescale: float | None,
         changes: int,
+        teams: TeamsSpec | None,
     ) -> Candidate:
         spec, believed = self._parse(job.name, job.spec, hints)
         told = believed or spec.hints
@@ -140,6 +155,7 @@ class SnapshotReader:
             num_rescales=changes,
             attained_service=service,
             num_stages=job.state.num_stages if job.state.assigned else None,
+            teams=teams,
         )
         return Candidate(
             job.name,
@@ -149,6 +165,7 @@ class SnapshotReader:
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
             is_new=job.phase is Phase.CREATED,
+            message=job.state.message,
         )
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:

@@ -41,6 +41,8 @@ class Candidate:
     """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
     """Whether it is new, and has no reason yet for being queued."""
+    message: str = ""
+    """What its user is told of it."""
 
     @property
     def held(self) -> Allocation:

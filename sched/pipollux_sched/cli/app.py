@@ -45,6 +45,7 @@ COMMANDS = {
     "delete": _Entry("submit", "Delete ended jobs."),
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
+    "teams": _Entry("teams", "List teams: quotas, what they hold; set them."),
     "events": _Entry("events", "Print past events, or follow new ones."),
     "top": _Entry("top.command", "Watch the cluster, live."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),

@@ -29,6 +29,7 @@ from pipollux_sched.views.models import (
     PlanView,
     UsageView,
 )
+from pipollux_sched.views.teams import TeamsView, list_teams
 
 from .server_choice import chosen_server
 
@@ -84,6 +85,10 @@ class LocalReader:
     def nodes(self) -> list[NodeDetails]:
         """Return the nodes, each with its condition and the jobs that hold its slots."""
         return list_nodes(self._store)
+
+    def teams(self) -> TeamsView:
+        """Return the teams, with what they hold."""
+        return list_teams(self._store)
 
     def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
         """Return an overview: nodes, counts, a page of jobs, the last events."""

@@ -23,6 +23,7 @@ from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
+from pipollux_sched.spec.teams import load_teams
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption
 from pipollux_sched.utils.text import count
@@ -68,6 +69,14 @@ class PolicyFlags:
 
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
+    teams: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML: teams with their quotas and limits; read again when it changes.",
+            show_default="those of the store",
+        ),
+    ] = None
     interval: Annotated[
         float,
         typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two decisions on all jobs."),
@@ -148,6 +157,8 @@ def serve(
         rules, expander = _autoscaling(
             nodes.autoscale, nodes.expander_command, lambda: len(scheduler.store.nodes())
         )
+    if deciding.teams is not None:
+        load_teams(deciding.teams)  # before anything is made; it is read again when it changes
     where = server_address(address)
     scheduler = Scheduler(
         directory,
@@ -166,6 +177,7 @@ def serve(
         on_event=_print_event,
         event_types=TELLING_TYPES,
         store=store,
+        teams=deciding.teams,
         backend=nodes.backend,
         backend_options=own or pools,
     )

@@ -36,6 +36,16 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until they have ended; exit 1 if one failed.")
     ] = False,
+    team: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Team of all these jobs.", show_default="the file's"),
+    ] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLASS", help="Priority of all these jobs.", show_default="the file's"
+        ),
+    ] = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
@@ -56,7 +66,9 @@ def submit(
     from pipollux_sched.spec.job import load_jobs
 
     ready = located if chosen_server() is None else _absolute
-    specs = [ready(spec, file) for spec in load_jobs(file)]
+    given = {"team": team, "priority": priority}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    specs = [ready(spec, file).model_copy(update=chosen) for spec in load_jobs(file)]
     told = output is OutputFormat.table
     with asking(state_dir) as client:
         last = client.last_event() if wait else 0

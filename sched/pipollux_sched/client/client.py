@@ -10,6 +10,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobQuery, ListedPhase, NodeCondition, StateDir
 from pipollux_sched.views.cluster import MOST_JOBS
 from pipollux_sched.views.explanation import ExplanationView
@@ -26,6 +27,7 @@ from pipollux_sched.views.models import (
     PlanView,
     UsageView,
 )
+from pipollux_sched.views.teams import TeamsView
 
 from .connection import TIMEOUT, Connection, UnreachableError
 
@@ -149,6 +151,17 @@ class Client:
         """Set a node ready, draining or dead; return it as the scheduler now knows it."""
         body = {"condition": condition.value, "reason": reason}
         return self._connection.get(NodeDetails, "PUT", f"/nodes/{quote(name, safe='')}", json=body)
+
+    def set_teams(self, spec: TeamsSpec | None) -> TeamsView:
+        """Replace the teams; None: have none. Return them with what they hold."""
+        if spec is None:
+            return self._connection.get(TeamsView, "DELETE", "/teams")
+        body = spec.model_dump(mode="json")
+        return self._connection.get(TeamsView, "PUT", "/teams", json=body)
+
+    def teams(self) -> TeamsView:
+        """Return the teams, with what they hold."""
+        return self._connection.get(TeamsView, "GET", "/teams")
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""

@@ -11,9 +11,10 @@ from pipollux_sched.backend import ReplicaProgram
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.script import with_script_found
+from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord
 
-__all__ = ["admitted", "program"]
+__all__ = ["admitted", "check_team", "program"]
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
@@ -36,6 +37,24 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     if spec.checkpoint_dir is not None:
         found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
     return spec.model_copy(update=found)
+
+
+def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
+    """Refuse a job that the teams never let run: see `TeamsSpec.check`.
+
+    Raises:
+        SpecError: so, or it names a team or a class of priority where there are no teams.
+    """
+    if teams is not None:
+        teams.check(spec)
+        return
+    for name in ("team", "priority"):
+        value = getattr(spec, name)
+        if value is not None:
+            raise SpecError(
+                f"job '{spec.name}': {name}: '{value}' is not known, as no teams are set; leave it "
+                "out, or set teams with: pipollux teams --set FILE"
+            )
 
 
 def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:

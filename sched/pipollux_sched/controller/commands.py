@@ -28,6 +28,7 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import (
     JobRecord,
     NodeCondition,
@@ -36,8 +37,9 @@ from pipollux_sched.store import (
     Store,
     Submission,
 )
+from pipollux_sched.views.teams import stored_teams
 
-from .admission import admitted
+from .admission import admitted, check_team
 from .deletion import DeletedJob, JobDeletion
 from .executor import Executor
 from .heartbeats import Heartbeats
@@ -109,7 +111,9 @@ class Control:
         """
         self._check_running()
         fitting = []
+        teams = stored_teams(self._store)
         for spec in specs:
+            check_team(spec, teams)
             self._backend.check(spec)
             fitting.append(admitted(spec, self._nodes()))
         self._check_checkpoints(fitting)
@@ -127,6 +131,12 @@ class Control:
         )
         self._reconsider()
         return [change.job for change in changes]
+
+    def set_teams(self, spec: TeamsSpec | None) -> None:
+        """Give the cluster other teams; None: none, so that decisions are as without any."""
+        self._check_running()
+        self._store.teams.set_spec(None if spec is None else spec.model_dump(mode="json"))
+        self._reconsider()
 
     def cancel(self, name: str) -> JobRecord:
         """End a job, and its processes.

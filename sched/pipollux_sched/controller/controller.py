@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipollux_sched.allocator.job_infos import node_info
@@ -20,6 +21,7 @@ from .executor import Executor
 from .job_actions import StoredJobs
 from .node_watch import NodeWatch
 from .takeover import take_over
+from .teams_file import TeamsFile
 from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
 
 __all__ = ["Controller"]
@@ -38,6 +40,7 @@ class Controller:
         heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
         reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler stops, so that no job may be submitted any more.
+        teams: the file of teams; None: there is none.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Controller:
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
+        teams: Path | None = None,
     ) -> None:
         self._store, self._backend = store, backend
         self._grace, self._heartbeat_timeout = grace, heartbeat_timeout
@@ -74,6 +78,7 @@ class Controller:
             state_dir=state_dir.path,
             deletion=self._deletion,
         )
+        self._teams = None if teams is None else TeamsFile(teams, store, reconsider)
         self._node_watch = NodeWatch(
             store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
         )
@@ -104,7 +109,7 @@ class Controller:
             self.control.heartbeats,
             self.executor.handle,
             ending=ending,
-            look_at_nodes=self._node_watch.look,
+            look_at_nodes=self._look,
             tidy=self._deletion.finish,
             heartbeat_timeout=self._heartbeat_timeout,
         )
@@ -115,6 +120,11 @@ class Controller:
         jobs = StoredJobs(self._store, self.control)
         keep = partial(self._backend.keep_records, jobs, ending)
         threads.start(resources, "records", keep, ending)
+
+    def _look(self) -> None:
+        self._node_watch.look()
+        if self._teams is not None:
+            self._teams.look()
 
     def end_processes(self) -> None:
         """End what still runs at once, and store how it ended."""

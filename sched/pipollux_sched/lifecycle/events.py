@@ -35,6 +35,8 @@ class Allocate:
     """More for the event log: num_microbatches, batch_size, speedup, …"""
     num_stages: int | None = None
     """K of each replica; None: the one that the job was submitted with."""
+    restates: bool = False
+    """Whether a job that is queued already is told the reason anew."""
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,8 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
         return _reallocate_running(state, event, nodes, now)
     if not nodes:
         if state.phase in (Phase.QUEUED, Phase.SUSPENDED):
+            if event.restates and event.why != state.message:
+                return enter(state, state.phase, state.reason, event.why, now), ()
             return state, ()
         return enter(state, Phase.QUEUED, "NoRoom", event.why, now, assigned=()), ()
     record = _allocated(state, event, nodes)

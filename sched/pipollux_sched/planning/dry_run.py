@@ -17,6 +17,7 @@ from pipollux_sched.allocator.strategy import (
     Strategy,
     free_of,
 )
+from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
@@ -63,8 +64,9 @@ def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:
     decided = {decision.job: decision for decision in preview(state, strategy)}
     after = [_given(job, decided.get(job.name), state.nodes) for job in state.candidates]
     free = free_of(state.nodes, after)
+    waits = team_reasons(replace(state, candidates=tuple(after)))
     return [
-        _change(old, new, decided.get(old.name), state.nodes, free)
+        _change(old, new, decided.get(old.name), state.nodes, free, waits.get(old.name))
         for old, new in zip(state.candidates, after, strict=True)
     ]
 
@@ -75,6 +77,7 @@ def preview(state: Snapshot, strategy: Strategy) -> list[Decision]:
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
     """
+    strategy, _ = within_teams(strategy, state)
     started = place_new(state.candidates, state.nodes, strategy)
     given = {decision.job: decision for decision in started}
     after = [_started(job, given.get(job.name)) for job in state.candidates]
@@ -103,8 +106,12 @@ def _change(
     decision: Decision | None,
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
+    team: str | None,
 ) -> PlannedChange:
     before, after = _prediction(old.held), _prediction(new.held)
+    why = decision.why if decision else _why_unchanged(old, nodes, free)
+    if team is not None:
+        why = f"{'is suspended' if old.allocation else 'waits'}: {team}"
     return PlannedChange(
         job=old.name,
         previous=old.allocation,
@@ -115,7 +122,7 @@ def _change(
         speedup=after[0],
         batch_size=after[1],
         changes=decision is not None,
-        why=decision.why if decision else _why_unchanged(old, nodes, free),
+        why=why,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,11 +19,12 @@ from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
+from pipollux_sched.allocator.team_strategy import team_reasons
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
-from pipollux_sched.utils.text import seconds
+from pipollux_sched.utils.text import seconds, spell_moment
 from pipollux_sched.views.changes import change_under_way
 from pipollux_sched.views.explanation import (
     Alternative,
@@ -125,7 +126,21 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     spec = parse_job(job.spec)
     measured = _measured(store.hints().get(job.name), spec)
     free = free_of(live.nodes, live.candidates)
-    return standing(candidate, live.nodes, free, ReplicaBounds(spec.max_replicas, measured), pin)
+    bounds = ReplicaBounds(spec.max_replicas, measured)
+    found = standing(candidate, live.nodes, free, bounds, pin)
+    return _within_team(found, live, job.name)
+
+
+def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
+    """Add what a job's team has to do with its allocation."""
+    waits = team_reasons(live).get(job)
+    if waits is not None:
+        return replace(found, waits_for=waits)
+    due = live.notices.get(job)
+    if due is None:
+        return found
+    text = f"Other teams want back what its team borrows; it has notice until {spell_moment(due)}."
+    return replace(found, limits=(*found.limits, Limit(LimitKind.TEAM, text)))
 
 
 def standing(

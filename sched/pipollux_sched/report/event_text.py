@@ -72,6 +72,11 @@ def _autoscaling(event: Event) -> str:
     return "; ".join([f"wants {event['desired']} {nodes}", *parts])
 
 
+def _notice(event: Event) -> str:
+    clock = datetime.fromtimestamp(event["due"]).strftime("%H:%M:%S")
+    return f"is to give borrowed slots back to other teams at {clock}"
+
+
 def _node(event: Event) -> str:
     reason = f": {first_line(event['reason'])}" if event["reason"] else ""
     return f"node {event['node']} is {event['condition']}{reason}"
@@ -165,6 +170,8 @@ _TELLING: _Telling = {
     "stalled": lambda event: f"stalled: {first_line(event['why'])}",
     "node": _node,
     "autoscaling": _autoscaling,
+    "teams": lambda event: f"teams: {', '.join(event['teams']) or 'none any more'}",
+    "notice": _notice,
 }
 _FREQUENT: _Telling = {
     "cluster": _cluster,

@@ -17,7 +17,7 @@ from .host_check import HostCheck
 from .limits import Limits
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
-from .routes import events, job_side, jobs, nodes, overview, service
+from .routes import events, job_side, jobs, nodes, overview, service, teams
 from .schemas import refusals
 from .swagger_page import add_docs
 from .web_page import add_pages
@@ -32,6 +32,7 @@ TAGS = {
     "jobs' own": "What jobs ask about themselves, with their own token.",
     "jobs": "Submitting, watching and ending jobs.",
     "nodes": "The cluster, and taking nodes out of it.",
+    "teams": "Quotas of teams, and what they hold.",
     "events": "What has happened, and what happens.",
     "service": "The scheduler itself.",
 }
@@ -78,7 +79,7 @@ def create_app(
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, metrics=metrics)
     answer_errors(app)
-    for part in (job_side, jobs, nodes, events, overview, service):
+    for part in (job_side, jobs, nodes, teams, events, overview, service):
         app.include_router(part.router)
     if open_metrics:
         app.include_router(service.metrics_router)

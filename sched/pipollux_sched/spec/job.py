@@ -50,6 +50,7 @@ DEFAULT_MAX_RESTARTS = 3
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME_LENGTH = 63
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _NODE_NAME_LENGTH = 253
 """Of a host's full name."""
 
@@ -84,6 +85,15 @@ def _check_gpu_type(text: str) -> str:
     return text
 
 
+def _check_user(name: str) -> str:
+    if len(name) > _NAME_LENGTH or not _USER_NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name[:80]}' is not the name of a user; use up to {_NAME_LENGTH} letters, digits, "
+            "'-', '_', '.' and '@', with a letter or digit at the beginning"
+        )
+    return name
+
+
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
     check_variables(environment)
     return environment
@@ -93,6 +103,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
+UserName = Annotated[str, AfterValidator(_check_user)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
 FilePath = Annotated[str, AfterValidator(check_path)]
 ImageReference = Annotated[str, AfterValidator(check_image)]
@@ -182,6 +193,12 @@ class JobSpec(_Spec):
     """The only type of GPU that the job runs on; None: any."""
     preemptible: bool = Field(default=True, description="true or false")
     """False: once the job runs, its allocation stays as it is."""
+    team: Name | None = Field(default=None, description="the name of a team")
+    """The team whose quota it counts to; None: its user's, else the default one."""
+    user: UserName | None = Field(default=None, description="the name of a user")
+    """Whose job it is; a user's token sets it."""
+    priority: Name | None = Field(default=None, description="the name of a class of priority")
+    """None: the priority 0."""
     resources: ResourceSpec = Field(
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )

@@ -42,6 +42,7 @@ from .replicas import ReplicaAddresses
 from .restart_cost import moving_average
 from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow, PointRow
+from .teams import TeamRecords
 
 
 class Store:
@@ -80,6 +81,8 @@ class Store:
         """How generations were started, and where they have saved."""
         self.overview = Overview(self._database)
         """Figures over many jobs, and curves of one."""
+        self.teams = TeamRecords(self._database, clock)
+        """Quotas of teams, and notices given to jobs."""
         self.deletions = Deletions(self._database, clock)
         """Deletes jobs that have ended."""
 

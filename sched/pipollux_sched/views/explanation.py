@@ -26,6 +26,7 @@ class LimitKind(StrEnum):
     HARMFUL = "harmful"
     NOT_WORTH_IT = "not_worth_it"
     MIN_REPLICAS = "min_replicas"
+    TEAM = "team"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ BODIES = {
     ("post", "/jobs"),
     ("post", "/jobs/batch"),
     ("put", "/nodes/{name}"),
+    ("put", "/teams"),
 }
 """What is sent with a body."""
 
@@ -60,7 +61,7 @@ def operations_of(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, A
 
 def test_every_path_is_described(document: dict[str, Any]) -> None:
     operations = operations_of(document)
-    assert len(operations) == 30
+    assert len(operations) == 33
     assert {key for key, operation in operations.items() if "requestBody" in operation} == BODIES
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -106,6 +107,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
         ("post", "/jobs/{name}/heartbeats"): beat,
+        ("put", "/teams"): {"teams": [{"name": "vision", "quota": 2}]},
     }
     names = {
         "/nodes/{name}": "node-a",
@@ -127,7 +129,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 22
+    assert len(models) == 25
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]

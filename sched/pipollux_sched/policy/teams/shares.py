@@ -78,7 +78,11 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
 
 
 def budgets(
-    teams: Teams, capacity: int, claims: Mapping[TeamGroup, Claim], fixed: Mapping[str, int]
+    teams: Teams,
+    capacity: int,
+    claims: Mapping[TeamGroup, Claim],
+    fixed: Mapping[str, int],
+    loaned: Mapping[str, int] | None = None,
 ) -> dict[TeamGroup, SlotBudget]:
     """Return what every group may hold.
 
@@ -87,27 +91,45 @@ def budgets(
         capacity: slots that can be given.
         claims: of the groups.
         fixed: slots, besides those, that jobs of each team hold and that cannot be taken.
+        loaned: such slots that each team borrows until a notice is over: the lenders wait for them.
     """
-    quota = _quotas(teams, capacity, claims, fixed)
+    loaned = loaned or {}
+    quota = _quotas(teams, capacity, claims, fixed, lent=bool(loaned))
     total: Counter[str] = Counter()
     for group, slots in quota.items():
         total[group.team] += slots
-    names = {group.team for group in claims} | fixed.keys() | teams.by_name.keys()
-    unlent = sum(max(teams[n].kept - total[n] - fixed.get(n, 0), 0) for n in names)
-    borrowed = _loans(teams, max(capacity - total.total() - unlent, 0), claims, quota, fixed)
+    pinned = Counter(fixed) + Counter(loaned)
+    names = {group.team for group in claims} | pinned.keys() | teams.by_name.keys()
+    unlent = sum(max(teams[n].kept - total[n] - pinned[n], 0) for n in names)
+    borrowed = _loans(
+        teams, max(capacity - total.total() - unlent, 0), claims, quota, fixed, loaned
+    )
     return {group: SlotBudget(quota[group], borrowed[group]) for group in claims}
 
 
 def _quotas(
-    teams: Teams, capacity: int, claims: Mapping[TeamGroup, Claim], fixed: Mapping[str, int]
+    teams: Teams,
+    capacity: int,
+    claims: Mapping[TeamGroup, Claim],
+    fixed: Mapping[str, int],
+    *,
+    lent: bool,
 ) -> dict[TeamGroup, int]:
     """Return what each group gets of its team's quota, the first tier first."""
-    wants: Counter[str] = Counter()
+    wants, holds = Counter[str](), Counter[str]()
     for group, claim in claims.items():
         wants[group.team] += claim.wants
+        holds[group.team] += min(claim.holds, claim.wants)
     due = {n: min(max(teams[n].quota - fixed.get(n, 0), 0), wants[n]) for n in sorted(wants)}
-    if sum(due.values()) > capacity:  # more was promised than there is, as when nodes are lost
-        due = fill(capacity, due, {name: float(max(teams[name].quota, 1)) for name in due})
+    if sum(due.values()) > capacity:
+        # More is due than there is: nodes were lost, or some of it is lent until a notice is over.
+        # Then who waits for it is who lent it, and nobody who holds what is due to him.
+        weights = {name: float(max(teams[name].quota, 1)) for name in due}
+        first = {name: min(n, holds[name]) if lent else 0 for name, n in due.items()}
+        first = fill(capacity, first, weights)
+        rest = {name: n - first[name] for name, n in due.items()}
+        more = fill(capacity - sum(first.values()), rest, weights)
+        due = {name: first[name] + more[name] for name in due}
     given: dict[TeamGroup, int] = {}
     for group in sorted(claims):
         left = due[group.team] - _kept_below(
@@ -124,10 +146,12 @@ def _loans(
     claims: Mapping[TeamGroup, Claim],
     quota: Mapping[TeamGroup, int],
     fixed: Mapping[str, int],
+    loaned: Mapping[str, int],
 ) -> Counter[TeamGroup]:
     """Return what each group borrows, the first tier of all teams first, by weight."""
     borrowed: Counter[TeamGroup] = Counter()
     by_team = Counter({name: max(slots - teams[name].quota, 0) for name, slots in fixed.items()})
+    by_team.update(loaned)
     unmet = {g: Claim(c.wants - quota[g], max(c.holds - quota[g], 0)) for g, c in claims.items()}
     for tier in sorted({group.tier for group in claims if group.tier.preemptible}):
         groups = {group.team: group for group in sorted(claims) if group.tier == tier}

@@ -15,7 +15,7 @@ Slots are not taken from a team before it has had notice: until then its jobs st
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,6 +122,8 @@ class TeamPolicy:
         wanted: defaultdict[str, int] = defaultdict(int)
         for name, slots in round_.wants.items():
             wanted[jobs[name].team] += slots
+        for name in round_.pinned:
+            wanted[jobs[name].team] += slots_of(jobs[name], round_.base[name], nodes)
         found = {}
         for name, held in round_.base.items():
             if name in told or name not in jobs or is_pinned(jobs[name], held, nodes):
@@ -130,7 +132,9 @@ class TeamPolicy:
             loses = after[team] < min(before[team], wanted[team])
             less = slots_of(jobs[name], given[name], nodes) < slots_of(jobs[name], held, nodes)
             there = all(node in usable_nodes(nodes) for node in held)
-            due = self.notices.get(name, self.now + self.teams.notice)
+            # A notice that is made shorter is shorter for those who have had it, too.
+            latest = self.now + self.teams.notice
+            due = min(self.notices.get(name, latest), latest)
             if loses and less and there and due > self.now:
                 found[name] = due
         return found
@@ -150,13 +154,12 @@ class _Round:
         told: Collection[Any],
     ) -> None:
         self._policy, self._teams, self._template, self._told = policy, teams, template, told
-        self.jobs, self.nodes, self.base = jobs, nodes, base
-        held = restricted_base(jobs, base)
-        self._pinned = {n: a for n, a in held.items() if is_pinned(jobs[n], a, nodes)}
-        self._free = without(jobs, nodes, self._pinned)
+        self.jobs, self.nodes, self.base = jobs, nodes, {n: base[n] for n in jobs if n in base}
+        self.pinned = {n: a for n, a in self.base.items() if is_pinned(jobs[n], a, nodes)}
+        self._free = without(jobs, nodes, self.pinned)
         self._groups: defaultdict[TeamGroup, dict[Any, JobInfo]] = defaultdict(dict)
         for name, job in jobs.items():
-            if name not in self._pinned:
+            if name not in self.pinned:
                 tier = Tier(-job.priority, job.preemptible, not job.preempts)
                 self._groups[TeamGroup(tier, job.team)][name] = job
         self._alone = {group: self._ask(self._free, group) for group in sorted(self._groups)}
@@ -168,7 +171,7 @@ class _Round:
 
     def answer(self) -> dict[Any, Allocation]:
         """Return the allocation of every job."""
-        if len(self._groups) == 1 and not self._pinned:
+        if len(self._groups) == 1 and not self.pinned:
             (group,) = self._groups
             if self._budgets()[group].slots >= self._wanted(group):
                 return self._alone[group]  # nobody else is there, and nothing limits it
@@ -184,20 +187,25 @@ class _Round:
         claims = {
             group: Claim(self._wanted(group), self._held(group)) for group in sorted(self._groups)
         }
-        fixed = held_by_team(self.jobs, self.nodes, self._pinned)
-        return budgets(self._teams, capacity, claims, fixed)
+        fixed = held_by_team(self.jobs, self.nodes, self.pinned)
+        told = {name: held for name, held in self.pinned.items() if name in self._told}
+        before, loaned = held_by_team(self.jobs, self.nodes, self.base), Counter[str]()
+        for team, slots in held_by_team(self.jobs, self.nodes, told).items():
+            loaned[team] = min(slots, max(before[team] - self._teams[team].quota, 0))
+            fixed[team] -= loaned[team]
+        return budgets(self._teams, capacity, claims, fixed, loaned)
 
     def _owed(self, given: Mapping[Any, Allocation]) -> int:
         """Return how many slots of their quota teams lack, that their jobs want."""
         held = held_by_team(self.jobs, self.nodes, given)
-        due = held_by_team(self.jobs, self.nodes, self._pinned)
+        due = held_by_team(self.jobs, self.nodes, self.pinned)
         for group, budget in self._budgets().items():
             due[group.team] += budget.quota
         return sum(max(min(slots, self._teams[t].quota) - held[t], 0) for t, slots in due.items())
 
     def _placed(self, budget: Mapping[TeamGroup, SlotBudget]) -> dict[Any, Allocation]:
         """Divide budgets among jobs, place them all, and offer what is left."""
-        asked = {name: self.jobs[name] for name in self._pinned}
+        asked = {name: self.jobs[name] for name in self.pinned}
         for group in self._groups:
             for name, part in self._divided(group, budget[group].slots).items():
                 # What runs keeps its shape within reach, so that policies know how it runs.
@@ -217,7 +225,7 @@ class _Round:
         given = dict.fromkeys(self.jobs, Allocation())
         for name, job in asked.items():
             found = as_allocation(job, answer.get(name, ()), self.nodes)
-            if name not in self._pinned:
+            if name not in self.pinned:
                 most = max(job.most_replicas(shape) * shape.slots for shape in job.all_shapes)
                 found = cut(job, found, most, self.nodes)
             given[name] = found
@@ -233,7 +241,7 @@ class _Round:
         """
         crowded = {n for name in self._told if len(set(given[name])) > 1 for n in given[name]}
         for name, held in given.items():
-            if name in self._pinned or len(set(held)) < 2 or not crowded & set(held):
+            if name in self.pinned or len(set(held)) < 2 or not crowded & set(held):
                 continue
             fullest = max(sorted(set(held), key=str), key=held.count)
             count = held.count(fullest)

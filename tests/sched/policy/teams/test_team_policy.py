@@ -218,6 +218,34 @@ def test_the_quota_comes_back_after_the_notice() -> None:
     assert (held(case, after.allocations), after.notices) == ({"text": 4, "vision": 4}, {})
 
 
+@given(asked=counted())
+def test_until_the_notice_is_over_nobody_loses_a_slot_to_another_team(
+    asked: tuple[Case, Teams],
+) -> None:
+    case, of = asked
+    before = held(case, case.base)
+    wants = wanted(case)
+    answer = ask(case, replace(of, notice=60.0), now=5.0)
+    has = held(case, answer.allocations)
+    for name in NAMES:
+        assert has[name] >= min(before[name], wants[name]), (name, dict(before), dict(has))
+    assert set(answer.notices.values()) <= {65.0}
+    # Only who holds more than his share was told.
+    over = held(case, ask(case, of).allocations)
+    for name in answer.notices:
+        assert over[case.jobs[name].team] < before[case.jobs[name].team]
+
+
+def test_notice_is_given_for_what_is_borrowed_alone() -> None:
+    of = Teams({n: Team(n, quota=2) for n in ("text", "vision")}, notice=60.0)
+    jobs = {name: job("text", 1) for name in "abcd"} | {name: job("vision", 1) for name in "vwx"}
+    base = {name: ["mn"[n % 2]] for n, name in enumerate("abcd")}
+    case = Case(jobs, {name: NodeInfo({"slots": 2}) for name in "mn"}, base)
+    answer = ask(case, of)
+    assert (held(case, answer.allocations)["text"], len(answer.notices)) == (4, 2)
+    assert all(len(answer.allocations[name]) == 1 for name in "abcd")
+
+
 def test_borrowers_shrink_rather_than_stop() -> None:
     of = Teams({"vision": Team("vision", quota=4, borrow=0)}, notice=0.0)
     jobs = {"a": job("text"), "b": job("text"), "v": job("vision")}

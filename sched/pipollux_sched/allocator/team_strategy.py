@@ -1,0 +1,99 @@
+"""Teams in the allocator: a policy asked within quotas, and why jobs of teams wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pipollux_sched.policy import Policy
+from pipollux_sched.policy.teams.eligible import eligible
+from pipollux_sched.policy.teams.ledger import TeamUse, team_uses, why_team_waits
+from pipollux_sched.policy.teams.restricted import slots_of
+from pipollux_sched.policy.teams.team import Teams
+from pipollux_sched.policy.teams.team_policy import TeamAnswer, TeamPolicy
+
+from .job_infos import node_template
+from .snapshot import Snapshot
+from .strategy import Candidate, EvenStrategy, Nodes, PolicyStrategy, Strategy, jobs_of
+
+
+class TeamStrategy:
+    """Asks a policy within the quotas of teams; made anew for each decision.
+
+    Args:
+        policy: decides within each team.
+        teams: quotas and limits.
+        now: seconds since the epoch.
+        notices: jobs that were told to give slots back, and when.
+    """
+
+    def __init__(
+        self, policy: Policy, teams: Teams, now: float, notices: Mapping[str, float]
+    ) -> None:
+        self._policy = TeamPolicy(policy, teams, now, notices)
+        self.answer: TeamAnswer | None = None
+        """What `optimize` has decided; None: it was not asked yet."""
+
+    def place(
+        self,
+        candidate: Candidate,  # noqa: ARG002  # the protocol's
+        free: Nodes,  # noqa: ARG002  # the protocol's
+    ) -> Sequence[str]:
+        """Place nothing: who may have what is free follows from all jobs together."""
+        return ()
+
+    def optimize(
+        self, candidates: Sequence[Candidate], nodes: Nodes
+    ) -> Mapping[str, Sequence[str]]:
+        """Ask for all allocations."""
+        base = {job.name: job.held for job in candidates if job.allocation}
+        template = node_template(nodes)
+        self.answer = self._policy.solve(jobs_of(candidates), nodes, base, template)
+        return self.answer.allocations
+
+
+def within_teams(strategy: Strategy, snapshot: Snapshot) -> tuple[Strategy, TeamStrategy | None]:
+    """Return a strategy that keeps a snapshot's quotas, and the part that asks the policy.
+
+    Without teams, and for fixed allocations, it is the same strategy.
+    """
+    inner = strategy.strategy if isinstance(strategy, EvenStrategy) else strategy
+    if snapshot.teams is None or not isinstance(inner, PolicyStrategy):
+        return strategy, None
+    asks = TeamStrategy(inner.policy, snapshot.teams, snapshot.time, snapshot.notices)
+    return (EvenStrategy(asks) if isinstance(strategy, EvenStrategy) else asks), asks
+
+
+def uses_of(snapshot: Snapshot) -> dict[str, TeamUse]:
+    """Return what the teams of a snapshot hold, by name; nothing where there are no teams."""
+    if snapshot.teams is None:
+        return {}
+    held: Counter[str] = Counter()
+    until: dict[str, float] = {}
+    for job in snapshot.candidates:
+        team = job.info.team
+        held[team] += slots_of(job.info, job.held, snapshot.nodes)
+        if job.name in snapshot.notices:
+            until[team] = max(until.get(team, 0.0), snapshot.notices[job.name])
+    capacity = sum(node.resources.get("slots", 0) for node in snapshot.nodes.values())
+    return team_uses(snapshot.teams, held, capacity, until)
+
+
+def team_reasons(snapshot: Snapshot) -> dict[str, str]:
+    """Return by job how teams keep those from running that hold nothing, in words."""
+    if snapshot.teams is None:
+        return {}
+    base = {job.name: job.held for job in snapshot.candidates if job.allocation}
+    jobs = jobs_of(snapshot.candidates)
+    _, refused = eligible(snapshot.teams, jobs, snapshot.nodes, base)
+    uses, found = uses_of(snapshot), {}
+    for job in snapshot.candidates:
+        if job.allocation:
+            continue
+        team = job.info.team
+        reason = refused.get(job.name) or why_team_waits(
+            uses, team, preemptible=job.info.preemptible
+        )
+        if reason is not None:
+            found[job.name] = reason
+    return found

@@ -1,0 +1,96 @@
+"""`pipollux teams`: list teams with what they hold, and set their quotas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipollux_sched.utils.text import DASH, count, spell_moment
+
+from .console import USAGE, CommandError, TextFormat, print_data, print_result
+from .options import StateDirectory, TextOutput
+from .reader import asking, reading, tell_unserved
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipollux_sched.views.teams import TeamsView
+
+
+def teams(
+    set_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--set",
+            metavar="FILE",
+            help="Replace all teams by those of this file.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Have no teams: everyone shares everything.")
+    ] = False,
+    output: TextOutput = TextFormat.text,
+    state_dir: StateDirectory = None,
+) -> None:
+    """List teams: quota, slots used, borrowed and lent, jobs that run and wait.
+
+    Without --set and --clear it works without a running scheduler, too: then it
+    shows the last known state.
+
+        pipollux teams
+        pipollux teams --set teams.yaml
+
+    Exit code: 0 done; 1 refused; 2 the file or an option is wrong.
+    """
+    if set_file is not None and clear:
+        raise CommandError("--set and --clear contradict each other; give one of them", USAGE)
+    if set_file is None and not clear:
+        with reading(state_dir) as reader:
+            _print(reader.teams(), output)
+            tell_unserved(reader)
+        return
+    from pipollux_sched.spec.teams import load_teams
+
+    spec = None if set_file is None else load_teams(set_file)
+    with asking(state_dir) as client:
+        _print(client.set_teams(spec), output)
+
+
+def _print(found: TeamsView, output: TextFormat) -> None:
+    if output is not TextFormat.text:
+        print_data(found.to_dict(), output)
+    elif not found.configured:
+        typer.echo("No teams: everyone shares everything. Set some with: pipollux teams --set FILE")
+    else:
+        print_result(_table(found))
+        used = sum(team.used for team in found.teams)
+        typer.echo(f"{count(len(found.teams), 'team')}, {count(used, 'slot')} used.")
+
+
+def _table(found: TeamsView) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    words = ("Team", "Waiting", "Gives back")
+    for header in (
+        *("Team", "Quota", "Used", "Borrowed", "Lent", "Weight", "Jobs"),
+        *("Waiting", "Gives back"),
+    ):
+        table.add_column(header, justify="left" if header in words else "right")
+    for team in found.teams:
+        limit = "" if team.max_jobs is None else f" of {team.max_jobs}"
+        table.add_row(
+            team.name,
+            str(team.quota),
+            str(team.used),
+            f"{team.borrowed}" + ("" if team.borrow is None else f" of {team.borrow}"),
+            f"{team.lent}" + ("" if team.lend is None else f" of {team.lend}"),
+            f"{team.weight:g}",
+            f"{len(team.running)}{limit}",
+            ", ".join(team.waiting) or DASH,
+            spell_moment(team.until),
+        )
+    return table

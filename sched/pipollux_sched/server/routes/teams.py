@@ -1,0 +1,39 @@
+"""Routes of teams: their quotas, and what they hold."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
+from pipollux_sched.server.request_bodies import JsonRoute
+from pipollux_sched.server.schemas import refusals
+from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.views.teams import TeamsView, list_teams
+
+router = APIRouter(
+    prefix="/teams",
+    tags=["teams"],
+    dependencies=[NeedsAdmin],
+    responses=refusals(413),
+    route_class=JsonRoute,
+)
+
+
+@router.get("", response_model=TeamsView, summary="All teams")
+def teams(store: StoreDep) -> TeamsView:
+    """Return the teams: quotas and limits, what each uses, borrows and lends, and its jobs."""
+    return list_teams(store)
+
+
+@router.put("", response_model=TeamsView, summary="Set the teams")
+def set_teams(control: ControlDep, store: StoreDep, teams: TeamsSpec) -> TeamsView:
+    """Replace all teams and classes of priority; the next decision, at once, keeps to them."""
+    control.set_teams(teams)
+    return list_teams(store)
+
+
+@router.delete("", response_model=TeamsView, summary="Have no teams")
+def remove_teams(control: ControlDep, store: StoreDep) -> TeamsView:
+    """Remove all teams: decisions are as they were without any."""
+    control.set_teams(None)
+    return list_teams(store)

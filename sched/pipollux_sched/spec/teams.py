@@ -1,0 +1,212 @@
+"""Teams and priorities: `teams.yaml`, and the same sent as JSON, in the words of docs/teams.md.
+
+Example:
+    ``teams: [{name: vision, quota: 8, users: [ana]}, {name: text, quota: 4, borrow: 4}]``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+
+from pipollux_sched.policy.teams.team import DEFAULT_NOTICE, Team, Teams
+from pipollux_sched.utils.units import parse_duration
+from pipollux_sched.utils.validation import problem_at, problems
+from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
+
+from .job import JobSpec, List, Name, UserName
+
+DEFAULT_TEAM = "default"
+"""Team of jobs that name none, and whose user is in none."""
+
+_Amount = Annotated[int, Field(ge=0, le=10**9)]
+_Number = Annotated[int, Field(ge=1, le=10**9)]
+
+
+def _parse_notice(value: str | float | None) -> float:
+    """Return a duration, which may be 0."""
+    if value is None:
+        raise ValueError("an empty value is not a duration; give one such as 60s, or 0")
+    if value in (0, "0", "0s"):
+        return 0.0
+    return float(parse_duration(value) or 0.0)
+
+
+class _TeamsModel(BaseModel):
+    """Base: refuses unknown fields, converts nothing silently, is immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TeamSpec(_TeamsModel):
+    """One team."""
+
+    name: Name = Field(description="a name, as in name: vision")
+    quota: _Amount = Field(default=0, description="a whole number of slots of at least 0")
+    """Slots that it has whenever its jobs can use them."""
+    borrow: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    """Slots beyond its quota that it may hold while nobody else needs them; None: any number."""
+    lend: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    """Slots of its quota that others may hold while its jobs do not need them; None: all."""
+    weight: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1000)] = Field(
+        default=1.0, description="a number above 0 and at most 1000"
+    )
+    """Its share of what is lent, beside that of others."""
+    max_jobs: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    """Jobs that may hold slots at once."""
+    max_slots_per_job: _Number | None = Field(
+        default=None, description="a whole number of at least 1"
+    )
+    """Slots that one job may hold."""
+    users: List[UserName] = Field(default=(), description="a list of names")
+    """Who may submit for it; none: everyone."""
+
+
+class PrioritySpec(_TeamsModel):
+    """A class of jobs: Kubernetes' PriorityClass, Kueue's WorkloadPriorityClass."""
+
+    name: Name = Field(description="a name, as in name: urgent")
+    value: Annotated[int, Field(ge=-(10**9), le=10**9)] = Field(
+        description="a whole number; the higher goes first"
+    )
+    preemption: bool = Field(default=True, description="true or false")
+    """Whether its jobs take slots from running jobs of lower priority."""
+
+
+class TeamsSpec(_TeamsModel):
+    """The teams of a cluster, and the classes of priority that jobs may name."""
+
+    teams: List[TeamSpec] = Field(description="a list of teams")
+    default: Name = Field(default=DEFAULT_TEAM, description="the name of a team")
+    """Team of jobs that name none, and whose user is in none."""
+    notice: Annotated[float, BeforeValidator(_parse_notice)] = Field(
+        default=DEFAULT_NOTICE, description="a duration such as 60s, or 0"
+    )
+    """Seconds from the notice that slots are wanted back to the moment they are taken."""
+    priorities: List[PrioritySpec] = Field(default=(), description="a list of classes")
+    """Jobs that name no class have the priority 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [team.name for team in self.teams]
+        classes = [entry.name for entry in self.priorities]
+        for where, given in (("teams", names), ("priorities", classes)):
+            for index, name in enumerate(given):
+                if name in given[:index]:
+                    raise problem_at(
+                        (where, index, "name"),
+                        f"'{name}' is also the name of {where}[{given.index(name)}]; give each "
+                        "its own",
+                    )
+        if self.default != DEFAULT_TEAM and self.default not in names:
+            raise problem_at(
+                ("default",),
+                f"'{self.default}' is none of the teams; name one of "
+                f"{', '.join(sorted(names)) or 'them'}, or leave it out",
+            )
+        return self
+
+    def for_policy(self) -> Teams:
+        """Return the teams as policies see them."""
+        own = set(Team.__dataclass_fields__)
+        values = [{k: v for k, v in team.model_dump().items() if k in own} for team in self.teams]
+        return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice)
+
+    def team_of(self, job: JobSpec) -> str:
+        """Return the team that a job counts to: its own, else its user's first, else the default.
+
+        A team that has been removed since the job was submitted counts as none.
+        """
+        names = [team.name for team in self.teams]
+        if job.team in names:
+            return str(job.team)
+        of_user = [team.name for team in self.teams if job.user and job.user in team.users]
+        return [*of_user, self.default][0]
+
+    def priority_of(self, job: JobSpec) -> tuple[int, bool]:
+        """Return a job's priority, and whether it preempts; 0 for a class that is gone."""
+        found = next((entry for entry in self.priorities if entry.name == job.priority), None)
+        return (found.value, found.preemption) if found else (0, True)
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse a job that these teams never let run.
+
+        Raises:
+            SpecError: its team or priority is unknown, its user is not in the team, or its least
+                is more than the team may ever hold.
+        """
+        where = f"job '{job.name}'"
+        known = [team.name for team in self.teams]
+        if job.team is not None and job.team not in known:
+            raise SpecError(
+                f"{where}: team: '{job.team}' is not known; known are {', '.join(known) or 'none'}"
+            )
+        classes = [entry.name for entry in self.priorities]
+        if job.priority is not None and job.priority not in classes:
+            raise SpecError(
+                f"{where}: priority: '{job.priority}' is not known; known are "
+                f"{', '.join(classes) or 'none'}"
+            )
+        team = next((t for t in self.teams if t.name == self.team_of(job)), None)
+        if team is None:
+            team = TeamSpec(name=self.team_of(job))
+        if team.users and job.user not in team.users:
+            raise SpecError(
+                f"{where}: user: {job.user or 'nobody'} is not in team '{team.name}'; its users "
+                f"are {', '.join(team.users)}"
+            )
+        least = min(job.num_stages, *job.stage_choices, job.num_stages) * job.min_replicas
+        limits = {
+            "max_slots_per_job": team.max_slots_per_job,
+            "quota and borrow": None if team.borrow is None else team.quota + team.borrow,
+            "quota, as it is not preemptible,": None if job.preemptible else team.quota,
+        }
+        for name, most in limits.items():
+            if most is not None and least > most:
+                raise SpecError(
+                    f"{where}: it needs {least} slots at least, and {name} of team "
+                    f"'{team.name}' allow {most}; ask for less, or raise the limit"
+                )
+
+
+def load_teams(path: str | Path) -> TeamsSpec:
+    """Return the teams in a `teams.yaml`.
+
+    Raises:
+        SpecError: the file cannot be read, or says something that is not allowed.
+    """
+    document = read_yaml_file(path, "teams:")
+    try:
+        return TeamsSpec.model_validate(document.data)
+    except ValidationError as error:
+        raise SpecError(
+            *(
+                f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
+                for problem in problems(error.errors(include_url=False), TeamsSpec)
+            )
+        ) from None
+
+
+def parse_teams(data: Mapping[str, Any]) -> TeamsSpec:
+    """Return teams from JSON, as the store keeps them.
+
+    Raises:
+        SpecError: it contains something that is not allowed.
+    """
+    try:
+        return TeamsSpec.model_validate(data)
+    except ValidationError as error:
+        found = problems(error.errors(include_url=False), TeamsSpec)
+        raise SpecError(*(f"teams: {problem.sentence()}" for problem in found)) from None

@@ -1,0 +1,101 @@
+"""Teams of a real scheduler: loans, notices, limits, and what users are told of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .runner import LIGHT, TOY, Cli, one_sentence, wait_until
+
+TEAMS = """
+notice: {notice}
+teams:
+  - {{name: text, quota: 2}}
+  - {{name: vision, quota: 2, max_slots_per_job: 2}}
+priorities:
+  - {{name: urgent, value: 10}}
+"""
+
+
+def jobs_file(cli: Cli, name: str, *jobs: str) -> str:
+    entries = "".join(f"  - {{script: {TOY}, {job}}}\n" for job in jobs)
+    (cli.folder / name).write_text(f"jobs:\n{entries}")
+    return name
+
+
+def held(cli: Cli) -> dict[str, int]:
+    teams = json.loads(cli("teams", "--output", "json").stdout)["teams"]
+    return {team["name"]: team["used"] for team in teams}
+
+
+def explained(cli: Cli, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(cli("explain", job, "--output", "json").stdout)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
+    cli.program = LIGHT
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="1h"))
+    cli.serve("--teams", "teams.yaml", "--interval", "0.5", "--grace", "2")
+    lent = jobs_file(cli, "lent.yaml", *(f"name: t{n}, team: text" for n in range(4)))
+    cli("submit", lent)
+    wait_until(lambda: all(job["training"] for job in cli.jobs().values()))
+    back = jobs_file(cli, "back.yaml", "name: v0", "name: v1", "name: v2")
+    cli("submit", back, "--team", "vision")
+
+    says = "team vision holds 0 of its quota of 2 slots; 2 more are borrowed by team text until "
+    wait_until(lambda: says in cli.jobs()["v0"]["message"])
+    assert cli.jobs()["v0"]["message"].startswith("waits: ")
+    assert explained(cli, "v0")["waits_for"].startswith(says)
+    kinds = [[one["kind"] for one in explained(cli, f"t{n}")["limits"]] for n in range(4)]
+    assert sum("team" in found for found in kinds) == 2
+    top = json.loads(cli("top", "--output", "json").stdout)
+    assert any(job["message"].startswith(f"waits: {says}") for job in top["jobs"])
+    assert held(cli) == {"text": 4, "vision": 0}
+    assert "borrowed slots back" in cli("events").stdout
+
+    # The file is read again; one that is wrong changes nothing.
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="soon"))
+    server = cli.servers[-1]
+    wait_until(lambda: "the teams stay as they are" in server.errors)
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="0s"))
+    wait_until(lambda: held(cli) == {"text": 2, "vision": 2})
+
+
+def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
+    cli.program = LIGHT
+    cli.serve("--interval", "0.5")
+    mine = jobs_file(cli, "mine.yaml", "name: mine, team: text")
+    assert "no teams are set" in one_sentence(cli("submit", mine), 1)
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s"))
+    assert "4 slots" not in cli("teams", "--set", "teams.yaml").stdout
+    assert "team: 'tex' is not known" in one_sentence(cli("submit", mine, "--team", "tex"), 1)
+    said = one_sentence(cli("submit", mine, "--priority", "high"), 1)
+    assert "priority: 'high' is not known; known are urgent" in said
+    wide = jobs_file(cli, "wide.yaml", "name: wide, team: vision, min_replicas: 3")
+    said = one_sentence(cli("submit", wide), 1)
+    assert "needs 3 slots at least, and max_slots_per_job of team 'vision' allow 2" in said
+    cli("submit", mine, "--priority", "urgent")
+    wait_until(lambda: held(cli)["text"] == 1)
+    assert "No teams" in cli("teams", "--clear").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("teams: [{name: a, quota: -1}]", "teams[0].quota: -1 is not allowed; it must be a whole"),
+        ("teams: [{name: a}, {name: a}]", "teams[1].name: 'a' is also the name of teams[0]"),
+        ("teams: [{name: a, quotas: 1}]", "unknown field; did you mean 'quota'?"),
+        ("teams: [{name: a}]\ndefault: b", "default: 'b' is none of the teams; name one of a"),
+        ("teams: []\nnotice: soon", "notice: "),
+    ],
+)
+def test_files_that_are_wrong(cli: Cli, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "teams.yaml").write_text(text)
+    said = one_sentence(cli("teams", "--set", "teams.yaml"), 2)
+    assert "teams.yaml:" in said
+    assert says in said
