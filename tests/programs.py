@@ -283,7 +283,8 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     try:
         runpy.run_path(argv[0], run_name="__main__")
-    except Exception:  # as the interpreter ends a script
+    except Exception as error:  # as the interpreter ends a script
+        sys.last_value = error
         traceback.print_exc()
         sys.exit(1)
     finally:

@@ -7,6 +7,7 @@
     ├── CheckpointError                        a checkpoint cannot be written or read
     └── SynchronizationError                   gradients cannot be averaged as the loop uses them
         ├── PeerLostError                      another replica has ended, or does not answer
+        │   └── ReplicaBrokenError             a process of this replica has
         └── BrokenPipelineError                the process of another stage has
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "ConfigurationError",
     "PeerLostError",
     "PipolluxError",
+    "ReplicaBrokenError",
     "SynchronizationError",
     "at_least",
     "check_values",
@@ -52,6 +54,10 @@ class SynchronizationError(PipolluxError, RuntimeError):
 
 class PeerLostError(SynchronizationError):
     """Another replica has ended or does not answer, so a collective cannot come about."""
+
+
+class ReplicaBrokenError(PeerLostError):
+    """A process of this very replica has ended or does not answer, and so the replica ends."""
 
 
 class BrokenPipelineError(SynchronizationError):

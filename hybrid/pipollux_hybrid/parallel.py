@@ -16,7 +16,7 @@ from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, r
 from pipollux_hybrid.errors import BrokenPipelineError
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.job.peers import lost_peers
+from pipollux_hybrid.job.peers import broken_replica
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
@@ -195,6 +195,7 @@ class HybridParallel(PipelineModel):
             preconditioner=lambda parameter: self._optimizer.preconditioner(parameter),
             on_gradient=self._timing.gradient_arrived,
             on_finished=self._backward_finished,
+            on_settled=lambda: batchnorm.sum_statistics(self._deferred, all_reduce_sum),
             buffers=BufferSynchronizer.of(ctx, module) if broadcast_buffers else None,
             mesh=ctx.mesh,
             tied=self._tied,
@@ -246,7 +247,7 @@ class HybridParallel(PipelineModel):
                 refuse_plain_loop()
             with _passing_on():
                 output = self._engine.run(batch, sizes)
-            batchnorm.commit_statistics(self._deferred, lambda _: None)
+            batchnorm.commit_statistics(self._deferred)
             return output
         batch = map_tensors(lambda x: x.to(self.devices[0], non_blocking=True), batch)
         plan = self._plan(sizes, batch) if torch.is_grad_enabled() else None
@@ -260,7 +261,7 @@ class HybridParallel(PipelineModel):
             self._synchronizer.watch(output, plan)
         else:
             # No backward will end this iteration; the replicas agree again at the next that has.
-            batchnorm.commit_statistics(self._deferred, lambda _: None)
+            batchnorm.commit_statistics(self._deferred)
         return output
 
     def train_step(self, inputs: PyTree, targets: PyTree, loss_fn: LossFunction) -> Tensor:
@@ -298,10 +299,10 @@ class HybridParallel(PipelineModel):
             return loss.detach().double()
         sizes = self._sizes(inputs)
         plan = self._plan(sizes, inputs)
-        counts, training = plan.num_samples > 0, self.training
+        counts, trains = plan.num_samples > 0, self.training
         with self._counting(counts), self._synchronizer.backward(plan), _passing_on():
             return self._engine.train(
-                inputs, targets, sizes, loss_fn, training=training, counted=counts
+                inputs, targets, sizes, loss_fn, training=trains, counted=counts
             )
 
     @contextmanager
@@ -359,7 +360,7 @@ class HybridParallel(PipelineModel):
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete = result is not None
         if result is not None:
-            batchnorm.commit_statistics(self._deferred, all_reduce_sum)
+            batchnorm.commit_statistics(self._deferred)
         self._metrics.note_backward(result.sync_time if result else 0.0)
         if result is None:
             self._optimizer.keep_gradients(watched=not self._context.control.losses.void)
@@ -397,4 +398,4 @@ def _passing_on() -> Iterator[None]:
     try:
         yield
     except BrokenPipelineError as error:
-        raise lost_peers("while passing micro-batches between stages", error) from error
+        raise broken_replica("while passing micro-batches between stages", error) from error

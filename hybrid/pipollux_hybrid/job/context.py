@@ -7,7 +7,7 @@ have to pass them around. A process belongs to one job, hence there is one conte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -97,7 +97,7 @@ class JobContext:
             )
 
     def rejoin(self, env: JobEnvironment, group: ReplicaGroup | None, timeout: float) -> None:
-        """Go on with other replicas; torch's default group is that of all of them already.
+        """Go on with other replicas; torch's default group and the mesh are of them already.
 
         Args:
             env: Who this replica is now.
@@ -107,7 +107,7 @@ class JobContext:
         self.close_watch()
         self.env = env
         self.control.rejoin(group)
-        self.watch = PeerWatch.start(env, timeout)
+        self.watch = _watch(env, timeout, self.mesh)
 
     def close_watch(self) -> None:
         """Stop finding out which replicas are gone."""
@@ -174,14 +174,19 @@ def join(env: JobEnvironment, bulletin: Bulletin, timeout: float) -> JobContext:
 def _begin(env: JobEnvironment, control: ControlPlane, timeout: float) -> JobContext:
     ctx = JobContext(env=env, control=control)
     if env.processes_per_replica > 1:
-        ctx.mesh = ProcessMesh(env, timeout)
-    ctx.watch = PeerWatch.start(env, timeout)
+        ctx.mesh = control.mesh = ProcessMesh(env, timeout)
+    ctx.watch = _watch(env, timeout, ctx.mesh)
     ctx.closers.append(ctx.close_watch)
     if env.stage == 0:  # for all processes of a replica
         ctx.heartbeat = Heartbeat.start(env, lambda: ctx.step)
     if ctx.heartbeat is not None:
         ctx.closers.append(ctx.heartbeat.close)  # of the first, so that it ends late
     return ctx
+
+
+def _watch(env: JobEnvironment, timeout: float, mesh: ProcessMesh | None) -> PeerWatch | None:
+    within: Set[str] = frozenset() if mesh is None else mesh.within
+    return PeerWatch.start(env, timeout, within)
 
 
 def current() -> JobContext | None:

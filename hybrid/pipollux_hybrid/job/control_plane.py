@@ -15,12 +15,17 @@ of boundaries are of one length, so that they can meet and tell.
 
 The vector travels over a gloo group of its own, whatever carries the gradients, so it costs no GPU
 synchronisation.
+
+Where a replica is lost, an exchange may come about in some processes and not in others. Those of
+one replica have to be of one mind: where stages have processes, they tell each other how it has
+ended (:meth:`~pipollux_hybrid.job.mesh.ProcessMesh.share`), and what came to one has come to all.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -28,9 +33,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.errors import PeerLostError, SynchronizationError
 
 from .groups import ReplicaGroup
+from .mesh import ProcessMesh
 from .peer_loss import PeerLoss
 from .peers import lost_peers
 
@@ -146,6 +152,8 @@ class ControlPlane:
         at most, where some have it from an all-reduce and others have not."""
         self.last: ControlMessage | None = None
         """What the last of them gave."""
+        self.mesh: ProcessMesh | None = None
+        """The groups of this process where each stage has one."""
         self.settings: list[str] = []
         """Digests of what :func:`~pipollux_hybrid.job.agreement.agree` has compared, in order."""
         self._message: ControlMessage | None = None
@@ -198,11 +206,13 @@ class ControlPlane:
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
 
-    def ride(self, numbers: Sequence[float]) -> list[float]:
+    def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
         """Add numbers up over the replicas, and send the message under way with them.
 
         Args:
             numbers: Of a backward that synchronises; as many on every replica.
+            failure: Why this process's part of the backward cannot come about, so that it does not
+                take part; what is raised then.
 
         Returns:
             Their sums.
@@ -213,9 +223,7 @@ class ControlPlane:
         """
         self._riding = len(numbers)
         vector = self._vector(numbers, rides=True)
-        if self._group is not None:
-            self._group.all_reduce(vector)
-        agreed, sums = self._read(vector)
+        agreed, sums = self._read(self._sum(vector, failure=failure))
         if self._agreed is None and self._message is not None:
             self._agreed = agreed
         return sums
@@ -230,7 +238,12 @@ class ControlPlane:
             return None
         if self._agreed is None:
             vector = self._vector([0.0] * self._riding, rides=False)
-            self._add_up(vector)
+            try:
+                vector = self._sum(vector, self._timeout)
+            except SynchronizationError:
+                raise  # which says what it is already
+            except RuntimeError as error:
+                raise lost_peers("at a step boundary", error) from error
             self._agreed, _ = self._read(vector)
         agreed, self._message, self._agreed, self._place = self._agreed, None, None, ""
         self.exchanges, self.last = self.exchanges + 1, agreed
@@ -252,21 +265,15 @@ class ControlPlane:
         """Gather one CPU tensor of equal shape from every replica, in the order of ranks."""
         if self._group is None:
             return [tensor]
-        try:
+        with self._gathering():
             return self._group.all_gather(tensor)
-        except RuntimeError as error:
-            when = "while comparing what all must have in common"
-            raise lost_peers(when, error) from error
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Gather bytes of any length from every replica, in the order of ranks."""
         if self._group is None:
             return [content]
-        try:
+        with self._gathering():
             return self._group.all_gather_bytes(content)
-        except RuntimeError as error:
-            when = "while comparing what all must have in common"
-            raise lost_peers(when, error) from error
 
     def _refuse_places(self) -> NoReturn:
         """Refuse replicas at different places; all find out at once, so they can exchange them."""
@@ -306,9 +313,55 @@ class ControlPlane:
             )
         return ControlMessage.of(head[:-3]), sums
 
-    def _add_up(self, vector: torch.Tensor) -> None:
-        assert self._group is not None  # noqa: S101  # else the message was agreed on at launch
+    def _sum(
+        self,
+        vector: torch.Tensor,
+        timeout: float | None = None,
+        failure: PeerLostError | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of a vector over all processes; all of a replica get it, or none.
+
+        Args:
+            vector: This process's, which is overwritten.
+            timeout: Seconds to wait; None: the group's.
+            failure: Why this process does not take part.
+        """
+        error: RuntimeError | None = failure
+        if self._group is not None and failure is None:
+            try:
+                self._group.all_reduce(vector, timeout)
+            except RuntimeError as failed:
+                error = failed
+        if self._is_shared:
+            assert self.mesh is not None  # noqa: S101  # else it is not
+            if error is not None:
+                self.losses.hang_up()  # another process of this replica may wait for this one
+            found = self.mesh.share(vector if error is None else None, len(vector))
+            if found is not None and failure is None:
+                return found
+        if error is not None:
+            raise error
+        return vector
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Gather within; if it fails in one process of a replica it fails in all."""
+        failure: RuntimeError | None = None
         try:
-            self._group.all_reduce(vector, self._timeout)
+            yield
         except RuntimeError as error:
-            raise lost_peers("at a step boundary", error) from error
+            failure = error
+        others = 0.0
+        if self._is_shared:
+            assert self.mesh is not None  # noqa: S101  # else it is not
+            if failure is not None:
+                self.losses.hang_up()
+            (others,) = self.mesh.sum_over_stages([float(failure is not None)])
+        if failure is not None or others > 0.0:
+            cause = failure or RuntimeError("another process of this replica lost them")
+            raise lost_peers("while comparing what all must have in common", cause) from failure
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the processes of a replica tell each other how a collective of all has ended."""
+        return self.mesh is not None and self.losses.recoverable(False)

@@ -9,13 +9,15 @@ script that calls ``torch.distributed`` itself goes on as before, with the new r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .connections import new_connections
 
 __all__ = ["ReplicaGroup", "become_default", "form_group", "held_groups", "make_known"]
 
@@ -31,11 +33,13 @@ class ReplicaGroup:
     Args:
         process_group: What torch made: a ``ProcessGroup``, or one of its backends.
         size: Number of replicas.
+        connections: The kernel's names of its connections, where they are known.
     """
 
-    def __init__(self, process_group: Any, size: int) -> None:
+    def __init__(self, process_group: Any, size: int, connections: Set[str] = frozenset()) -> None:
         self.process_group = process_group
         self.size = size
+        self.connections = connections
 
     def all_reduce(self, tensor: torch.Tensor, timeout: float | None = None) -> None:
         """Sum a tensor over the replicas, in place.
@@ -127,10 +131,11 @@ def form_group(
         RuntimeError: A replica did not come.
     """
     prefixed = PrefixStore(name, store)
-    group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=patience))
+    with new_connections() as connections:
+        group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=patience))
     set_timeout = getattr(group, "set_timeout", None) or group._set_default_timeout
     set_timeout(timedelta(seconds=timeout))
-    return ReplicaGroup(group, size)
+    return ReplicaGroup(group, size, connections)
 
 
 def held_groups() -> list[Any]:

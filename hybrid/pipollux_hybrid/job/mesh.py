@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipollux_hybrid.errors import PeerLostError
+
+from .connections import new_connections
 from .env import JobEnvironment
 from .groups import ReplicaGroup, make_known
-from .peers import lost_peers
+from .peers import broken_replica, lost_peers
 
 __all__ = ["MeshGroups", "ProcessMesh"]
 
@@ -43,6 +46,11 @@ class MeshGroups:
     def all(self) -> tuple[ReplicaGroup, ...]:
         """All of them."""
         return (self.column, self.row, *self.among.values())
+
+    @property
+    def within(self) -> set[str]:
+        """Names of the connections between processes of this replica alone."""
+        return {name for group in (self.row, *self.among.values()) for name in group.connections}
 
 
 class ProcessMesh:
@@ -67,7 +75,9 @@ class ProcessMesh:
         self.stages: dist.ProcessGroup
         """The processes of this replica, in the order of stages."""
         self.replicas, _ = dist.new_subgroups_by_enumeration(columns, timeout=wait)
-        self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
+        with new_connections() as self.within:
+            self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
+        """Names of the connections between processes of this replica alone, so far."""
         row, column = self.stages, self.replicas
         if dist.get_backend() == "nccl":  # which carries nothing from the CPU
             column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
@@ -127,7 +137,7 @@ class ProcessMesh:
         """
         self._ranks = self._all_ranks(groups.column.size)
         row = self._ranks[replica].tolist()
-        self.column, self._row = groups.column, groups.row
+        self.column, self._row, self.within = groups.column, groups.row, groups.within
         self.replicas = make_known(groups.column, self._ranks[:, self.stage].tolist())
         self.stages = make_known(groups.row, row)
         self._among = {
@@ -145,9 +155,26 @@ class ProcessMesh:
         """Add numbers up over the stages of this replica, whose processes all call it.
 
         Raises:
-            PeerLostError: A process is gone.
+            ReplicaBrokenError: A process is gone.
         """
-        return _sum(self._row, numbers)
+        return _sum(self._row, numbers, broken_replica)
+
+    def share(self, found: torch.Tensor | None, size: int) -> torch.Tensor | None:
+        """Return what any process of this replica has, all of which call it; None: none has it.
+
+        Args:
+            found: What this one has, float64, shape [size]; the same on all that have it.
+            size: How many numbers it is.
+
+        Raises:
+            ReplicaBrokenError: A process is gone.
+        """
+        mine = torch.zeros(1 + size, dtype=torch.float64)
+        if found is not None:
+            mine[0], mine[1:] = 1.0, found
+        with _reaching(broken_replica):
+            everyone = self._row.all_gather(mine)
+        return next((x[1:] for x in everyone if x[0] > 0.0), None)
 
     def sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
         """Add numbers up over the processes that run this stage, all of which call it.
@@ -155,28 +182,32 @@ class ProcessMesh:
         Raises:
             PeerLostError: A process is gone.
         """
-        return _sum(self.column, numbers)
+        return _sum(self.column, numbers, lost_peers)
 
     def gather_from_stages(self, content: bytes) -> list[bytes]:
         """Return bytes of each stage of this replica, whose processes all call it.
 
         Raises:
-            PeerLostError: A process is gone.
+            ReplicaBrokenError: A process is gone.
         """
-        with _reaching_peers():
+        with _reaching(broken_replica):
             return self._row.all_gather_bytes(content)
 
 
-def _sum(group: ReplicaGroup, numbers: Sequence[float]) -> list[float]:
+def _sum(
+    group: ReplicaGroup,
+    numbers: Sequence[float],
+    lost: Callable[[str, BaseException], PeerLostError],
+) -> list[float]:
     vector = torch.tensor(list(numbers), dtype=torch.float64)
-    with _reaching_peers():
+    with _reaching(lost):
         group.all_reduce(vector)
     return [float(x) for x in vector.tolist()]
 
 
 @contextmanager
-def _reaching_peers() -> Iterator[None]:
+def _reaching(lost: Callable[[str, BaseException], PeerLostError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost_peers("while telling other stages and replicas of the step", error) from error
+        raise lost("while telling other stages and replicas of the step", error) from error

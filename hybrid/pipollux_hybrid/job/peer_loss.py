@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipollux_hybrid.errors import PeerLostError
+from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
 
 __all__ = ["PeerLoss"]
 
@@ -45,7 +45,7 @@ class PeerLoss:
         Returns:
             Whether it was noted; else it is to be raised.
         """
-        if not self.recoverable(voids):
+        if isinstance(error, ReplicaBrokenError) or not self.recoverable(voids):
             return False
         if self.error is None:
             self.error, self.noted_at = error, time.monotonic()

@@ -18,19 +18,19 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipollux_hybrid.errors import PeerLostError
+from pipollux_hybrid.errors import PeerLostError, ReplicaBrokenError
 
+from .connections import Address, address_of, open_connections
 from .env import JobEnvironment
 
-__all__ = ["PeerWatch", "lost_peers"]
+__all__ = ["PeerWatch", "broken_replica", "lost_peers"]
 
 PROBES = 3
 """Probes without an answer after which the kernel gives a connection up."""
@@ -38,9 +38,6 @@ TELLS_SOON = 1.0
 """Seconds between the end of one connection with a replica and that of another, at most."""
 _LAST_DATA, _LAST_ACK = 52, 56
 """Where Linux's `struct tcp_info` has the milliseconds since data and an acknowledgement came."""
-
-Address = tuple[str, int]
-"""Of one end of a connection: IP address and port."""
 
 _watch: PeerWatch | None = None
 
@@ -51,11 +48,12 @@ class PeerWatch:
     Args:
         env: who this replica is, and after how many seconds a host that does not answer is lost.
         timeout: seconds that replicas wait for each other, for messages.
+        spared: names of connections that are kept when others are lost: those within this replica.
     """
 
-    def __init__(self, env: JobEnvironment, timeout: float) -> None:
+    def __init__(self, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()) -> None:
         self.timeout = timeout
-        self._env = env
+        self._env, self._spared = env, spared
         self.word = "replica" if env.processes_per_replica == 1 else "rank"
         """What a process is in messages."""
         self._lost: dict[int, float] = {}
@@ -65,21 +63,22 @@ class PeerWatch:
         """Replicas whose processes are frozen, and the seconds since their last sign of life."""
         self._pause = max(1, round(env.host_timeout / (PROBES + 1)))
         """Whole seconds between two probes."""
-        before = _sockets()
+        before = open_connections()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        after = _sockets()
+        after = open_connections()
         opened = [after[name] for name in after.keys() - before.keys()]
         everyone: list[tuple[str, list[Address], list[Address]]] = [("", [], [])] * env.world_size
-        ends, others = ([_address(x.getsockname()) for x in y] for y in (opened, before.values()))
+        ends, others = ([address_of(x.getsockname()) for x in y] for y in (opened, before.values()))
         dist.all_gather_object(everyone, (socket.gethostname(), ends, others), group=group)
         self._hosts = [name for name, _, _ in everyone]
         ranks = {address: rank for rank, (_, ends, _) in enumerate(everyone) for address in ends}
         theirs = {address for _, _, others in everyone for address in others}
-        self._shared = {n for n, x in before.items() if _address(x.getpeername()) in theirs}
-        """Names of the connections with replicas that collectives have."""
-        peers = {ranks.get(_address(x.getpeername())): x for x in opened}
+        shared = {n for n, x in before.items() if address_of(x.getpeername()) in theirs}
+        self._shared = shared - spared
+        """Names of the connections that collectives of all replicas have."""
+        peers = {ranks.get(address_of(x.getpeername())): x for x in opened}
         self._connections = {rank: x for rank, x in peers.items() if rank is not None}
-        self._addresses = {_address(x.getpeername())[0] for x in self._connections.values()}
+        self._addresses = {address_of(x.getpeername())[0] for x in self._connections.values()}
         for connection in {*before.values(), *after.values()} - {*self._connections.values()}:
             connection.close()  # not of this group
         for connection in self._connections.values():
@@ -90,14 +89,16 @@ class PeerWatch:
         self._thread.start()
 
     @classmethod
-    def start(cls, env: JobEnvironment, timeout: float) -> PeerWatch | None:
+    def start(
+        cls, env: JobEnvironment, timeout: float, spared: Set[str] = frozenset()
+    ) -> PeerWatch | None:
         """Start it where there are peers to watch; all replicas call it at the same place.
 
         Elsewhere than on Linux a lost host is like a slow one.
         """
         global _watch
         if env.world_size > 1 and env.host_timeout > 0 and sys.platform == "linux":
-            _watch = cls(env, timeout)
+            _watch = cls(env, timeout, spared)
         return _watch
 
     def close(self) -> None:
@@ -131,17 +132,23 @@ class PeerWatch:
         new = {rank: age for rank, age in found.items() if rank not in self.gone()}
         if new:
             self._frozen |= new
-            self.hang_up()
+            processes = self._env.processes_per_replica
+            mine = any(rank // processes == self._env.rank for rank in new)
+            self._cut(self._shared | self._spared if mine else self._shared)
             self._news.set()
 
     def hang_up(self) -> None:
         """End the connections that collectives have, so that whoever waits for this replica knows.
 
-        A replica that has ended is known at once to those alone who talk with it in a ring.
+        A replica that has ended is known at once to those alone who talk with it in a ring. Those
+        with other processes of this replica stay, if collectives of all do not use them.
         """
-        for name, connection in _sockets().items():
+        self._cut(self._shared)
+
+    def _cut(self, names: Set[str]) -> None:
+        for name, connection in open_connections().items():
             with connection, suppress(OSError):  # it was closed meanwhile
-                if name in self._shared:
+                if name in names:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def explain(self) -> str:
@@ -227,11 +234,11 @@ class PeerWatch:
     def _shut_down(self) -> None:
         """End this process's connections with other replicas, whatever waits for them."""
         watched = {os.fstat(x.fileno()).st_ino for x in self._connections.values()}
-        for connection in _sockets().values():
+        for name, connection in open_connections().items():
             with connection, suppress(OSError):  # it was closed meanwhile
-                if os.fstat(connection.fileno()).st_ino in watched:
+                if name in self._spared or os.fstat(connection.fileno()).st_ino in watched:
                     continue  # nobody waits for these, and their end means the process's
-                if _address(connection.getpeername())[0] in self._addresses:
+                if address_of(connection.getpeername())[0] in self._addresses:
                     connection.shutdown(socket.SHUT_RDWR)
         if (world := dist.group.WORLD) is not None and dist.get_backend() == "nccl":
             world._get_backend(torch.device("cuda")).abort()  # its kernels wait on the device
@@ -253,29 +260,16 @@ def lost_peers(when: str, error: BaseException) -> PeerLostError:
     return PeerLostError(f"{here} lost its peers {when}: {why}. ({error})")
 
 
-def _sockets() -> dict[str, socket.socket]:
-    """Return this process's TCP connections by the kernel's names of them: copies, to be closed."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it was closed meanwhile, or is no connection
-            name = os.readlink(entry)
-            if not name.startswith("socket:") or name in found:
-                continue
-            connection = socket.socket(fileno=os.dup(int(entry.name)))
-            try:
-                is_tcp = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
-                if is_tcp == socket.IPPROTO_TCP and connection.getpeername():
-                    found[name] = connection
-            finally:
-                if name not in found:
-                    connection.close()
-    return found
+def broken_replica(when: str, error: BaseException) -> ReplicaBrokenError:
+    """Return the error of a process that waited in vain for another one of its replica.
 
-
-def _address(name: tuple[str, int]) -> Address:
-    """Return an end of a connection; what IPv6 makes of an IPv4 address is that address."""
-    host, port = name[:2]
-    return host.removeprefix("::ffff:"), port
+    Args:
+        when: at what, as in "while passing micro-batches between stages".
+        error: what the library says that carries messages.
+    """
+    return ReplicaBrokenError(
+        f"{lost_peers(when, error)} A replica ends with any of its processes."
+    )
 
 
 def _silence(connection: socket.socket) -> float:

@@ -4,7 +4,8 @@
     claim-N              the Nth run of a job in this folder
     newcomer-ID.json     a replica that wants to join, written anew by itself all the time
     leave-ID             a wish that a replica leaves
-    alive-ID.json        that the process of a replica which takes part is not frozen
+    alive-ID.json        that the process of a replica which takes part is not frozen; for that of
+                         stage k above 0 alive-ID-k.json
     proposal.json        the membership that is to be formed
     store-N.json         where the replicas of membership N find each other
     lost-…, follows-…, outcome-…   of replicas that have died: see `arbiter`
@@ -159,7 +160,8 @@ class MeetingFolder:
     def withdraw(self, replica: str) -> None:
         """Take back what a replica has asked for."""
         self.withdraw_application(replica)
-        for name in (f"{_LEAVE}{replica}", f"{_ALIVE}{replica}.json"):
+        signs = (path.name for path in self.folder.glob(f"{_ALIVE}{replica}*.json"))
+        for name in (f"{_LEAVE}{replica}", *signs):
             with suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
 

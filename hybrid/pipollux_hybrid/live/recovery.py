@@ -9,6 +9,10 @@
    those that are ahead win: the others take their states over. Else all put back what the script
    has changed in the void iteration.
 5. Where something cannot be had again, all end as if nobody could go on, and say why.
+
+Where each stage has a process, a replica is lost with any of them, and the others of it end. Those
+of each replica that is left come here together, as they are of one mind on what has come about: its
+first one says so for them, and each takes over from those that run its stage.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch.distributed as dist
 
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
-from pipollux_hybrid.errors import CheckpointError, PeerLostError
+from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import Membership
@@ -75,8 +79,7 @@ class Recovery:
         self._watch = watch
         self._losses = ctx.control.losses
         self._undo: Undo | None = None
-        # Where each stage has a process, a replica that has lost one goes on from the checkpoint.
-        self._arbiter = watch.rendezvous.arbiter if ctx.mesh is None else None
+        self._arbiter = watch.rendezvous.arbiter
         self._losses.expected = self._arbiter is not None
         self._losses.recoverable = self._can_go_on
         self._losses.hang_up = self._hang_up
@@ -115,6 +118,8 @@ class Recovery:
         assert lost is not None  # noqa: S101  # who takes part has one
         self._watch.suspend()
         me = self._about_me()
+        if ctx.mesh is not None:
+            ctx.mesh.gather_from_stages(b"")  # nobody says that this replica is here before it is
         ctx.control.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -123,6 +128,7 @@ class Recovery:
         except OSError as error:
             self._give_up(f"the place where they meet cannot be reached ({error})")
         reason = next((x["reason"] for x in everyone if x["reason"]), "")
+        everyone = everyone[ctx.env.stage :: ctx.env.processes_per_replica]
         furthest = max(x["exchanges"] for x in everyone)
         behind = [rank for rank, x in enumerate(everyone) if x["exchanges"] < furthest]
         if not reason and any(everyone[rank]["holds"] for rank in behind):
@@ -180,7 +186,7 @@ class Recovery:
             "exchanges": control.exchanges,
             "holds": holds,
             "reason": reason,
-            "equal": _are_equal(last, self._context.env.num_replicas),
+            "equal": _are_equal(last, self._context.env.world_size),
             "last": None if last is None else last.numbers(),
         }
 
@@ -193,7 +199,7 @@ class Recovery:
     # --- who goes on -------------------------------------------------------------------------
 
     def _form(self, lost: Membership, me: dict[str, Any]) -> tuple[Forming, list[dict[str, Any]]]:
-        """Form the groups of those that are left; return what each says of itself."""
+        """Form the groups of those that are left; return what each process says of itself."""
         arbiter = self._arbiter
         assert arbiter is not None  # noqa: S101  # else the loss was not noted
         newest = self._watch.newest
@@ -201,12 +207,15 @@ class Recovery:
             successor = self._decided(arbiter, lost, attempt, newest)
             newest = max(newest, successor.number)
             if successor.rank(self._watch.replica) is None:
+                self._watch.leave()
                 self._give_up("the others have gone on without this one, which they took for lost")
             rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
-            forming = Forming(successor, self._watch.replica, rendezvous, timeout)
+            mesh = self._context.mesh
+            forming = Forming(successor, self._watch.replica, rendezvous, timeout, mesh)
             everyone = self._meet(forming, me, lost)
             if arbiter.conclude(successor, enters=everyone is not None):
                 if everyone is None:
+                    self._watch.leave()
                     self._give_up("the others have gone on without this one, which was too slow")
                 else:
                     return forming, everyone
@@ -216,7 +225,8 @@ class Recovery:
     def _decided(self, arbiter: Arbiter, lost: Membership, attempt: int, newest: int) -> Membership:
         """Say that this replica lives; return who goes on."""
         me, began_at = self._watch.replica, time.monotonic()
-        arbiter.report(lost, attempt, me, newest)
+        if self._watch.speaks:
+            arbiter.report(lost, attempt, me, newest)
         while (decision := arbiter.decision(lost, attempt)) is None:
             waited = time.monotonic() - began_at
             gone, unreachable = self._gone(lost), self._unreachable(lost)
@@ -225,8 +235,12 @@ class Recovery:
             alive = [x for x in lost.replicas if x in reports and x not in gone]
             missing = set(lost.replicas) - gone - set(alive)
             complete = waited > (CUT_OFF_GRACE if unreachable else GRACE) and not missing
-            leads = alive[:1] == [me] and not _yields(
-                alive, [x for x in lost.replicas if x in reports and x in unreachable], lost
+            leads = (
+                alive[:1] == [me]
+                and self._watch.speaks
+                and not _yields(
+                    alive, [x for x in lost.replicas if x in reports and x in unreachable], lost
+                )
             )
             if arbiter.survivors_decide and leads and (complete or waited > patience):
                 successor = Membership(self._next_number(reports), tuple(alive))
@@ -245,12 +259,22 @@ class Recovery:
         return 1 + max(0 if proposal is None else proposal.number, *reports.values())
 
     def _gone(self, lost: Membership) -> set[str]:
+        """Return the replicas that have lost a process.
+
+        Raises:
+            ReplicaBrokenError: This is one of them.
+        """
         watch = self._context.watch
-        return {lost.replicas[rank] for rank in watch.gone()} if watch is not None else set()
+        gone = _replicas_of(watch.gone(), lost, self._context) if watch is not None else set()
+        if watch is not None and self._watch.replica in gone:
+            raise ReplicaBrokenError(
+                f"this replica has lost another of its processes, and ends: {watch.explain()}"
+            )
+        return gone
 
     def _unreachable(self, lost: Membership) -> set[str]:
         watch = self._context.watch
-        return {lost.replicas[rank] for rank in watch.lost()} if watch is not None else set()
+        return _replicas_of(watch.lost(), lost, self._context) if watch is not None else set()
 
     def _meet(
         self, forming: Forming, me: dict[str, Any], lost: Membership
@@ -278,7 +302,7 @@ class Recovery:
         if not behind:
             return
         ctx = self._context
-        rank, group = ctx.env.rank, ctx.control.group
+        rank, group = ctx.env.rank, ctx.control.group if ctx.mesh is None else ctx.mesh.column
         assert group is not None  # noqa: S101  # one is behind another
         states = {n: x for n, x in ctx.component(States).items() if x.takes_over}
         try:
@@ -311,8 +335,8 @@ class Recovery:
 
     def _tell(self, lost: Membership, now: Membership, step: int | None, seconds: float) -> None:
         ctx, place = self._context, self._watch.rendezvous
-        place.entered(now, ctx.step or 0, seconds)
-        if ctx.env.rank != 0:
+        self._watch.tell_entered(now, seconds)
+        if not ctx.env.leads:
             return
         dead = [replica for replica in lost.replicas if now.rank(replica) is None]
         for replica in dead:
@@ -332,6 +356,11 @@ PENDING = (
     "an Accumulator holds amounts that were not synchronized, and those of the lost replica cannot "
     "be had again (call synchronized() in every step, or pipollux.report(loss=...) instead)"
 )
+
+
+def _replicas_of(ranks: set[int], lost: Membership, ctx: JobContext) -> set[str]:
+    """Return the replicas that processes belong to."""
+    return {lost.replicas[rank // ctx.env.processes_per_replica] for rank in ranks}
 
 
 def _yields(alive: list[str], cut_off: list[str], lost: Membership) -> bool:

@@ -23,9 +23,9 @@ def switch(ctx: JobContext, watch: MembershipWatch, forming: Forming) -> None:
     assert rank is not None and process is not None and forming.store  # noqa: S101, PT018  # formed
     watch.retire([*held_groups(), ctx.control.group])
     become_default(forming.gradients, forming.store, forming.name, process)
-    ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
     if mesh is not None and forming.mesh_groups is not None:
         mesh.rejoin(forming.mesh_groups, rank)
+    ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), forming.control, watch.timeout)
     hosts = ctx.control.gather_bytes(socket.gethostname().encode())
     num_nodes = forming.membership.num_nodes or len(set(hosts))
     ctx.env = replace(ctx.env, num_nodes=num_nodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from pipollux_hybrid.checkpoint.state import States
-from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.membership import Bulletin, JobPlace, Membership, Newcomer
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -78,8 +79,7 @@ class MembershipWatch:
         self._context = ctx
         self._highest = membership.number if membership else 0
         self._not_before = 0.0
-        # Where nobody goes on without a replica that is lost, a frozen one is like a slow one.
-        self._signs = SignsOfLife(ctx.env.frozen_timeout if ctx.mesh is None else 0.0)
+        self._signs = SignsOfLife(ctx.env.frozen_timeout)
         self._looking = threading.Lock()
         self._suspended = False
         self._retired: list[Any] = []
@@ -95,7 +95,7 @@ class MembershipWatch:
         self._retired.clear()
         if self.speaks:
             self.rendezvous.withdraw(self.replica)
-        if self._leads(self.membership):
+        if self._leads(self.membership) and not self._ends_alone():
             self.rendezvous.retract()
         if self.forming is not None:
             self.forming.drop()
@@ -160,6 +160,14 @@ class MembershipWatch:
         self._highest = max(self._highest, forming.membership.number)
         self.enter(forming)
         self._suspended = False
+
+    def _ends_alone(self) -> bool:
+        """Return whether others may go on: this replica's script has failed, or a process of it."""
+        env, peers = self._context.env, self._context.watch
+        failure = getattr(sys, "last_value", None)
+        gone = {rank // env.processes_per_replica for rank in peers.gone()} if peers else set()
+        lost = type(failure) is PeerLostError  # which all of them raise
+        return env.num_replicas > 1 and (env.rank in gone or (failure is not None and not lost))
 
     def _leads(self, membership: Membership | None) -> bool:
         """Return whether this process is the first one of a membership."""
@@ -234,11 +242,14 @@ class MembershipWatch:
         members, peers = self.membership, self._context.watch
         if members is None or not self._signs.is_due():
             return
-        self.rendezvous.leave_sign(self.replica)
-        others = [replica for replica in members.replicas if replica != self.replica]
-        frozen = self._signs.look(self.rendezvous.signs(others))
+        env = self._context.env
+        stages = range(env.processes_per_replica)
+        everyone = [_process(replica, stage) for replica in members.replicas for stage in stages]
+        me = _process(self.replica, env.stage)
+        self.rendezvous.leave_sign(me)
+        frozen = self._signs.look(self.rendezvous.signs(x for x in everyone if x != me))
         if peers is not None and not self._suspended:
-            peers.note_frozen({members.replicas.index(x): frozen[x] for x in frozen})
+            peers.note_frozen({everyone.index(x): frozen[x] for x in frozen})
 
     def _prepare(self, told: bytes) -> Spare:
         return prepare(told, self._context.component(States), PATIENCE / 4)
@@ -285,3 +296,8 @@ class MembershipWatch:
         except ConfigurationError as error:
             return str(error)
         return ""
+
+
+def _process(replica: str, stage: int) -> str:
+    """Return what a process is called where it leaves signs of life; a replica's first is it."""
+    return f"{replica}-{stage}" if stage else replica

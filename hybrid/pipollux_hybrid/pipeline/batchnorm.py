@@ -155,10 +155,10 @@ def deferred_layers(module: nn.Module) -> list[_Deferred]:
     return [layer for layer in module.modules() if isinstance(layer, _Deferred)]
 
 
-def commit_statistics(
+def sum_statistics(
     layers: Sequence[_Deferred], all_reduce_sum: Callable[[list[Tensor]], None]
 ) -> None:
-    """Add an iteration to running statistics; every replica calls it at the same time.
+    """Add the sums of an iteration up over the replicas, all of which call it at the same time.
 
     Args:
         layers: The same on every replica.
@@ -170,7 +170,13 @@ def commit_statistics(
     sums = [layer.take_sums(device) for layer, device in zip(layers, devices, strict=True)]
     all_reduce_sum(sums)
     for layer, total in zip(layers, sums, strict=True):
-        layer.commit(total)
+        layer._sums = total
+
+
+def commit_statistics(layers: Sequence[_Deferred]) -> None:
+    """Add the sums of an iteration to running statistics."""
+    for layer in layers:
+        layer.commit(layer.take_sums())
 
 
 def drop_statistics(layers: Sequence[_Deferred]) -> None:

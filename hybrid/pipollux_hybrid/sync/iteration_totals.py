@@ -4,6 +4,10 @@ These few numbers need every digit, where gradients may travel in 16 bits; and t
 host, where gradients may be on a GPU. So they are one small float64 vector over gloo, which is on
 its way together with the last bucket, and takes along what the replicas tell each other at a step
 boundary (:mod:`pipollux_hybrid.job.control_plane`).
+
+Where each stage has a process the vector comes last. Whoever has its sum then knows that all others
+have come to it, with everything that the iteration takes of other replicas. So it is what decides
+whether the iteration counts, should a replica die in it: for all stages of a replica alike.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipollux_hybrid.errors import SynchronizationError
+from pipollux_hybrid.errors import PeerLostError, SynchronizationError
+from pipollux_hybrid.job.control_plane import ControlPlane
+from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.peers import lost_peers
 
 __all__ = ["IterationTotals", "power_of_two"]
@@ -41,15 +47,18 @@ class IterationTotals:
 
     def sum_over_replicas(
         self,
-        add_up: Callable[[Sequence[float]], list[float]],
-        add_up_stage: Callable[[Sequence[float]], list[float]] | None = None,
+        control: ControlPlane,
+        mesh: ProcessMesh | None,
+        settle: Callable[[Sequence[float], Sequence[float]], None],
     ) -> IterationTotals:
         """Return the sums over all replicas, each of which calls this.
 
         Args:
-            add_up: Adds numbers up over the replicas, and all of their processes.
-            add_up_stage: Adds them up over the processes that run the same stage, which alone have
-                the same parameters; None where all have.
+            control: Adds numbers up over all processes.
+            mesh: Adds them up over those that run the same stage, which alone have the same
+                parameters; None where all have.
+            settle: Called with the sums of ``late`` and ``buffers`` where there is a mesh: does
+                what else needs other replicas in this iteration.
 
         Raises:
             SynchronizationError: A peer is gone, or takes longer than the group's timeout, or
@@ -57,28 +66,34 @@ class IterationTotals:
         """
         head = [self.samples, self.part_samples, self.estimates, self.sqr, self.unmeasurable]
         tail = [*self.buffers, *self.late, *self.present]
-        numbers = [*head, *tail]
+        first = len(self.buffers)
+        second = first + len(self.late)
+        failure: PeerLostError | None = None
         try:
-            if add_up_stage is None:
-                totals = add_up(numbers)
+            if mesh is None:
+                totals = control.ride([*head, *tail])
+                tail = totals[len(head) :]
             else:
-                stage_totals = add_up_stage(tail) if tail else []
-                totals = [*add_up(head), *stage_totals]
+                try:
+                    tail = mesh.sum_over_replicas(tail) if tail else []
+                    settle(tail[first:second], tail[:first])
+                except PeerLostError as error:
+                    failure = error
+                totals = control.ride(head, failure)
         except SynchronizationError:
             raise  # a replica is elsewhere, which the message says
         except RuntimeError as error:
             # Or one trains other parameters, which gloo says by itself.
             raise lost_peers("while averaging gradients", error) from error
-        first, second = len(head) + len(self.buffers), len(numbers) - len(self.present)
         return IterationTotals(
             samples=totals[0],
             part_samples=totals[1],
             estimates=totals[2],
             sqr=totals[3],
             unmeasurable=totals[4],
-            buffers=totals[len(head) : first],
-            late=totals[first:second],
-            present=totals[second:],
+            buffers=tail[:first],
+            late=tail[first:second],
+            present=tail[second:],
         )
 
 

@@ -172,6 +172,15 @@ class Reducer:
             if again:
                 bucket.relaunch(self._weight)
 
+    def wait(self) -> None:
+        """Wait for the sums of all buckets.
+
+        Raises:
+            PeerLostError: A replica is gone.
+        """
+        for bucket in self.buckets:
+            bucket.wait()
+
     def report(self, *, counts: bool) -> tuple[list[bool], list[bool]]:
         """Return which buckets are late, and which parameters have a gradient.
 
@@ -182,7 +191,7 @@ class Reducer:
         return [bucket.late for bucket in self.buckets], present
 
     def write_back(self, factor: float, present: Sequence[float]) -> None:
-        """Wait for the sums, and make each gradient its sum times ``factor``.
+        """Make each gradient its sum, which is there, times ``factor``.
 
         Args:
             factor: One over the weight of all replicas together.
@@ -192,7 +201,6 @@ class Reducer:
         for bucket in self.buckets:
             here = present[offset : offset + len(bucket.parameters)]
             offset += len(bucket.parameters)
-            bucket.wait()
             bucket.write_back(factor, [count > 0.0 for count in here])
 
     def _launch(self, *, complete: bool) -> None:

@@ -61,6 +61,7 @@ class GradientSynchronizer:
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called as (stage index) whenever a parameter of the stage received a gradient.
         on_finished: Called at the end of each backward, with the result if it synchronised.
+        on_settled: Called before that counts: brings together what layers keep of their batches.
         buffers: What keeps the buffers together, if anything does.
         reduce_dtype: What gradients travel as: None for float32 (float64 gradients: float64),
             ``torch.bfloat16`` for half of the bytes.
@@ -78,6 +79,7 @@ class GradientSynchronizer:
         preconditioner: Callable[[nn.Parameter], Tensor | None],
         on_gradient: Callable[[int], None],
         on_finished: Callable[[SyncResult | None], None],
+        on_settled: Callable[[], None],
         buffers: BufferSynchronizer | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -88,8 +90,8 @@ class GradientSynchronizer:
         self._stages = [list(named) for named in stages]
         self._num_replicas = num_replicas
         self._control, self._losses = control, control.losses
-        self._preconditioner = preconditioner
-        self._on_gradient, self._on_finished = on_gradient, on_finished
+        self._preconditioner, self._on_gradient = preconditioner, on_gradient
+        self._on_finished, self._on_settled = on_finished, on_settled
         self._buffers, self._tied = buffers, tied
         self._wire, self._mesh = (reduce_dtype, bucket_bytes), mesh
         group = mesh.replicas if mesh else None
@@ -100,20 +102,16 @@ class GradientSynchronizer:
         # The backward under way.
         self._task: int | None = None
         self._plans: list[BackwardPlan] = []
-        self._synchronizes = False
-        self._measures = False
+        self._synchronizes = self._measures = False
         self._watched: Watched | None = None
         # The iteration under way.
-        self._fresh = True
-        self._averaged = False
+        self._fresh, self._averaged = True, False
         self._part: object | None = None
         self._samples = self._estimates = 0
-        self._measurable = True
-        self._unit = 0
+        self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         # What the replicas agreed on in the last one.
-        self._reference = 1.0
-        self._batch_over_part = 1.0
+        self._reference = self._batch_over_part = 1.0
 
     def watch(self, output: PyTree, plan: BackwardPlan) -> None:
         """Let a plan take effect when the gradient of this output arrives.
@@ -337,6 +335,7 @@ class GradientSynchronizer:
         return self._reducer.any if watched is None else watched.changed()
 
     def _finish_alone(self) -> SyncResult:
+        self._on_settled()
         self._batch_over_part = self._samples / max(self._unit, 1)
         if self._samples > 0:
             scale_gradients(self._stages, self._unit / self._samples)
@@ -349,7 +348,7 @@ class GradientSynchronizer:
         if self._num_replicas > 1:
             with self._lock:
                 reducer.flush()
-        total = self._totals()
+        total = self._summary().sum_over_replicas(self._control, self._mesh, self._settle)
         if total.samples <= 0.0:
             raise SynchronizationError(
                 "no replica has samples that count in this iteration: its gradients are the mean "
@@ -357,11 +356,9 @@ class GradientSynchronizer:
             )
         if self._num_replicas == 1:
             scale_gradients(self._stages, self._unit / total.samples)
-        else:
-            reducer.relaunch([late > 0.0 for late in total.late])
+        if self._mesh is None:
+            self._settle(total.late, total.buffers)
         reducer.write_back(self._reference / total.samples, total.present)
-        if self._buffers is not None and self._num_replicas > 1:
-            self._buffers.synchronize(total.buffers)
         if total.part_samples > 0.0:
             # A power of two, so that what is added up has the same digits whatever it is.
             self._reference = power_of_two(total.part_samples / self._num_replicas)
@@ -374,15 +371,18 @@ class GradientSynchronizer:
             tuple(time for bucket in reducer.buckets for time in bucket.times or ()),
         )
 
-    def _totals(self) -> IterationTotals:
-        mesh = self._mesh
-        if mesh is None:
-            return self._summary(speaks=True).sum_over_replicas(self._control.ride)
-        # The samples are those of a replica, which its first process counts.
-        summary = self._summary(speaks=mesh.stage == 0)
-        return summary.sum_over_replicas(self._control.ride, mesh.sum_over_replicas)
+    def _settle(self, late: Sequence[float], buffers: Sequence[float]) -> None:
+        """Bring about all that this iteration needs of other replicas, but its totals."""
+        if self._num_replicas > 1:
+            self._reducer.relaunch([count > 0.0 for count in late])
+            self._reducer.wait()
+            if self._buffers is not None:
+                self._buffers.synchronize(buffers)
+        self._on_settled()
 
-    def _summary(self, *, speaks: bool) -> IterationTotals:
+    def _summary(self) -> IterationTotals:
+        # The samples are those of a replica, which its first process counts.
+        speaks = self._mesh is None or self._mesh.stage == 0
         late, present = self._reducer.report(counts=self._samples > 0)
         return IterationTotals(
             samples=self._samples if speaks else 0,

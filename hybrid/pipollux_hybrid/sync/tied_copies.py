@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.mesh import ProcessMesh
-from pipollux_hybrid.job.peers import lost_peers
+from pipollux_hybrid.job.peers import broken_replica
 
 from .grad_norms import NormSum
 
@@ -142,7 +142,7 @@ class TiedCopies:
         """Add the gradients of all copies up; they are averages over the replicas by now.
 
         Raises:
-            PeerLostError: A process is gone.
+            ReplicaBrokenError: A process is gone.
             SynchronizationError: A parameter is frozen in one stage and trained in another.
         """
         self._added_up = True
@@ -183,7 +183,7 @@ class TiedCopies:
             weights: Of a parameter's squares, or None.
 
         Raises:
-            PeerLostError: A process is gone.
+            ReplicaBrokenError: A process is gone.
             SynchronizationError: A parameter is frozen in one stage and trained in another.
         """
         kept, self._contributions = self._contributions, {}
@@ -266,4 +266,4 @@ def _reaching_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost_peers("while adding up gradients that stages share", error) from error
+        raise broken_replica("while adding up gradients that stages share", error) from error

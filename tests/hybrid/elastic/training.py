@@ -45,10 +45,10 @@ def hold(step: int) -> None:
     gate = RESULTS / f"hold-{step}"
     if not gate.exists():
         return
-    (RESULTS / f"reached-{step}-{pipollux.replica_rank()}").touch()
+    (RESULTS / f"reached-{step}-{pipollux.process_rank()}").touch()
     while gate.exists():
         if signals.stop_requested():
-            (RESULTS / f"asked-{step}-{pipollux.replica_rank()}").touch()
+            (RESULTS / f"asked-{step}-{pipollux.process_rank()}").touch()
         time.sleep(0.002)
 
 

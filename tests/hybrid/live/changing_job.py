@@ -100,7 +100,8 @@ class ChangingJob:
         gate.touch()
         self.begin(num_replicas)
         for what in ("reached", "asked"):
-            files = [self.results / f"{what}-{step}-{rank}" for rank in range(num_replicas)]
+            ranks = range(num_replicas * self.processes)
+            files = [self.results / f"{what}-{step}-{rank}" for rank in ranks]
             self.wait_for(lambda files=files: all(path.exists() for path in files), what)
             for program in self.programs if what == "reached" else ():
                 program.send_signal(signal.SIGTERM)

@@ -1,7 +1,8 @@
 """A training script whose replicas die, for tests of whole runs.
 
-``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. To
-``$RESULTS/PID.txt`` goes a line of JSON before and after every pass of the loop's body.
+``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. Where
+each stage has a process, RANK is ``REPLICA.STAGE``. To ``$RESULTS/PID.txt`` goes a line of JSON
+before and after every pass of the loop's body.
 """
 
 from __future__ import annotations
@@ -11,24 +12,33 @@ import os
 import signal
 import threading
 import time
+from collections import Counter as Counts
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import pipollux
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.live.live_membership import live_membership
+from pipollux_hybrid.sync.bucket import Bucket
 from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.elastic.training import hold
-from tests.hybrid.live.changing_training import EPOCHS, SIZE, digest, make_loader, meet_at
+from tests.hybrid.live.changing_training import (
+    EPOCHS,
+    SIZE,
+    digest,
+    loss_of,
+    make_loader,
+    make_module,
+    meet_at,
+)
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
+PROCESSES = int(os.environ.get("PROCESSES", "1"))
 
 
 class Counter(pipollux.State):
@@ -54,9 +64,12 @@ class Deaths:
 
     def __init__(self) -> None:
         self.rank = pipollux.replica_rank() if context().joins is None else -1
+        stage = f".{context().env.stage}" if PROCESSES > 1 else ""
         told = [x.split(":") for x in os.environ.get("DIES", "").split(",") if x]
-        self._mine = {(int(step), point) for rank, step, point in told if int(rank) == self.rank}
+        mine = f"{self.rank}{stage}"
+        self._mine = {(int(step), point) for who, step, point in told if who == mine}
         self.metrics = context().component(Metrics)
+        self._times: Counts[tuple[str, int]] = Counts()
 
     def at(self, point: str) -> None:
         if {(self.metrics.step, point), (-1, point)} & self._mine:
@@ -64,6 +77,22 @@ class Deaths:
 
     def hook(self, point: str) -> Callable[[Any], None]:
         return lambda *_: self.at(point)
+
+    def at_call(self, owner: Any, name: str, before: str, after: str = "", number: int = 1) -> None:
+        """Die when a function is called for the nth time in a step, or has returned."""
+        original = getattr(owner, name)
+
+        def called(*args: Any, **keywords: Any) -> Any:
+            self._times[name, self.metrics.step] += 1
+            here = self._times[name, self.metrics.step] == number
+            if here:
+                self.at(before)
+            result = original(*args, **keywords)
+            if here:
+                self.at(after)
+            return result
+
+        setattr(owner, name, called)
 
     def expected(self, point: str) -> bool:
         return any(where == point for _, where in self._mine)
@@ -88,8 +117,8 @@ def fail_once(deaths: Deaths, step: int) -> None:
     """Have the sums of a step come through to others and not to this replica."""
     control, original = context().control, context().control.ride
 
-    def ride(numbers: Any) -> Any:
-        sums = original(numbers)
+    def ride(*args: Any) -> Any:
+        sums = original(*args)
         if deaths.metrics.step == step:
             control.ride = original  # type: ignore[method-assign]  # as below
             raise RuntimeError("Connection closed by peer")
@@ -98,8 +127,23 @@ def fail_once(deaths: Deaths, step: int) -> None:
     control.ride = ride  # type: ignore[method-assign]  # of a process of this test's own
 
 
+def miss_once(deaths: Deaths, step: int) -> None:
+    """Have the sums of a step come through to all others, those of this replica, too."""
+    group = context().control.group
+    assert group is not None
+    original = group.all_reduce
+
+    def all_reduce(tensor: Any, timeout: float | None = None) -> None:
+        original(tensor, timeout)
+        if deaths.metrics.step == step:
+            group.all_reduce = original  # type: ignore[method-assign]  # as above
+            raise RuntimeError("Connection closed by peer")
+
+    group.all_reduce = all_reduce  # type: ignore[method-assign]  # as above
+
+
 def main() -> None:
-    pipollux.init_process_group("gloo", timeout=60.0)
+    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=PROCESSES)
     kind = os.environ.get("DATA", "indices")
     changes, alone = (
         {int(step) for step in os.environ.get(name, "").split(",") if step}
@@ -108,9 +152,7 @@ def main() -> None:
     options = os.environ.get("OPTIONS", "").split(",")
     torch.manual_seed(1)
     deaths = Deaths()
-    module = nn.Sequential(
-        nn.Embedding(SIZE, 8), nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3)
-    ).double()
+    module = make_module(os.environ.get("LAYERS", ""))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     loader = make_loader(kind)
@@ -120,7 +162,10 @@ def main() -> None:
         module,
         optimizer,
         num_stages=num_stages,
+        balance=[2, 2, 1] if num_stages == 3 else None,
+        schedule=os.environ.get("SCHEDULE") or None,
         lr_scheduler=schedule,
+        bucket_bytes=64,
         check_replicas=True,
         shard_optimizer="sharded" in options,
     )
@@ -131,19 +176,29 @@ def main() -> None:
     counter = Counter(deaths)
     pipollux.load_state(counter)
     accum = pipollux.Accumulator()
-    next(iter(module.parameters())).register_hook(deaths.hook("backward"))
+    for parameter in list(module.parameters())[:1]:
+        parameter.register_hook(deaths.hook("backward"))
+    for layer in module:
+        layer.register_forward_hook(lambda *_: deaths.at("pipeline"))
+    deaths.at_call(Bucket, "launch", "buckets", number=2)
+    deaths.at_call(context().control, "ride", "exchange", "exchanged")
+    if (mesh := context().mesh) is not None:
+        deaths.at_call(mesh, "share", "share")
     optimizer.register_step_pre_hook(lambda *_: deaths.at("step"))
     if deaths.expected("forming"):
         threading.Thread(target=die_while_forming, daemon=True).start()
     if f"behind-{deaths.rank}" in options:
         fail_once(deaths, int(os.environ["BEHIND_AT"]))
+    if f"misses-{deaths.rank}.{context().env.stage}" in options:
+        miss_once(deaths, int(os.environ["BEHIND_AT"]))
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
 
     def write(**content: Any) -> None:
         place = {"rank": pipollux.replica_rank(), "replicas": pipollux.num_replicas()}
+        place["stage"] = context().env.stage
         print(json.dumps({**place, **content}), file=log, flush=True)
 
-    for epoch in pipollux.remaining_epochs_until(EPOCHS):
+    for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", EPOCHS))):
         model.train()
         for batch in loader:
             hold(deaths.metrics.step)
@@ -156,19 +211,23 @@ def main() -> None:
             counted = numbers[: micro_step.num_samples].flatten()
             write(epoch=epoch, begins=begins, takes=counted.tolist())
             optimizer.zero_grad()
-            output = model(numbers)
-            deaths.at("forward")
-            loss = F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3)
-            scaler.scale(loss).backward()
+            if PROCESSES > 1:
+                model.train_step(numbers, numbers % 3, loss_of)
+            else:
+                output = model(numbers)
+                deaths.at("forward")
+                scaler.scale(loss_of(output, numbers % 3)).backward()
             scaler.unscale_(optimizer)
             deaths.at("between")
+            if "clips" in options:
+                model.clip_grad_norm_(0.1)
             scaler.step(optimizer)
             scaler.update()
             if "accumulates" in options:
                 accum["count"] += len(counted)
             if "clamps" in options:
                 with torch.no_grad():
-                    module[4].weight.clamp_(-10.0, 10.0)
+                    next(module.parameters()).clamp_(-10.0, 10.0)
             schedule.step()
             counter.count += 1
             if micro_step.is_optimizer_step:
@@ -201,7 +260,7 @@ def main() -> None:
                 assert accum["checked"] == SIZE
             accum.clear()
         deaths.at("over")
-    (RESULTS / f"ended-{pipollux.replica_rank()}").touch()
+    (RESULTS / f"ended-{pipollux.replica_rank()}-{context().env.stage}").touch()
 
 
 if __name__ == "__main__":

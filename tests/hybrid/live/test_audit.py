@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_cuda _events _latest _open _started",
     ),
     "ControlPlane": (
-        "_agreed _group _num_replicas _place _riding _timeout exchanges losses settings",
+        "_agreed _group _num_replicas _place _riding _timeout exchanges losses mesh settings",
         "_message last",
     ),
     "ElasticSampler": (
@@ -91,7 +91,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "GradientSynchronizer": (
         "_averaged _batch_over_part _buffers _comm_timer _control _fresh _hooks _lock _losses "
-        "_measurable _measures _mesh _num_replicas _on_finished _on_gradient _plans "
+        "_measurable _measures _mesh _num_replicas _on_finished _on_gradient _on_settled _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
         "_estimates _part _samples _unit",
     ),
@@ -176,7 +176,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "PeerWatch": (
         "",
         "_addresses _connections _end _ended _ended_here _env _frozen _hosts _lost _news "
-        "_pause _shared _thread timeout word",
+        "_pause _shared _spared _thread timeout word",
     ),
     "PipelineEngine": (
         "_layout checkpoint devices stages",
@@ -193,7 +193,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "ProcessMesh": (
         "_among _ranks _row _wait column num_stages replicas stage stages",
-        "",
+        "within",
     ),
     "ProcessStageTimer": (
         "_engine _mesh",
@@ -218,7 +218,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "ReplicaGroup": (
         "process_group size",
-        "",
+        "connections",
     ),
     "Reporter": (
         "",

@@ -194,17 +194,3 @@ def test_newcomers_end_with_the_job(make_job: MakeJob) -> None:
         program.send_signal(signal.SIGKILL)
     assert [program.wait() for program in newcomer] == [0, 0]
     assert "the job that this replica was to join has ended" in newcomer[0].errors
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [0, 1])
-def test_one_process_of_one_that_trains_is_killed(make_job: MakeJob, stage: int) -> None:
-    """All others end, and say why: the job goes on from its checkpoint."""
-    job = make_job(**STAGES)
-    hold_at_four(job, 2)
-    job.programs[2 + stage].send_signal(signal.SIGKILL)
-    job.programs[2 + stage].wait()
-    others = [job.programs[index] for index in (0, 1, 3 - stage)]
-    (job.results / "hold-4").unlink()
-    assert [program.wait() for program in others] == [1, 1, 1]
-    assert all("lost its peers" in program.errors for program in others)

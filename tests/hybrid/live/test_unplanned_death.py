@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections import Counter, defaultdict
@@ -13,7 +14,8 @@ import pytest
 
 from tests.extent import first
 from tests.hybrid.live.changing_job import ChangingJob
-from tests.hybrid.live.changing_training import EPOCHS, SIZE
+from tests.hybrid.live.changing_training import SIZE
+from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("dying_training.py")
 LOST = re.compile(
@@ -29,8 +31,9 @@ class DyingJob(ChangingJob):
     script = SCRIPT
 
     def finish(self) -> None:
-        """Return when all replicas have ended, each well or killed."""
-        self.wait_for(lambda: all(x.poll() is not None for x in self.programs), "the end")
+        """Return when all replicas have ended; where one is one process, each well or killed."""
+        wait = self.wait_for if self.processes == 1 else until
+        wait(lambda: all(x.poll() is not None for x in self.programs), "the end")
 
     def done(self) -> dict[int, list[dict[str, Any]]]:
         """Return what replicas had after each step that came about, in the order of ranks."""
@@ -38,7 +41,10 @@ class DyingJob(ChangingJob):
         for line in self.lines():
             if line.get("ends") and line["step"] == line["begins"] + 1:
                 found[line["step"]].append(line)
-        return {step: sorted(found[step], key=lambda x: x["rank"]) for step in sorted(found)}
+        return {
+            step: sorted(found[step], key=lambda x: (x["rank"], x["stage"]))
+            for step in sorted(found)
+        }
 
     def check_done(self, ended: int | None = None) -> list[tuple[int, int]]:
         """Check that every sample was taken once, and that replicas were equal after each step.
@@ -53,21 +59,26 @@ class DyingJob(ChangingJob):
         replicas: dict[int, int] = {}
         for step, lines in self.done().items():
             (replicas[step],) = {line["replicas"] for line in lines}
-            for what in ("parameters", "average", "rate", "count", "scale"):
-                assert len({line[what] for line in lines}) == 1, (step, what)
+            told = Counter(line["rank"] for line in lines)
+            whole = sum(count == self.processes for count in told.values())
+            assert whole, step
+            for stage in range(self.processes):
+                for what in ("parameters", "average", "rate", "count", "scale"):
+                    same = {line[what] for line in lines if line["stage"] == stage}
+                    assert len(same) == 1, (step, stage, what)
             if not changes or changes[-1][1] != replicas[step]:
                 changes.append((step, replicas[step]))
-        for epoch in range(EPOCHS):
+        for epoch, stage in itertools.product(range(self.epochs), range(self.processes)):
             taken = Counter(
                 number
                 for x in self.lines()
-                if "takes" in x and x["epoch"] == epoch
+                if "takes" in x and (x["epoch"], x["stage"]) == (epoch, stage)
                 if replicas.get(x["begins"] + 1) == x["replicas"]
                 for number in x["takes"]
             )
             assert taken == Counter(range(SIZE))
         found = len(list(self.results.glob("ended-*")))
-        assert found == (changes[-1][1] if ended is None else ended)
+        assert found == (changes[-1][1] if ended is None else ended) * self.processes
         return changes
 
     def said(self) -> list[tuple[str, int, int, int]]:
