@@ -299,11 +299,9 @@ class HybridParallel(PipelineModel):
             return loss.detach().double()
         sizes = self._sizes(inputs)
         plan = self._plan(sizes, inputs)
-        counts, trains = plan.num_samples > 0, self.training
-        with self._counting(counts), self._synchronizer.backward(plan), _passing_on():
-            return self._engine.train(
-                inputs, targets, sizes, loss_fn, training=trains, counted=counts
-            )
+        how = {"training": self.training, "counted": plan.num_samples > 0}
+        with self._counting(how["counted"]), self._synchronizer.backward(plan), _passing_on():
+            return self._engine.train(inputs, targets, sizes, loss_fn, **how)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
