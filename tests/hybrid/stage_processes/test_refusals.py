@@ -147,7 +147,7 @@ def test_one_sentence(name: str) -> None:
     (stages,) = run_stages(said, 1, 2, name)
     assert any(CASES[name][1] in text for text in stages), stages
     for text in stages:
-        assert CASES[name][1] in text or text.startswith(("PeerLostError", "nothing")), text
+        assert CASES[name][1] in text or text.startswith(("ReplicaBrokenError", "nothing")), text
 
 
 def test_a_schedule_needs_processes() -> None:
