@@ -99,9 +99,8 @@ class HybridParallel(PipelineModel):
             each iteration.
         shard_optimizer: Whether each replica steps a share of the parameters, holds the optimizer's
             state of these only, and gets the others: the same results with 1/R of the state.
-        check_replicas: Compare all parameters and buffers of the replicas after every optimizer
-            step (True) or at every n-th; for debugging, as it reads every byte.
-            ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
+        check_replicas: Compare all parameters and buffers of replicas after every optimizer step
+            (True) or every n-th, for debugging; ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
     Raises:
         ConfigurationError: An argument is wrong; the message names it and what is allowed.
@@ -164,6 +163,7 @@ class HybridParallel(PipelineModel):
             checkpoints=modes if len(set(modes)) > 1 else (),
             ties_apart=ctx.mesh is not None or schedule is not None,
             memory_limit=memory_limit,
+            shards_optimizer=shard_optimizer and (wanted == 1 or ctx.mesh is not None),
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}

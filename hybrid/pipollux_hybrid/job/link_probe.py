@@ -20,10 +20,10 @@ SMALL = 8
 """Bytes of the message that tells the latency."""
 
 
-def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link:
+def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Link | None:
     """Return what a message between the first two stages of this replica takes.
 
-    All processes of the replica call it; those of further stages get a link that is free.
+    Their processes call it; to those of further stages it returns None.
 
     Args:
         mesh: The groups of this process.
@@ -34,7 +34,7 @@ def measure_link(mesh: ProcessMesh, device: torch.device, num_bytes: int) -> Lin
         PeerLostError: A process is gone.
     """
     if mesh.stage > 1:
-        return Link(0.0, float("inf"))
+        return None
     small = _seconds(mesh, device, SMALL)
     large = _seconds(mesh, device, max(num_bytes, 2 * SMALL))
     more = max(large - small, 1e-9)

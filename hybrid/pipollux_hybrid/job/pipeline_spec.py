@@ -46,6 +46,8 @@ class PipelineSpec:
     """The order in which stages work on micro-batches."""
     chunks_per_stage: int = 1
     """V, chunks of layers that each stage has; 1 unless interleaved."""
+    shards_optimizer: bool = False
+    """Whether the replicas' processes of a stage divide its state of the optimizer."""
     microbatches_follow: bool = False
     """Whether M follows the goodput; else the script decides on it."""
     fewest_samples: int = 1

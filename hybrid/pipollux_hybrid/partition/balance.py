@@ -71,6 +71,8 @@ class PartitionRequest:
     """V; the layers are cut into K·V parts, of which part q is in stage q mod K."""
     memory_limit: float | None = None
     """Bytes of each device; None: of a GPU its memory less a margin, of a CPU no limit."""
+    shards_optimizer: bool = False
+    """Whether the replicas' processes of a stage divide its state of the optimizer."""
 
     @property
     def num_parts(self) -> int:
@@ -147,6 +149,8 @@ def measure_layers(
     if request.example_inputs is None or ctx.joins is not None:
         return MeasuredLayers()
     profile = _agreed_profile(ctx, module, optimizer, device, request.example_inputs)
+    if request.shards_optimizer:
+        profile = profile.sharded(ctx.env.num_replicas)
     return MeasuredLayers(profile, _limit(ctx, request, device))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -120,4 +120,4 @@ def merge_layers(profile: LayerProfile, blocks: Sequence[int]) -> LayerProfile:
             if field not in ("output_bytes", "name")
         }
         merged.append(layers[-1]._replace(**sums, name=layers[0].name))
-    return LayerProfile(tuple(merged), profile.input_bytes)
+    return replace(profile, layers=tuple(merged))

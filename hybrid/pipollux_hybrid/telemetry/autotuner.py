@@ -191,7 +191,8 @@ class Autotuner:
             bounds["accumulation"] = limits.gradient_accumulation
         follow, plans, memory_limit = ctx.pipeline.microbatches_follow, [], None
         if cut is not None and cut.profile is not None and cut.memory_limit is not None:
-            plans = [StagePlan(tuple(cut.balance), goodput_fn.perf_params, cut.profile)]
+            params, shards = goodput_fn.perf_params, ctx.pipeline.shards_optimizer
+            plans = [StagePlan(tuple(cut.balance), params, cut.profile, shards)]
             memory_limit = cut.memory_limit
         return goodput_fn.optimize(
             env.num_nodes,
@@ -231,6 +232,7 @@ class Autotuner:
             layers=layers,
             balance=balance,
             memory_limit=cut.memory_limit if cut else None,
+            sharded_optimizer=self._context.pipeline.shards_optimizer,
             remaining_samples=self._remaining_samples(),
         )
 

@@ -60,6 +60,7 @@ def choose_cut(
     Raises:
         ConfigurationError: No cut meets the wishes by any of them; the message is the usual one's.
     """
+    ctx.pipeline.shards_optimizer = request.shards_optimizer
     measured = measure_layers(ctx, module, optimizer, ctx.pipeline.devices[0], request)
     if ctx.joins is not None and len(orders) > 1:
         orders = (ctx.joins.order(request.num_stages),)

@@ -10,7 +10,7 @@ replicas are spread over nodes, all that matters is R, and whether there are one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, Self
 
@@ -38,6 +38,13 @@ class PricedCut(Protocol):
     @property
     def perf_params(self) -> PerfParams:
         """Step times of that cut."""
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether memory depends on the number of replicas."""
+
+    def for_replicas(self, num_replicas: int) -> PricedCut:
+        """Return the same cut with the memory that it takes on so many replicas."""
 
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> Numbers:
         """Return the most samples per micro-batch that fit every stage."""
@@ -132,12 +139,15 @@ def optimize_pipeline(
     )
     for index, (plan, params) in enumerate(zip(plans, all_params, strict=True)):
         for count in num_microbatches:
-            limited = _within_memory(bounds, plan, memory_limit, count)
-            if limited is not None:
-                goodput_of = _Goodput(params, grad_params, bounds, nodes, replicas, count)
-                better = _improve(best, goodput_of, replicas, limited, count)
-                best.num_stages[better] = params.num_stages
-                best.plan[better] = index
+            for chosen, limited in _limited(bounds, plan, memory_limit, count, replicas):
+                where = nodes[chosen], replicas[chosen]
+                goodput_of = _Goodput(params, grad_params, bounds, *where, count)
+                some = _Best._make([values[chosen] for values in best])
+                better = _improve(some, goodput_of, where[1], limited, count)
+                some.num_stages[better] = params.num_stages
+                some.plan[better] = index
+                for values, new in zip(best, some, strict=True):
+                    values[chosen] = new
     return _Best(
         best.goodput[inverse],
         best.atomic_bsz[inverse],
@@ -146,6 +156,30 @@ def optimize_pipeline(
         best.num_stages[inverse],
         best.plan[inverse],
     )
+
+
+def _limited(
+    bounds: BatchBounds,
+    plan: PricedCut | None,
+    memory_limit: float | None,
+    num_microbatches: int,
+    num_replicas: Integers,
+) -> Iterator[tuple[NDArray[np.bool_], BatchBounds]]:
+    """Yield allocations, as a mask, and their bounds within memory; none where no sample fits."""
+    everywhere = np.ones(num_replicas.shape, bool)
+    if plan is None or memory_limit is None or not plan.shards_optimizer:
+        limited = _within_memory(bounds, plan, memory_limit, num_microbatches)
+        if limited is not None:
+            yield everywhere, limited
+        return
+    by_count = {
+        count: _within_memory(bounds, plan.for_replicas(count), memory_limit, num_microbatches)
+        for count in np.unique(num_replicas).tolist()
+    }
+    for limited in set(by_count.values()) - {None}:
+        alike = [count for count, found in by_count.items() if found == limited]
+        if limited is not None:
+            yield np.isin(num_replicas, alike), limited
 
 
 def _improve(

@@ -3,8 +3,8 @@
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
 `perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
-`balance`, `memoryLimit` and `remainingSamples`. Whatever else is in it is refused by name, for a
-hint that is silently dropped is a job that is silently misjudged.
+`balance`, `memoryLimit`, `shardedOptimizer` and `remainingSamples`. Whatever else is in it is
+refused by name, for a hint that is silently dropped is a job that is silently misjudged.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class SchedHints(BaseModel):
     """Number of layers of each stage as the job runs now; None: the best cut of `layers`."""
     memory_limit: _Positive | None = None
     """Bytes of a stage's device that stages may plan with; None: not bounded, or not known."""
+    sharded_optimizer: bool = False
+    """Whether replicas divide the optimizer's state of each stage among them."""
     remaining_samples: Annotated[float, Field(ge=0)] | None = None
     """Samples, each worth one of a batch of the initial size, that are left to train; None: the job
     does not know."""
@@ -136,6 +138,8 @@ class SchedHints(BaseModel):
         """Leave out fields that earlier readers do not know, where they are neutral."""
         written: dict[str, Any] = write(self)
         unknown = [name for name in _ONLY_KNOWN if getattr(self, name) is None]
+        if not self.sharded_optimizer:
+            unknown.append("sharded_optimizer")
         for name in unknown:
             written.pop(name, None)
             written.pop(to_camel(name), None)

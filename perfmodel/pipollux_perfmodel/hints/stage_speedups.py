@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
-from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
+from pipollux_perfmodel.partitioning.layer_profile import Floats, LayerProfile
 from pipollux_perfmodel.partitioning.partition import partition
 from pipollux_perfmodel.partitioning.stage_plan import (
     StagePlan,
@@ -29,6 +32,8 @@ from pipollux_perfmodel.timing.params import PerfParams
 if TYPE_CHECKING:
     from .hints import SchedHints  # imports pydantic
 
+MOST_SHARDS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of replicas that a cut is tried for where they divide the optimizer's state."""
 FIRST_PER_STAGE = 4
 """Micro-batches per stage from which the bubble is small (Huang et al., 2019, section 2.3)."""
 
@@ -75,6 +80,25 @@ def stage_speedups(
 
 
 @dataclass(frozen=True)
+class _DividedPlan(StagePlan):
+    """A cut that fits only where the optimizer's state is divided among enough replicas."""
+
+    fewest: int = 1
+    """The least number of them."""
+    fits: bool = True
+
+    def for_replicas(self, num_replicas: int) -> StagePlan:
+        """Return the plan with the memory that it takes on so many replicas, or with no room."""
+        fits = num_replicas >= self.fewest
+        return replace(self, profile=self.profile.sharded(num_replicas), fits=fits)
+
+    def largest_micro_bsz(self, memory_limit: float, num_microbatches: ArrayLike) -> Floats:
+        """Return the most whole samples per micro-batch that fit; none where there is no room."""
+        found = super().largest_micro_bsz(memory_limit, num_microbatches)
+        return found if self.fits else np.zeros_like(found)
+
+
+@dataclass(frozen=True)
 class _Pricing:
     """The goodput of one job for any number of stages."""
 
@@ -84,13 +108,19 @@ class _Pricing:
 
     def plan(self, num_stages: int) -> StagePlan | None:
         """Return the cut into K stages; None: measured, no profile, or there is no such cut."""
-        profile = self._profile
+        profile, num_replicas = self._profile, 1
         if profile is None or num_stages == self.hints.num_stages:
             return None
         counts = self._microbatches(num_stages)
-        plan = self._cut(profile, num_stages, counts[-1])
-        if plan is None or not all(self._fits(plan, count) for count in counts):
+        for num_replicas in MOST_SHARDS if self.hints.sharded_optimizer else (1,):
+            plan = self._cut(profile.sharded(num_replicas), num_stages, counts[-1])
+            if plan is not None and all(self._fits(plan, count) for count in counts):
+                break
+        else:
             return None
+        if self.hints.sharded_optimizer:
+            cut = plan.balance, plan.perf_params, profile, True
+            plan = _DividedPlan(*cut, fewest=num_replicas)
         if self.measured.num_stages > 1 and not self.measured.gradient_shares:
             # The network was fitted as what the backward does not hide.
             return replace(plan, perf_params=plan.perf_params._replace(gradient_shares=()))

@@ -12,7 +12,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,6 +103,8 @@ class LayerProfile:
     """At least one."""
     input_bytes: float = 0.0
     """Bytes per sample of the model's input: what the first stage keeps to recompute from."""
+    optimizer_shards: int = 1
+    """Replicas among which the optimizer's state of each stage is divided; not part of its JSON."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -111,6 +113,12 @@ class LayerProfile:
             for field in _NUMBERS:
                 _check_number(f"{_where(index, layer.name)}.{field}", getattr(layer, field))
         _check_number("input_bytes", self.input_bytes)
+        if self.optimizer_shards < 1:
+            raise ValueError(f"optimizer_shards is {self.optimizer_shards}; give at least 1")
+
+    def sharded(self, num_replicas: int) -> LayerProfile:
+        """Return the same layers with the optimizer's state divided among so many replicas."""
+        return replace(self, optimizer_shards=num_replicas)
 
     @classmethod
     def from_layers(cls, layers: Iterable[Layer], input_bytes: float = 0.0) -> LayerProfile:

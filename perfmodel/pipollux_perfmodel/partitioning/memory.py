@@ -7,6 +7,9 @@ M micro-batches, K stages, and stage k counted from 0:
     GPipe   all forwards come before all backwards:              c = M
     1F1B    a stage goes back as soon as it can:                 c = min(M, K - k)
 
+Where replicas divide the optimizer's state (`LayerProfile.optimizer_shards`), it is the most that
+one of them may hold (`largest_share`), a layer's state counting as one parameter's.
+
 A = bytes per sample that autograd keeps for the stage, I = those of its input. Kept per sample:
 
     never          c·A
@@ -229,8 +232,59 @@ def kept_bytes(
 
 
 def state_bytes(profile: LayerProfile) -> Floats:
-    """Return bytes of parameters, gradients and optimizer state by layer, shape (L,)."""
+    """Return bytes of parameters, gradients and whole optimizer state by layer, shape (L,)."""
     return 2 * profile.column("parameter_bytes") + profile.column("optimizer_bytes")
+
+
+def largest_share(whole: Any, largest: Any, num_shards: int) -> Floats:
+    """Return the most that one replica may hold of an optimizer's state divided among several.
+
+    Parameters are given out whole, the largest first, each to the replica that has least by then.
+    Whoever has most in the end had no more than the average of the others' when the last one came,
+    so it has no more than S/R + (1 - 1/R)·p (Graham, 1969): of all of S, and the largest p.
+
+    Args:
+        whole: S, bytes of all of it.
+        largest: p, bytes of the largest parameter's, or more.
+        num_shards: R.
+
+    Example:
+        >>> float(largest_share(100.0, 10.0, 4))
+        32.5
+    """
+    share = np.asarray(whole) / num_shards + (1 - 1 / num_shards) * np.asarray(largest)
+    return np.asarray(np.minimum(whole, share))
+
+
+def range_state_bytes(profile: LayerProfile) -> Floats:
+    """Return bytes of parameters, gradients and optimizer state of layers i to j - 1, (L+1, L+1).
+
+    Of a state that is divided, the most that a replica may hold; what is below the diagonal means
+    nothing.
+    """
+    optimizer = profile.column("optimizer_bytes")
+    plain, whole = (
+        (sums := np.concatenate(([0.0], np.cumsum(each)))) - sums[:, None]
+        for each in (2 * profile.column("parameter_bytes"), optimizer)
+    )
+    if profile.optimizer_shards == 1:
+        return np.asarray(plain + whole)
+    largest = np.zeros_like(whole)
+    for start in range(profile.num_layers):
+        largest[start, start + 1 :] = np.maximum.accumulate(optimizer[start:])
+    return np.asarray(plain + largest_share(whole, largest, profile.optimizer_shards))
+
+
+def _stage_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) -> Floats:
+    """Return the same of each device, shape (num_devices,)."""
+    starts = [start for start, _ in stage_ranges(balance)]
+    optimizer, parameters = profile.column("optimizer_bytes"), profile.column("parameter_bytes")
+    plain, whole = (
+        np.add.reduceat(each, starts).reshape(-1, num_devices).sum(0)
+        for each in (2 * parameters, optimizer)
+    )
+    largest = np.maximum.reduceat(optimizer, starts).reshape(-1, num_devices).max(0)
+    return np.asarray(plain + largest_share(whole, largest, profile.optimizer_shards))
 
 
 def check_choices(checkpoint: str, schedule: str) -> None:
@@ -288,7 +342,6 @@ def _device_bytes(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
     starts = [start for start, _ in stage_ranges(balance)]
-    state = np.add.reduceat(state_bytes(profile), starts)
     inputs = profile.boundary_bytes()[starts].tolist()
     activations = profile.by_stage("activation_bytes", balance).tolist()
     recomputed = 0 if checkpoint == "never" else num_microbatches - (checkpoint == "except_last")
@@ -301,7 +354,7 @@ def _device_bytes(
         )
         for device in range(num_devices)
     ]
-    return state.reshape(-1, num_devices).sum(0), np.array(kept)
+    return _stage_state(profile, balance, num_devices), np.array(kept)
 
 
 def _most_kept(
@@ -334,7 +387,7 @@ def _stage_bytes(
         raise ValueError(f"num_microbatches is {num_microbatches}; give a finite number >= 1")
     column = (-1,) + (1,) * num_microbatches.ndim
     starts = [start for start, _ in stage_ranges(balance)]
-    fixed = np.add.reduceat(state_bytes(profile), starts)
+    fixed = _stage_state(profile, balance, len(balance))
     per_sample = kept_bytes(
         profile.boundary_bytes()[starts].reshape(column),
         profile.by_stage("activation_bytes", balance).reshape(column),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
 
 from .layer_profile import Floats, LayerProfile, Link
-from .memory import check_choices, check_limit, kept_bytes, state_bytes
+from .memory import check_choices, check_limit, kept_bytes, range_state_bytes
 from .refine import refine_cut
 from .search import Bools, CutCosts, find_cut, least_rest
 
@@ -177,9 +177,8 @@ def _cut_costs(profile: LayerProfile, run: _Run, link: Link | None, overlapping:
 
 def _stage_memories(profile: LayerProfile, run: _Run, possible: Bools) -> list[Floats]:
     """Return bytes of layers i to j - 1 as the stage with 1, 2, … stages left; (L+1, L+1) each."""
-    state = np.concatenate(([0.0], np.cumsum(state_bytes(profile))))
     kept = np.concatenate(([0.0], np.cumsum(profile.column("activation_bytes"))))
-    fixed, activations = state - state[:, None], kept - kept[:, None]
+    fixed, activations = range_state_bytes(profile), kept - kept[:, None]
     inputs = profile.boundary_bytes()[:, None]
     memories: list[Floats] = []
     for left in range(1, run.num_stages + 1):

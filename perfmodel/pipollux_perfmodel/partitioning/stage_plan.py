@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,14 @@ class StagePlan:
     """Step time parameters of the cut; its checkpoint mode and its schedule are among them."""
     profile: LayerProfile
     """The layers."""
+    shards_optimizer: bool = False
+    """Whether replicas divide the optimizer's state, so that memory depends on their number."""
+
+    def for_replicas(self, num_replicas: int) -> StagePlan:
+        """Return the plan with the memory that it takes on so many replicas."""
+        if not self.shards_optimizer:
+            return self
+        return replace(self, profile=self.profile.sharded(num_replicas))
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -288,7 +296,7 @@ def correct_profile(
             backward = max(backward - forward, 0.0)
         part = _scaled(profile.layers[start:end], "forward", float(forward), micro_bsz)
         layers += _scaled(part, "backward", float(backward), micro_bsz)
-    return LayerProfile(tuple(layers), profile.input_bytes)
+    return replace(profile, layers=tuple(layers))
 
 
 def restage(params: PerfParams, num_stages: int) -> PerfParams:

@@ -381,3 +381,35 @@ def test_layers_are_measured_on_the_gpu() -> None:
     assert all(p.device.type == "cpu" for p in module.parameters())
     assert profile.layers[1].forward_beta > 0
     assert torch.cuda.memory_allocated() == 0
+
+
+def wraps_within(share: float, shard: bool, stages: int) -> bool:
+    """Whether a limit of so much of what AdamW's undivided state asks for is taken."""
+    init_process_group("gloo")
+    module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    parameters = sum(p.nbytes for p in module.parameters()) / stages
+    try:
+        HybridParallel(
+            module,
+            torch.optim.AdamW(module.parameters()),
+            num_stages=stages,
+            num_microbatches=1,
+            example_inputs=torch.randn(1, 32),
+            memory_limit=parameters * 4 * share + 1e4,
+            shard_optimizer=shard,
+        )
+    except ConfigurationError as refusal:
+        assert "memory_limit is" in str(refusal)  # noqa: PT017  # the other outcome is none
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("shard", "stages", "fits"),
+    [(True, 1, True), (False, 1, False),
+     # One process has the state of some layers, maybe all of one stage's.
+     pytest.param(True, 2, False, marks=pytest.mark.exhaustive)],
+)  # fmt: skip
+def test_divided_optimizer_state_counts_as_divided(shard: bool, stages: int, fits: bool) -> None:
+    """On two replicas: of four times the parameters, three and an eighth of the state's half."""
+    assert run_replicas(wraps_within, 2, 0.85, shard, stages) == [fits] * 2

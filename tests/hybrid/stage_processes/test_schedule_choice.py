@@ -23,6 +23,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.link_probe import measure_link
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import Schedule
@@ -188,6 +189,22 @@ def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
         said = second[0].said
         assert second[0].schedule == chosen, said
         assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
+
+
+def measured_link() -> list[float] | None:
+    init_process_group("gloo")
+    mesh = context().mesh
+    assert mesh is not None
+    link = measure_link(mesh, torch.device("cpu"), 1 << 20)
+    assert all(len(told) == 1 for told in mesh.gather_from_stages(b"1"))  # all are free again
+    return None if link is None else [link.latency, link.seconds(1 << 20)]
+
+
+def test_two_of_three_stages_measure_messages() -> None:
+    ((first, second, third),) = run_stages(measured_link, 1, 3)
+    assert third is None
+    for small, large in (first, second):
+        assert 0 < small < large < 10.0
 
 
 def refuse() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -46,13 +46,15 @@ class Job:
     copy: float = 0.0
     """Seconds that one sample takes from stage to stage."""
     state: float = 0.0
-    """Bytes of parameters of a layer."""
+    """Bytes of parameters of a layer, and of the optimizer's state of it."""
+    num_shards: int = 1
+    """Replicas that divide the latter."""
 
     def plan(self, num_stages: int, schedule: ScheduleKind) -> StagePlan:
         """Cut it, as the choice is given it."""
         layer = Layer(0.01, 0.01, 0.01, 0.03, self.state, self.state, 5.0, 1.0)
         link = Link(0.0, 1.0 / self.copy) if self.copy else None
-        return plan_stages(
+        plan = plan_stages(
             LayerProfile((layer,) * self.num_layers, 1.0),
             num_stages,
             8,
@@ -63,6 +65,7 @@ class Job:
             link=link,
             transfers_overlap=False,
         )
+        return replace(plan, shards_optimizer=self.num_shards > 1)
 
     def played(self, plan: StagePlan, micro_bsz: int, num_microbatches: int) -> Result:
         """Play its stages, or chunks, one layer's formula at a time."""
@@ -103,7 +106,9 @@ class Job:
             for _, _, change in sorted((round(t, 9), order, x) for t, order, x in moments):
                 held += change
                 layers = sum(plan.balance[device::num_stages])
-                most = max(most, held + 3 * self.state * layers)
+                # Of the optimizer's state at most a share, and what one layer is above that.
+                owned = (layers - 1) / self.num_shards + 1
+                most = max(most, held + self.state * (2 * layers + owned))
         return most
 
 
@@ -192,6 +197,20 @@ def test_the_choice_is_the_best_of_all_that_fit(case: tuple[Checkpoint, int]) ->
     }
     assert kinds[5.0] == ""
     assert kinds[None] == "interleaved"
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_divided_optimizer_state_leaves_room(num_replicas: int) -> None:
+    """K and b gain by it; where nothing else fits, the job can run at all."""
+    ask: dict[str, Any] = {"stages": (2, 4), "kinds": ("1f1b",)}
+    whole = Job(state=20.0)
+    divided = replace(whole, num_shards=num_replicas)
+    for limit in (400.0, 200.0, 145.0):
+        assert chosen(whole, num_replicas, limit, **ask) == "1f1b"
+        assert chosen(divided, num_replicas, limit, **ask) == "1f1b"
+    # Of two layers 80 bytes of parameters and gradients, 40 of state, 10 of a sample.
+    assert chosen(whole, num_replicas, 129.0, **ask) == ""
+    assert chosen(divided, num_replicas, 129.0, **ask) == "1f1b"
 
 
 def test_one_forward_one_backward_where_gpipe_does_not_fit() -> None:

@@ -120,6 +120,32 @@ def test_1f1b_fits_where_gpipe_does_not() -> None:
     assert list(stage_speedups(other, 2, [4])) == [2, 4]
 
 
+def test_divided_optimizer_state_fits_from_enough_replicas_on() -> None:
+    """Fewer replicas than the memory asks for are worth nothing, and more are worth as much."""
+    heavy = [layer._replace(optimizer_bytes=4e6) for layer in LAYERS.layers]
+    layers = LayerProfile.from_layers(heavy, LAYERS.input_bytes)
+    needed = {
+        replicas: max(
+            float(stage_memory(layers.sharded(replicas), [2] * 4, 256 / count, count).max())
+            for count in (8, 16)
+        )
+        for replicas in (1, 2, 4)
+    }
+    assert needed[1] > needed[2] > needed[4]
+    limit = 1.001 * needed[4]
+    undivided = hints(2, memory_limit=limit, layers=layers)
+    assert list(stage_speedups(undivided, 2, [4])) == [2]
+    divided = hints(2, memory_limit=limit, layers=layers, sharded_optimizer=True)
+    assert SchedHints.from_json_object(divided.to_json_object()) == divided
+    assert "shardedOptimizer" not in undivided.to_json_object()
+    found = stage_speedups(divided, 2, [4])[4]
+    roomy = stage_speedups(hints(2, layers=layers), 2, [4])[4]
+    assert [found(1, replicas) for replicas in (1, 2, 3)] == [0.0] * 3
+    for replicas in (4, 5, 8):
+        assert found(1, replicas) == pytest.approx(roomy(1, replicas))
+        assert found(1, replicas) > 0
+
+
 def test_without_layers_only_its_own_and_what_runs() -> None:
     job = hints(2, layers=None)
     assert list(stage_speedups(job, 2, [1, 2, 4])) == [2]

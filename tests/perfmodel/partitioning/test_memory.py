@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
 from pipollux_perfmodel.partitioning.memory import (
+    interleaved_memory,
     largest_micro_bsz,
+    range_state_bytes,
     stage_memory,
+    state_bytes,
 )
 from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, Checkpoint, ScheduleKind
 from tests.extent import examples
@@ -228,3 +231,32 @@ def test_largest_micro_batches_by_number_of_them() -> None:
 def test_bad_arguments_are_refused_by_name(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(random_profile(0, 2))
+
+
+@examples(100)
+@given(
+    st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size=1, max_size=6),
+    st.integers(1, 5),
+)
+def test_divided_state_is_at_most_what_is_counted(layers: list[list[int]], shards: int) -> None:
+    """Against giving the parameters of every range of layers out, largest first."""
+    profile = LayerProfile.from_layers(
+        Layer(0, 1, 0, 2, parameter_bytes=1.0, optimizer_bytes=float(sum(each))) for each in layers
+    ).sharded(shards)
+    counted = range_state_bytes(profile)
+    for start, end in combinations(range(len(layers) + 1), 2):
+        owned = [0] * shards
+        several = [size for each in layers[start:end] for size in each]
+        for size in sorted(several, reverse=True):
+            owned[owned.index(min(owned))] += size
+        rest = 2.0 * (end - start)
+        assert rest + max(owned) <= counted[start, end] + 1e-9 <= rest + sum(several) + 2e-9
+    if shards == 1:
+        assert counted[0, -1] == pytest.approx(state_bytes(profile).sum())
+    balance = [1] * len(layers)
+    memory = stage_memory(profile, balance, 0.0, 1)
+    assert memory == pytest.approx([counted[k, k + 1] for k in range(len(layers))])
+    if len(layers) % 2 == 0:
+        held = interleaved_memory(profile, balance, 2, 0.0, 4)
+        undivided = interleaved_memory(profile.sharded(1), balance, 2, 0.0, 4)
+        assert (held <= undivided + 1e-9).all()
