@@ -72,7 +72,7 @@ class HybridParallel(PipelineModel):
             more (at most one per sample), and from there it follows the goodput if
             ``autoscale_batch_size`` is used.
         devices: One device per stage; by default ``PIPOLLUX_DEVICES``, else this replica's share
-            of the CUDA devices (K from ``LOCAL_RANK`` · K on), else the CPU.
+            of the CUDA devices (K from r·K on for the r-th replica of a node), else the CPU.
         activation_checkpoint: When activations are recomputed: ``"always"``, ``"except_last"``,
             ``"never"``. Where each stage has a process of its own also a list, one for each.
         schedule: Where each stage has a process of its own, in which order it works on

@@ -81,7 +81,9 @@ class PipelineModel(ModuleWrapper):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each stage."""
+        """The device of each stage, also of those in other processes."""
+        if self._context.mesh is not None:
+            return list(self._context.pipeline.devices)
         return self._engine.devices
 
     @property

@@ -85,6 +85,15 @@ def choose_num_stages(
     return wanted
 
 
+def _place(env: JobEnvironment) -> str:
+    """Return which replica of its node this is, as whoever starts the processes can tell."""
+    if env.processes_per_replica == 1:
+        return f"LOCAL_RANK={env.local_rank}"
+    first = env.local_rank * env.processes_per_replica
+    ranks = f"LOCAL_RANK {first} to {first + env.processes_per_replica - 1}"
+    return f"replica {env.local_rank} there, {ranks}"
+
+
 def choose_devices(
     env: JobEnvironment, num_stages: int, devices: Sequence[torch.device | str] | None
 ) -> list[torch.device]:
@@ -102,7 +111,7 @@ def choose_devices(
         first = env.local_rank * num_stages
         count = torch.cuda.device_count()
         chosen = [torch.device("cuda", k) for k in range(first, min(first + num_stages, count))]
-        source = f"the {count} CUDA devices of this node (LOCAL_RANK={env.local_rank})"
+        source = f"the {count} CUDA devices of this node ({_place(env)})"
     else:
         return [torch.device("cpu")] * num_stages
     if len(chosen) < num_stages:

@@ -135,8 +135,7 @@ def plan_stages(
         micro_bsz: b that the cut is made for.
         memory_limit: bytes of each stage's device; None: no limit.
         checkpoint: which micro-batches are recomputed.
-        schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, and "1f1b" where that is
-            interleaved.
+        schedule: None: that of `base`, and "1f1b" where that is interleaved.
         chunks_per_stage: V, where interleaved; others have one.
         link: what carries activations over a cut; None: copies are free.
         transfers_overlap: whether copies run beside compute.

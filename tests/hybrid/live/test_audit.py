@@ -184,7 +184,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "PipelineSpec": (
         "checkpoint_mode chunks_per_stage devices fewest_samples microbatches_follow num_stages "
-        "schedule",
+        "schedule shards_optimizer",
         "",
     ),
     "ProcessEngine": (

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.partition.placement import choose_devices
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
 from pipollux_hybrid.telemetry.stage_timer import StageTimer, align, stage_times
@@ -212,3 +215,16 @@ def test_profile_tells_a_recomputed_micro_batch_from_the_mean(num_microbatches: 
     assert data.checkpoint == "except_last"
     assert data.compute_time == pytest.approx([recomputed + forward])
     assert data.backward_shares == pytest.approx((0.75,))
+
+
+@pytest.mark.parametrize(
+    ("processes", "place"), [(1, "LOCAL_RANK=1"), (2, "replica 1 there, LOCAL_RANK 2 to 3")]
+)
+def test_too_few_devices_are_told_by_their_processes(
+    monkeypatch: pytest.MonkeyPatch, processes: int, place: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    env = JobEnvironment(local_rank=1, processes_per_replica=processes)
+    with pytest.raises(ConfigurationError, match=f"the 3 CUDA devices of this node .{place}. give"):
+        choose_devices(env, 2, None)

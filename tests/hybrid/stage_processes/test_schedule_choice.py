@@ -214,7 +214,9 @@ def refuse() -> str:
     with pytest.raises(ConfigurationError) as error:
         HybridParallel(module, optimizer, num_stages=2, schedule="auto", balance=[1, 2])
     # Four chunks need as many layers, so two layers leave the others.
-    HybridParallel(module, optimizer, num_stages=2, schedule="auto", chunks_per_stage=2)
+    devices = [torch.device("cpu", k) for k in range(2)]
+    options = {"schedule": "auto", "chunks_per_stage": 2, "devices": devices}
+    assert HybridParallel(module, optimizer, num_stages=2, **options).devices == devices
     return str(error.value)
 
 
