@@ -46,6 +46,7 @@ COMMANDS = {
     "nodes": _Entry("nodes", "List nodes: slots, who holds them, condition."),
     "drain": _Entry("nodes", "Take a node out of use, or back into it."),
     "teams": _Entry("teams", "List teams: quotas, what they hold; set them."),
+    "tokens": _Entry("tokens", "List, create and revoke tokens of users."),
     "events": _Entry("events", "Print past events, or follow new ones."),
     "top": _Entry("top.command", "Watch the cluster, live."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import JobQuery, ListedPhase, NodeCondition, StateDir
 from pipollux_sched.views.cluster import MOST_JOBS
 from pipollux_sched.views.explanation import ExplanationView
@@ -28,6 +29,7 @@ from pipollux_sched.views.models import (
     UsageView,
 )
 from pipollux_sched.views.teams import TeamsView
+from pipollux_sched.views.tokens import MadeToken, TokenView
 
 from .connection import TIMEOUT, Connection, UnreachableError
 
@@ -162,6 +164,19 @@ class Client:
     def teams(self) -> TeamsView:
         """Return the teams, with what they hold."""
         return self._connection.get(TeamsView, "GET", "/teams")
+
+    def tokens(self) -> list[TokenView]:
+        """Return the users that have a token."""
+        return self._connection.get(list[TokenView], "GET", "/tokens")
+
+    def create_token(self, new: NewToken) -> MadeToken:
+        """Make a token for a user; return it, which is possible this once."""
+        body = new.model_dump(mode="json")
+        return self._connection.get(MadeToken, "POST", "/tokens", json=body)
+
+    def revoke_token(self, name: str) -> TokenView:
+        """Revoke a user's token."""
+        return self._connection.get(TokenView, "DELETE", f"/tokens/{quote(name, safe='')}")
 
     def decide(self) -> None:
         """Run the allocator now instead of at the next interval."""

@@ -172,6 +172,7 @@ _TELLING: _Telling = {
     "autoscaling": _autoscaling,
     "teams": lambda event: f"teams: {', '.join(event['teams']) or 'none any more'}",
     "notice": _notice,
+    "token": lambda event: f"a token of {event['name']} ({event['role']}) was {event['what']}",
 }
 _FREQUENT: _Telling = {
     "cluster": _cluster,

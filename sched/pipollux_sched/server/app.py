@@ -11,13 +11,13 @@ from pipollux_sched.controller.commands import Control
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.store import StateDir, Store
 
-from .dependencies import NeedsAdmin, Services
+from .dependencies import NeedsRole, Services
 from .errors import answer_errors
 from .host_check import HostCheck
 from .limits import Limits
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
-from .routes import events, job_side, jobs, nodes, overview, service, teams
+from .routes import events, job_side, jobs, nodes, overview, service, teams, tokens
 from .schemas import refusals
 from .swagger_page import add_docs
 from .web_page import add_pages
@@ -25,14 +25,16 @@ from .web_page import add_pages
 DESCRIPTION = (
     "Every request but those for `/healthz`, `/docs`, `/openapi.json` and the web page at `/` "
     "bears a token, as in "
-    "`Authorization: Bearer TOKEN`: a job's own, or the admin's, which opens everything. Bodies "
-    "are JSON objects of at most 1 MiB. Every refusal is an object with one sentence, `detail`."
+    "`Authorization: Bearer TOKEN`: a job's own, a user's, or the admin's, which opens everything. "
+    "Bodies are JSON objects of at most 1 MiB. Every refusal is an object with one sentence, "
+    "`detail`."
 )
 TAGS = {
     "jobs' own": "What jobs ask about themselves, with their own token.",
     "jobs": "Submitting, watching and ending jobs.",
     "nodes": "The cluster, and taking nodes out of it.",
     "teams": "Quotas of teams, and what they hold.",
+    "tokens": "Tokens of users, with their roles; for admins.",
     "events": "What has happened, and what happens.",
     "service": "The scheduler itself.",
 }
@@ -79,12 +81,12 @@ def create_app(
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, metrics=metrics)
     answer_errors(app)
-    for part in (job_side, jobs, nodes, teams, events, overview, service):
+    for part in (job_side, jobs, nodes, teams, tokens, events, overview, service):
         app.include_router(part.router)
     if open_metrics:
         app.include_router(service.metrics_router)
     else:
-        app.include_router(service.metrics_router, dependencies=[NeedsAdmin], responses=refusals())
+        app.include_router(service.metrics_router, dependencies=[NeedsRole], responses=refusals())
     add_docs(app)
     add_pages(app)
     return app

@@ -1,16 +1,20 @@
-"""Authentication: the admin may request everything, a job only what concerns itself."""
+"""Authentication: who sends a request, by its token. A job's opens only what concerns itself."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 
 from fastapi import HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials
 from starlette.concurrency import run_in_threadpool
 
+from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import StateDir, Store, UnknownJobError
+from pipollux_sched.store.tokens import digest_of
 
 from .limits import Limits, RateLimit, TooManyRequestsError
+from .roles import Caller
 
 
 class JobTokens:
@@ -48,7 +52,7 @@ class Auth:
     """Authorizes requests by their token, and counts them against the rate limits.
 
     Args:
-        store: holds the tokens of the jobs.
+        store: holds the tokens of the jobs and of users.
         state_dir: named in the refusal of a wrong admin token.
         admin_token: grants access to everything.
         limits: rates of requests.
@@ -56,21 +60,43 @@ class Auth:
 
     def __init__(self, store: Store, state_dir: StateDir, admin_token: str, limits: Limits) -> None:
         self._tokens = JobTokens(store)
+        self._store = store
+        self._callers: Mapping[str, Caller] = {}
+        self._read_at = -1
         self._state_dir = state_dir
         self._admin_token = admin_token
         self._jobs = RateLimit(limits.job_rate, limits.job_burst)
         self._admin = RateLimit(limits.admin_rate, limits.admin_burst)
         self._wrong = RateLimit(limits.wrong_rate, limits.wrong_burst)
 
-    def admit_admin(
+    def identify(
         self, request: Request, credentials: HTTPAuthorizationCredentials | None
-    ) -> None:
-        """Refuse everyone but the admin."""
-        if not self._is_admin(credentials):
+    ) -> Caller:
+        """Return who sends a request; refuse everyone but the admin and users with a token."""
+        if self._is_admin(credentials):
+            self._admin.check("admin", "the admin token")
+            return Caller("admin", Role.ADMIN)
+        digest = "" if credentials is None else digest_of(credentials.credentials)
+        caller = self._users().get(digest)
+        if caller is None:
             raise self._refused(
                 request, f"this needs the admin token, which {self._state_dir.server} holds"
             )
-        self._admin.check("admin", "the admin token")
+        self._admin.check(f"user {caller.name}", f"the token of {caller.name!r}")
+        return caller
+
+    def _users(self) -> Mapping[str, Caller]:
+        """Return the users by the digests of their tokens: these tell nothing, so may be looked up.
+
+        They are made and revoked through the same store object, so they are read again only then.
+        """
+        tokens = self._store.tokens
+        if self._read_at != tokens.num_changes:
+            self._read_at = tokens.num_changes
+            self._callers = {
+                one.digest: Caller(one.name, Role(one.role), one.team) for one in tokens.all()
+            }
+        return self._callers
 
     async def admit_job(
         self, name: str, request: Request, credentials: HTTPAuthorizationCredentials | None

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 
 from pipollux_sched.controller.commands import Control
 from pipollux_sched.metrics import SchedulerMetrics
+from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import StateDir, Store
 
 from .auth import Auth
@@ -23,6 +25,7 @@ from .event_stream import Tail
 from .hints_batcher import HintsInbox
 from .limits import Limits, Places
 from .prometheus import SchedulerCollector
+from .roles import ACCESS, Access, Caller
 
 
 class Services:
@@ -103,16 +106,37 @@ AdminToken = Annotated[
     Depends(
         HTTPBearer(
             scheme_name="adminToken",
-            description="The admin's token, which stands in `admin.token` in the state directory.",
+            description=(
+                "The admin's token, which stands in `admin.token` in the state directory, or a "
+                "user's, whose role allows the request."
+            ),
             auto_error=False,
         )
     ),
 ]
 
 
-async def require_admin(request: Request, services: ServicesDep, token: AdminToken) -> None:
-    """Refuse everyone but the admin."""
-    services.auth.admit_admin(request, token)
+async def require_role(request: Request, services: ServicesDep, token: AdminToken) -> None:
+    """Refuse everyone whose role the request does not allow: see `roles.ACCESS`."""
+    caller = services.auth.identify(request, token)
+    access = ACCESS.get((request.method, request.scope["route"].path), Access.ADMIN)
+    why = caller.why_not(access)
+    if why is None and access is Access.OWNER and caller.role is not Role.ADMIN:
+        job = await run_in_threadpool(services.store.job, request.path_params["name"])
+        if not caller.owns(job.spec.get("user")):
+            why = f"job {job.name!r} is not one of {caller.name!r}; ask its user, or an admin"
+    if why is not None:
+        raise HTTPException(403, why)
+    request.state.caller = caller
+
+
+async def get_caller(request: Request) -> Caller:
+    """Return who sends the request, once `require_role` has let it in."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+CallerDep = Annotated[Caller, Depends(get_caller)]
 
 
 async def require_job(
@@ -122,5 +146,5 @@ async def require_job(
     await services.auth.admit_job(name, request, job or admin)
 
 
-NeedsAdmin = Depends(require_admin)
+NeedsRole = Depends(require_role)
 NeedsJob = Depends(require_job)

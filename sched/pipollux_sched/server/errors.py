@@ -26,6 +26,7 @@ from pipollux_sched.store import (
     UnknownJobError,
     UnknownNodeError,
     UnknownReplicaError,
+    UnknownTokenError,
 )
 from pipollux_sched.utils.validation import problems
 
@@ -39,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 STATUSES: Sequence[tuple[type[Exception], int]] = (
     (UnknownJobError, 404),
     (UnknownNodeError, 404),
+    (UnknownTokenError, 404),
     (UnknownReplicaError, 422),
     (ConflictError, 409),
     (StoreUnavailableError, 503),

@@ -18,6 +18,7 @@ class Refusal(View):
 
 _REFUSALS = {
     401: "The token is missing or wrong.",
+    403: "The token's role does not allow it, or the job is another user's.",
     404: "There is nothing of this name.",
     409: "It does not fit the job's present state: another generation, or a name that is taken.",
     413: "The body is larger than 1 MiB.",
@@ -31,7 +32,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documented refusals: those common to authorized requests, and the given ones."""
     return {
         status: {"model": Refusal, "description": _REFUSALS[status]}
-        for status in sorted((401, 422, 429, 503, *statuses))
+        for status in sorted((401, 403, 422, 429, 503, *statuses))
     }
 
 

@@ -15,6 +15,7 @@ from .errors import (
     StoreUnavailableError,
     UnknownJobError,
     UnknownNodeError,
+    UnknownTokenError,
 )
 from .generations import GenerationCounts
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
@@ -69,5 +70,6 @@ __all__ = [
     "UnknownJobError",
     "UnknownNodeError",
     "UnknownReplicaError",
+    "UnknownTokenError",
     "moving_average",
 ]

@@ -29,12 +29,20 @@ class UnknownNodeError(StoreError):
     """No node has this name."""
 
 
+class UnknownTokenError(StoreError):
+    """No token has this name."""
+
+
 class ConflictError(StoreError):
     """The request conflicts with the present state of a job."""
 
 
 class JobExistsError(ConflictError):
     """A job of this name exists already."""
+
+
+class TokenExistsError(ConflictError):
+    """The user has a token already."""
 
 
 class JobEndedError(ConflictError):

@@ -43,6 +43,7 @@ from .restart_cost import moving_average
 from .submissions import Submission, run_again, take_in
 from .tables import EventRow, HintsRow, JobRow, PointRow
 from .teams import TeamRecords
+from .tokens import TokenRecords
 
 
 class Store:
@@ -83,6 +84,8 @@ class Store:
         """Figures over many jobs, and curves of one."""
         self.teams = TeamRecords(self._database, clock)
         """Quotas of teams, and notices given to jobs."""
+        self.tokens = TokenRecords(self._database, clock)
+        """Tokens of users."""
         self.deletions = Deletions(self._database, clock)
         """Deletes jobs that have ended."""
 
@@ -376,10 +379,7 @@ class Store:
     # Nodes
 
     def set_nodes(self, nodes: Iterable[tuple[str, int, str, Mapping[str, Any]]]) -> None:
-        """Store the nodes served now, each as (name, slots, kind, spec as JSON).
-
-        Known nodes keep their condition.
-        """
+        """Store the nodes served now: name, slots, kind, spec. Known ones keep their condition."""
         with self._database.write() as session:
             node_rows.remember(session, nodes, self._clock())
 

@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.tokens import NewToken, Role
 from tests.sched.server.browser import chromium, find_chromium, visit
 from tests.sched.supervised import ADMIN, SCRIPT, Service, report
 from tests.services import service_missing
@@ -23,6 +24,7 @@ BODIES = {
     ("post", "/jobs/batch"),
     ("put", "/nodes/{name}"),
     ("put", "/teams"),
+    ("post", "/tokens"),
 }
 """What is sent with a body."""
 
@@ -61,7 +63,7 @@ def operations_of(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, A
 
 def test_every_path_is_described(document: dict[str, Any]) -> None:
     operations = operations_of(document)
-    assert len(operations) == 33
+    assert len(operations) == 36
     assert {key for key, operation in operations.items() if "requestBody" in operation} == BODIES
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -107,16 +109,19 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
         ("post", "/jobs/{name}/heartbeats"): beat,
+        ("post", "/tokens"): {"name": "ana", "role": "viewer"},
         ("put", "/teams"): {"teams": [{"name": "vision", "quota": 2}]},
     }
     names = {
         "/nodes/{name}": "node-a",
         "/jobs/{name}/rerun": "ended",
         "/jobs/{name}/delete": "gone",
+        "/tokens/{name}": "ana",
     }
     for name in ("ended", "gone"):
         service.control.submit(JobSpec(name=name, script=SCRIPT))
         service.control.cancel(name)
+    service.store.tokens.create(NewToken(name="bo", role=Role.USER))
     models = {}
     for (method, path), operation in operations_of(document).items():
         schema = next(iter(operation["responses"].values())).get("content", {})
@@ -129,7 +134,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 25
+    assert len(models) == 28
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]

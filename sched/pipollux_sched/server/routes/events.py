@@ -1,4 +1,4 @@
-"""Routes of the event log and the live event stream, with the admin's token."""
+"""Routes of the event log and the live event stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
+from pipollux_sched.server.dependencies import NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.event_stream import EventStream, stream
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.views.events import last_event_before
@@ -36,7 +36,7 @@ _Seconds = Annotated[
 ]
 
 router = APIRouter(
-    prefix="/events", tags=["events"], dependencies=[NeedsAdmin], responses=refusals()
+    prefix="/events", tags=["events"], dependencies=[NeedsRole], responses=refusals()
 )
 
 

@@ -1,18 +1,25 @@
-"""Routes of jobs for users, with the admin's token."""
+"""Routes of jobs for users, with their tokens or the admin's."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 
 from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.planning import explain
-from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, ServicesDep, StoreDep
+from pipollux_sched.server.dependencies import (
+    CallerDep,
+    ControlDep,
+    NeedsRole,
+    ServicesDep,
+    StoreDep,
+)
 from pipollux_sched.server.request_bodies import JsonRoute
+from pipollux_sched.server.roles import Caller
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.spec.job import JobBatch, JobSpec
-from pipollux_sched.store import ListedPhase
+from pipollux_sched.store import ListedPhase, Store, UnknownJobError
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
@@ -45,24 +52,41 @@ _Offset = Annotated[int, Query(ge=0, le=2**62, description="So many bytes are pa
 router = APIRouter(
     prefix="/jobs",
     tags=["jobs"],
-    dependencies=[NeedsAdmin],
+    dependencies=[NeedsRole],
     responses=refusals(404, 409, 413),
     route_class=JsonRoute,
 )
 
 
 @router.post("", status_code=201, response_model=JobView, summary="Submit a job")
-def submit(control: ControlDep, job: JobSpec) -> dict[str, Any]:
+def submit(control: ControlDep, store: StoreDep, caller: CallerDep, job: JobSpec) -> dict[str, Any]:
     """Submit a job; after a 201 it is on the disk, and starts as soon as slots are free."""
-    return control.submit(job).to_json_object()
+    return control.submit(_signed(store, caller, job)).to_json_object()
 
 
 @router.post(
     "/batch", status_code=201, response_model=list[JobView], summary="Submit many jobs at once"
 )
-def submit_all(control: ControlDep, batch: JobBatch) -> list[dict[str, Any]]:
+def submit_all(
+    control: ControlDep, store: StoreDep, caller: CallerDep, batch: JobBatch
+) -> list[dict[str, Any]]:
     """Submit all jobs or none: if one is refused, the error names it, and nothing changes."""
-    return [job.to_json_object() for job in control.submit_all(batch.jobs)]
+    jobs = [_signed(store, caller, job) for job in batch.jobs]
+    return [job.to_json_object() for job in control.submit_all(jobs)]
+
+
+def _signed(store: Store, caller: Caller, job: JobSpec) -> JobSpec:
+    """Return a job as its sender may submit it: not for others, nor in place of others' jobs."""
+    signed = caller.signed(job)
+    try:
+        before = store.job(job.name)
+    except UnknownJobError:
+        return signed
+    if not caller.owns(before.spec.get("user")):
+        raise HTTPException(
+            403, f"job {job.name!r} is not one of {caller.name!r}; give yours another name"
+        )
+    return signed
 
 
 @router.get("", response_model=list[ListedJob], summary="All jobs")

@@ -1,4 +1,4 @@
-"""Routes of nodes and of the cluster, with the admin's token."""
+"""Routes of nodes and of the cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
+from pipollux_sched.server.dependencies import ControlDep, NeedsRole, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import Deciding, refusals
 from pipollux_sched.store import NodeCondition
@@ -31,7 +31,7 @@ class NodeChange(BaseModel):
 
 
 router = APIRouter(
-    tags=["nodes"], dependencies=[NeedsAdmin], responses=refusals(404, 413), route_class=JsonRoute
+    tags=["nodes"], dependencies=[NeedsRole], responses=refusals(404, 413), route_class=JsonRoute
 )
 
 

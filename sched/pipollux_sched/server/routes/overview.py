@@ -10,7 +10,7 @@ from pydantic import StringConstraints
 from pipollux_sched.planning.dry_run import live_plan
 from pipollux_sched.policy import POLICIES
 from pipollux_sched.report.run_events import kept_report
-from pipollux_sched.server.dependencies import NeedsAdmin, ServicesDep, StoreDep
+from pipollux_sched.server.dependencies import NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_generations, node_usage
@@ -51,7 +51,7 @@ _Seconds = Annotated[
     Query(ge=0, le=1e12, allow_inf_nan=False, description="Only the last so many seconds."),
 ]
 
-router = APIRouter(tags=["nodes"], dependencies=[NeedsAdmin], responses=refusals())
+router = APIRouter(tags=["nodes"], dependencies=[NeedsRole], responses=refusals())
 
 
 @router.get("/overview", response_model=ClusterView, summary="Everything at a glance")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from pipollux_sched.server.dependencies import ControlDep, NeedsAdmin, StoreDep
+from pipollux_sched.server.dependencies import ControlDep, NeedsRole, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
 from pipollux_sched.server.schemas import refusals
 from pipollux_sched.spec.teams import TeamsSpec
@@ -13,7 +13,7 @@ from pipollux_sched.views.teams import TeamsView, list_teams
 router = APIRouter(
     prefix="/teams",
     tags=["teams"],
-    dependencies=[NeedsAdmin],
+    dependencies=[NeedsRole],
     responses=refusals(413),
     route_class=JsonRoute,
 )

@@ -1,0 +1,112 @@
+"""`pipollux tokens`: tokens of users, with their roles."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipollux_sched.spec.tokens import NewToken, Role
+from pipollux_sched.utils.text import DASH, spell_age
+
+from .console import USAGE, CommandError, OutputFormat, print_data, print_result
+from .options import StateDirectory, TableOutput
+from .reader import asking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from pipollux_sched.views.tokens import TokenView
+
+
+class TokenAction(StrEnum):
+    """What to do with tokens."""
+
+    list = "list"
+    create = "create"
+    revoke = "revoke"
+
+
+def tokens(
+    action: Annotated[
+        TokenAction, typer.Argument(metavar="[list|create|revoke]", show_default=False)
+    ] = TokenAction.list,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The user.", show_default=False)
+    ] = None,
+    role: Annotated[Role, typer.Option(help="What it allows.")] = Role.USER,
+    team: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The only team to submit for.", show_default="any of the user's"
+        ),
+    ] = None,
+    output: TableOutput = OutputFormat.table,
+    state_dir: StateDirectory = None,
+) -> None:
+    """List, create and revoke tokens of users.
+
+    A viewer reads everything, a user also submits jobs and manages those, an admin
+    may do everything. A token is printed once; the scheduler keeps its digest.
+
+        pipollux tokens create ana --role user --team vision
+        pipollux tokens revoke ana
+
+    Exit code: 0 done; 1 refused; 2 an option is wrong.
+    """
+    if (name is None) != (action is TokenAction.list):
+        wanted = "takes no NAME" if name else "needs the NAME of a user"
+        raise CommandError(f"pipollux tokens {action} {wanted}", USAGE)
+    with asking(state_dir) as client:
+        if name is None:
+            _print(client.tokens(), output)
+        elif action is TokenAction.revoke:
+            gone = client.revoke_token(name)
+            _tell(f"{gone.name}: the token is revoked.", gone.to_dict(), output)
+        else:
+            made = client.create_token(_new(name, role, team))
+            _tell(made.token, made.to_dict(), output)
+
+
+def _new(name: str, role: Role, team: str | None) -> NewToken:
+    from pydantic import ValidationError
+
+    from pipollux_sched.utils.validation import problems
+
+    try:
+        return NewToken(name=name, role=role, team=team)
+    except ValidationError as error:
+        found = problems(error.errors(include_url=False), NewToken)
+        raise CommandError("; ".join(one.sentence() for one in found), USAGE) from None
+
+
+def _tell(text: str, data: dict[str, object], output: OutputFormat) -> None:
+    if output is OutputFormat.table:
+        typer.echo(text)
+    else:
+        print_data(data, output)
+
+
+def _print(found: Sequence[TokenView], output: OutputFormat) -> None:
+    if output is not OutputFormat.table:
+        print_data([token.to_dict() for token in found], output)
+    elif not found:
+        typer.echo("No tokens but the admin's; make one with: pipollux tokens create NAME")
+    else:
+        print_result(_table(found))
+
+
+def _table(found: Sequence[TokenView]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for header in ("User", "Role", "Team", "Made"):
+        table.add_column(header)
+    for token in found:
+        age = spell_age(time.time() - token.created_at)
+        table.add_row(token.name, token.role.value, token.team or DASH, f"{age} ago")
+    return table

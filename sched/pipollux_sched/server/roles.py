@@ -1,0 +1,113 @@
+"""Which role each request needs. A route that is not here is refused to all but the admin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fastapi import HTTPException
+
+from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.tokens import Role
+
+
+class Access(StrEnum):
+    """Who may send a request."""
+
+    OPEN = "open"
+    """Everyone, without a token."""
+    JOB = "job"
+    """The job of the path with its own token, and the admin."""
+    VIEWER = "viewer"
+    USER = "user"
+    OWNER = "owner"
+    """Users whose job it is, and admins."""
+    ADMIN = "admin"
+
+    @property
+    def role(self) -> Role:
+        """The least role that it takes."""
+        return Role.USER if self is Access.OWNER else Role(self.value)
+
+
+ACCESS: Mapping[tuple[str, str], Access] = {
+    ("GET", "/healthz"): Access.OPEN,
+    ("PUT", "/jobs/{name}/hints"): Access.JOB,
+    ("POST", "/jobs/{name}/reports"): Access.JOB,
+    ("POST", "/jobs/{name}/heartbeats"): Access.JOB,
+    ("POST", "/jobs/{name}/stops"): Access.JOB,
+    ("POST", "/jobs/{name}/replicas"): Access.JOB,
+    ("GET", "/jobs/{name}/replicas"): Access.JOB,
+    ("POST", "/jobs"): Access.USER,
+    ("POST", "/jobs/batch"): Access.USER,
+    ("GET", "/jobs"): Access.VIEWER,
+    ("GET", "/jobs/{name}"): Access.VIEWER,
+    ("DELETE", "/jobs/{name}"): Access.OWNER,
+    ("POST", "/jobs/{name}/suspend"): Access.OWNER,
+    ("POST", "/jobs/{name}/resume"): Access.OWNER,
+    ("POST", "/jobs/{name}/rerun"): Access.OWNER,
+    ("POST", "/jobs/{name}/delete"): Access.OWNER,
+    ("GET", "/jobs/{name}/explanation"): Access.VIEWER,
+    ("GET", "/jobs/{name}/logs"): Access.VIEWER,
+    ("GET", "/jobs/{name}/logs/{generation}/{replica}"): Access.VIEWER,
+    ("GET", "/nodes"): Access.VIEWER,
+    ("PUT", "/nodes/{name}"): Access.ADMIN,
+    ("POST", "/decisions"): Access.ADMIN,
+    ("GET", "/teams"): Access.VIEWER,
+    ("PUT", "/teams"): Access.ADMIN,
+    ("DELETE", "/teams"): Access.ADMIN,
+    ("GET", "/tokens"): Access.ADMIN,
+    ("POST", "/tokens"): Access.ADMIN,
+    ("DELETE", "/tokens/{name}"): Access.ADMIN,
+    ("GET", "/events"): Access.VIEWER,
+    ("GET", "/events/stream"): Access.VIEWER,
+    ("GET", "/overview"): Access.VIEWER,
+    ("GET", "/generations"): Access.VIEWER,
+    ("GET", "/usage"): Access.VIEWER,
+    ("GET", "/plan"): Access.VIEWER,
+    ("GET", "/report"): Access.VIEWER,
+    ("GET", "/metrics"): Access.VIEWER,
+}
+"""By method and path."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sends a request."""
+
+    name: str
+    role: Role
+    team: str | None = None
+    """The only team that it may submit for; None: any."""
+
+    def why_not(self, access: Access) -> str | None:
+        """Explain why its role does not allow a request; None: it does."""
+        if self.role.allows(access.role):
+            return None
+        return (
+            f"the token of {self.name!r} has the role {self.role}, and this needs {access.role}; "
+            "ask an admin for it"
+        )
+
+    def owns(self, user: str | None) -> bool:
+        """Tell whether it may manage a job of a user."""
+        return self.role is Role.ADMIN or user == self.name
+
+    def signed(self, job: JobSpec) -> JobSpec:
+        """Return a job as this caller may submit it: a user's own, of its token's team.
+
+        Raises:
+            HTTPException: it names another user or team.
+        """
+        if self.role is Role.ADMIN:
+            return job
+        for field, own in (("user", self.name), ("team", self.team)):
+            asked = getattr(job, field)
+            if own is not None and asked not in (None, own):
+                raise HTTPException(
+                    403,
+                    f"job {job.name!r}: {field}: the token of {self.name!r} is for {own!r}, not "
+                    f"for {asked!r}; leave {field} out",
+                )
+        return job.model_copy(update={"user": self.name, "team": self.team or job.team})

@@ -1,0 +1,41 @@
+"""Views of users' tokens."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pipollux_sched.spec.tokens import Role
+from pipollux_sched.store import Store
+from pipollux_sched.store.tokens import TokenRecord
+
+from .models import View
+
+
+class TokenView(View):
+    """A user's token: its role, and the only team that it may submit for, or null."""
+
+    name: str
+    role: Role
+    team: str | None
+    created_at: float
+
+    @classmethod
+    def of(cls, record: TokenRecord) -> Self:
+        """Return the view of a token."""
+        role = Role(record.role)
+        return cls(name=record.name, role=role, team=record.team, created_at=record.created_at)
+
+
+class MadeToken(View):
+    """A token that was just made: the `token` is shown here and nowhere else."""
+
+    name: str
+    role: Role
+    team: str | None
+    created_at: float
+    token: str
+
+
+def list_tokens(store: Store) -> list[TokenView]:
+    """Return the tokens of users, by name."""
+    return [TokenView.of(record) for record in store.tokens.all()]
