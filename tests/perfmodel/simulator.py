@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal, NamedTuple
 
-Kind = Literal["gpipe", "1f1b", "serial", "serial_1f1b", "interleaved"]
+Kind = Literal["gpipe", "gpipe_in_order", "1f1b", "serial", "serial_1f1b", "interleaved"]
 Name = tuple[str, int, int]
 """(phase, stage, micro-batch); a copy's stage is the one that receives."""
 
@@ -141,6 +141,7 @@ class _Play:
     def __init__(self, case: Case, kind: Kind, num_devices: int) -> None:
         self.case = case
         self.one_f_one_b, self.takes_turns = "1f1b" in kind, "serial" in kind
+        self.in_order = kind == "gpipe_in_order"
         self.interleaved, self.num_devices = kind == "interleaved", num_devices
         num = case.num_microbatches
         # A round is K micro-batches, or as few more as divide all of them.
@@ -243,8 +244,9 @@ class _Play:
             self._turn()
 
     def _turn(self) -> None:
-        """Send all back, the last one first, when all have come through the last stage."""
+        """Send all back, the last one first or in order, when all are through the last stage."""
         self.through += 1
         if self.through == self.case.num_microbatches:
-            for i in reversed(range(self.case.num_microbatches)):
+            every = range(self.case.num_microbatches)
+            for i in every if self.in_order else every[::-1]:
                 self._arrive("backward", self.num_stages - 1, i)
