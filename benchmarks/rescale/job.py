@@ -14,8 +14,13 @@ import pipollux
 from pipollux_hybrid.job.context import context
 
 
+def mean_square(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
 def main() -> None:
-    pipollux.init_process_group("gloo")
+    processes = int(os.environ.get("PROCESSES", "1"))
+    pipollux.init_process_group("gloo", processes_per_replica=processes)
     width, layers = 1024, int(os.environ["LAYERS"])
     module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(module.parameters())
@@ -28,7 +33,10 @@ def main() -> None:
     for _ in pipollux.remaining_epochs_until(1):
         for (inputs,) in loader:
             optimizer.zero_grad()
-            model(inputs).square().mean().backward()
+            if processes > 1:
+                model.train_step(inputs, inputs, mean_square)
+            else:
+                model(inputs).square().mean().backward()
             optimizer.step()
             step, replicas = context().step, pipollux.num_replicas()
             print(time.time(), step, pipollux.replica_rank(), replicas, file=log, flush=True)

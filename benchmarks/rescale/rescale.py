@@ -6,7 +6,8 @@ A job grows from one replica to three and shrinks again, a number of times; then
 replicas are stopped and started again from their checkpoint. A pause is the time from the last step
 before a change to the first one after it, on a replica that stays, less a usual step. Then, as
 often, one of three is killed, at any moment of its step, and another one joins: from the kill to
-the end of the first step of those that are left.
+the end of the first step of those that are left. With `--processes K` only that, where each of K
+stages has a process, and one of a replica's is killed.
 """
 
 from __future__ import annotations
@@ -112,10 +113,16 @@ class LiveJob:
         layers: of the model.
         tree: of Pipollux's sources; None: what is installed.
         stages: of the pipeline.
+        processes: of each replica.
     """
 
     def __init__(
-        self, folder: Path, layers: int, tree: Path | None = None, stages: int = 2
+        self,
+        folder: Path,
+        layers: int,
+        tree: Path | None = None,
+        stages: int = 2,
+        processes: int = 1,
     ) -> None:
         self.times, self._log = folder / "times", folder / "log"
         self.times.mkdir()
@@ -125,27 +132,33 @@ class LiveJob:
         if tree is not None:
             rooms = (tree, tree / "hybrid", tree / "perfmodel")
             self._env["PYTHONPATH"] = os.pathsep.join(map(str, rooms))
-        self._layers = layers
+        self._layers, self._processes = layers, processes
         self.running: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Start a replica."""
+        port, command = free_port(), [sys.executable, str(JOB)]
         with self._log.open("ab") as log:
-            command = [sys.executable, str(JOB)]
-            self.running.append(subprocess.Popen(command, env=self._env, stderr=log))
+            for rank in range(self._processes):
+                told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._processes}
+                told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                told |= {"PROCESSES": self._processes}
+                env = {**self._env, **{name: str(value) for name, value in told.items()}}
+                self.running.append(subprocess.Popen(command, env=env, stderr=log))
 
     def settle(self, replicas: int) -> None:
         """Return when so many have trained for a while."""
 
         def count() -> int:
-            if sum(process.poll() is None for process in self.running) < replicas:
+            running = sum(process.poll() is None for process in self.running)
+            if running < replicas * self._processes:
                 raise DiedError
             return sum(len(steps_of(path)) for path in self.times.iterdir())
 
         until(lambda: count() > 0 and len(self.replicas()) == replicas)
         counted = count()
         steps = 12 if self._layers > LARGE else 20
-        until(lambda: count() > counted + steps * replicas)
+        until(lambda: count() > counted + steps * replicas * self._processes)
 
     def replicas(self) -> list[str]:
         """Return the ids of those that train, as any version of the sources tells them."""
@@ -160,23 +173,29 @@ class LiveJob:
         """Have the last replica leave."""
         self.rendezvous.ask_to_leave(self.replicas()[-1])
 
-    def kill(self, rank: int) -> float:
-        """Return the seconds from the kill to the end of a step of all that are left."""
-        ranks = {steps_of(self.times / str(x.pid))[-1].rank: x for x in self.running}
-        killed = ranks.pop(rank)
+    def kill(self, rank: int, stage: int = 0) -> float:
+        """Return the seconds from the kill to the end of a step of all that are left.
+
+        Args:
+            rank: of the replica.
+            stage: of its process that is killed; the others are to end by themselves.
+        """
+        lost = [x for x in self.running if steps_of(self.times / str(x.pid))[-1].rank == rank]
         time.sleep(random.random() / 10)  # noqa: S311  # at any moment of a step
         killed_at = time.time()
-        killed.kill()
-        killed.wait()
-        self.running.remove(killed)
-        self.settle(len(ranks))
+        lost[stage].kill()
+        for process in lost:
+            process.wait(LIMIT)
+            self.running.remove(process)
+        left = len(self.running) // self._processes
+        self.settle(left)
         firsts = [
             next(
                 step.time
                 for step in steps_of(self.times / str(process.pid))
-                if step.time > killed_at and step.replicas == len(ranks)
+                if step.time > killed_at and step.replicas == left
             )
-            for process in ranks.values()
+            for process in self.running
         ]
         return max(firsts) - killed_at
 
@@ -189,18 +208,20 @@ class LiveJob:
             process.wait()
 
 
-def measure_deaths(layers: int, rounds: int) -> dict[str, list[float]]:
+def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, list[float]]:
     """Return the seconds from a kill to the end of a step of all that are left."""
     found = defaultdict(list)
-    with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers) as job:
+    folder = tempfile.TemporaryDirectory()
+    stages = max(processes, 2)
+    with folder as name, LiveJob(Path(name), layers, None, stages, processes) as job:
         job.start()
         job.settle(1)
         for number in range(rounds):
-            while len(job.running) < 3:
+            while (replicas := len(job.running) // processes) < 3:
                 job.start()
-                job.settle(len(job.running))
-            rank = number % 3
-            found["replica 0" if rank == 0 else "another one"].append(job.kill(rank))
+                job.settle(replicas + 1)
+            rank, stage = number % 3, number % processes
+            found["replica 0" if rank == 0 else "another one"].append(job.kill(rank, stage))
     return found
 
 
@@ -239,9 +260,7 @@ def measure_restarts(layers: int, rounds: int) -> list[float]:
             env = environment(
                 times, layers, PIPOLLUX_CHECKPOINT_DIR=name, PIPOLLUX_CHECKPOINT_INTERVAL="1000"
             )
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             torchrun = [
                 "-m",
                 "torch.distributed.run",
@@ -261,6 +280,12 @@ def measure_restarts(layers: int, rounds: int) -> list[float]:
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def show(what: str, seconds: list[float]) -> None:
     print(
         f"| {what} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} "
@@ -274,10 +299,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="12 MiB of state each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--beside", type=Path, help="another tree of sources, measured in turn")
+    parser.add_argument("--processes", type=int, default=1, help="of a replica; only deaths, then")
     args = parser.parse_args()
     print("| change | median | least, most | times |\n|---|---|---|---|")
     if args.beside is not None:
         measure_in_turn(args.layers, args.rounds, args.beside)
+        return
+    if args.processes > 1:
+        for who, seconds in measure_deaths(args.layers, args.rounds, args.processes).items():
+            show(f"kill -9 of a process of {who} of 3", seconds)
         return
     for name, seconds in measure_live(args.layers, args.rounds).items():
         show(f"{name}, live", seconds)

@@ -107,19 +107,24 @@ class ProcessMesh:
         return self._among[stages]
 
     def form(
-        self, form: Callable[[str, int, int], ReplicaGroup], replica: int, num_replicas: int
+        self,
+        form: Callable[[str, int, int], ReplicaGroup],
+        form_within: Callable[[str, int, int], ReplicaGroup],
+        replica: int,
+        num_replicas: int,
     ) -> MeshGroups:
         """Form the groups of another membership, in any thread; all of its processes call it.
 
         Args:
             form: Forms one, given its name, this process's rank in it, and its size.
+            form_within: The same for one of processes of a replica, which pass micro-batches on.
             replica: The rank that this replica has there.
             num_replicas: Number R of its replicas.
         """
         column = form(f"column-{self.stage}", replica, num_replicas)
-        row = form(f"row-{replica}", self.stage, self.num_stages)
+        row = form_within(f"row-{replica}", self.stage, self.num_stages)
         among = {
-            stages: form(
+            stages: form_within(
                 f"row-{replica}-{'-'.join(map(str, stages))}",
                 *(stages.index(self.stage), len(stages)),
             )

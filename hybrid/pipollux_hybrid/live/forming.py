@@ -138,14 +138,18 @@ class Forming:
             self._make_room(store)
         self._wait_for_all(store, "here", deadline)
 
-        def form(name: str, rank: int, size: int) -> ReplicaGroup:
-            options = {"patience": PATIENCE, "timeout": self._timeout}
+        def form(name: str, rank: int, size: int, patience: float = PATIENCE) -> ReplicaGroup:
+            options = {"patience": patience, "timeout": self._timeout}
             return form_group(store, f"{self.name}-{name}", rank, size, **options)
+
+        def form_within(name: str, rank: int, size: int) -> ReplicaGroup:
+            # Gloo keeps what it was given at first for what is sent from one to another.
+            return form(name, rank, size, self._timeout)
 
         self.control = form("control", self.process, size)
         self.gradients = form("gradients", self.process, size)
         if self._mesh is not None:
-            self.mesh_groups = self._mesh.form(form, self.rank, replicas)
+            self.mesh_groups = self._mesh.form(form, form_within, self.rank, replicas)
             # A process may have formed all of its own, and another one not.
             self._wait_for_all(store, "formed", time.monotonic() + PATIENCE)
 
