@@ -130,6 +130,7 @@ def test_describe(say: Say) -> None:
     assert re.search(r"2 +2 replicas of 1 stage on node-a ×2 .* 6\.00 s +21 +runs\n", text)
     assert re.search(r"Step time +100 ms, predicted 110 ms\n", text)
     assert "perfParams" in text
+    assert re.search(r"Pipeline +\d+ stages?, \d+ micro-batch(es)?, gpipe", text)
     assert "none yet" in say("describe", "waiting")
     broken = say("describe", "broken")
     assert "\x1b" not in broken
