@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import Schedule
 from tests.hybrid.models import assert_close
+from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
 
 BATCH_SIZE, WIDTH = 16, 8
@@ -87,7 +89,7 @@ def run(
         model = HybridParallel(
             module,
             optimizer,
-            num_stages=2,
+            num_stages=context().env.processes_per_replica,
             activation_checkpoint="never",
             schedule=schedule,
             **{
@@ -105,6 +107,7 @@ def run(
             optimizer.step()
         for note in notes:
             measured_as(*note)
+        context().component(Metrics).fit()
     spec = context().pipeline
     state = dict(module.state_dict())
     return Ran(spec.schedule, spec.chunks_per_stage, model.balance, losses, state, said.getvalue())
@@ -189,6 +192,23 @@ def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
         said = second[0].said
         assert second[0].schedule == chosen, said
         assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
+
+
+@pytest.mark.parametrize(
+    "sample", [pytest.param(True, marks=pytest.mark.exhaustive), False]
+)  # fmt: skip
+def test_a_job_of_one_stage_goes_on_in_two(tmp_path: Path, sample: bool) -> None:
+    """Its fit tells of any schedule: with layers of their own times, else as if cut evenly."""
+    options: dict[str, Any] = {} if sample else {"example_inputs": None}
+    alone = [("auto", [(StageOrder("gpipe"), 1.0)], options)]
+    ((first,),) = run_replicas(run_each, 1, str(tmp_path), alone)
+    assert (first.schedule, first.balance, first.said) == ("gpipe", [4], "")
+    (second, _), _ = zip(*generations(tmp_path, *[("auto", [], options)] * 2), strict=True)
+    assert second.losses == []  # the first of these runs finds its epoch done
+    assert re.search(r": 1f1b [\d.e+]+ samples/s", second.said), second.said
+    compared = r"interleaved \(V=2\) [\d.e+]+ samples/s" if sample else r"\(V=2\) not compared"
+    assert re.search(compared, second.said), second.said
+    assert sample or second.schedule == "1f1b"
 
 
 def measured_link() -> list[float] | None:
