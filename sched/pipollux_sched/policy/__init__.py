@@ -31,6 +31,7 @@ from .change_cost import (
     num_survivors,
 )
 from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
+from .lengths import CompletedJob, LengthHistory, family_of
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
 from .restart_cost import DEFAULT_RESTART_SECONDS
 from .rules import is_pinned, must_move, usable_nodes, violations
@@ -45,11 +46,13 @@ __all__ = [
     "AutoscalingState",
     "Certificate",
     "ChangeKind",
+    "CompletedJob",
     "CompletionTime",
     "ExactPolicy",
     "FairSpeedup",
     "FifoPolicy",
     "JobInfo",
+    "LengthHistory",
     "NodeInfo",
     "NodePlan",
     "Objective",
@@ -66,6 +69,7 @@ __all__ = [
     "best_size",
     "change_kind",
     "change_seconds",
+    "family_of",
     "is_pinned",
     "make_policy",
     "must_move",

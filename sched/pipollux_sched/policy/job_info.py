@@ -108,6 +108,13 @@ class JobInfo:
     remaining_work: float | None = None
     """Seconds of training that one replica of the job's own shape still needs; on an allocation,
     this over the speedup. None: unknown."""
+    work_left: tuple[float, ...] = ()
+    """Equally likely values of `remaining_work`, where only a distribution is known (`lengths`);
+    `remaining_work` is then None."""
+    work_done: float = 0.0
+    """Seconds of training of one replica that the job has done, where `work_left` is known."""
+    family: str = ""
+    """Jobs of one family are about as long as each other (`lengths`); empty: of none."""
     requested_replicas: int | None = None
     """The size that policies of fixed sizes give the job; None: `min_replicas`."""
     team: str = ""
@@ -128,7 +135,7 @@ class JobInfo:
             )
         for name in (
             *("num_stages", "age", "num_restarts", "restart_seconds"),
-            *("num_rescales", "attained_service"),
+            *("num_rescales", "attained_service", "work_done"),
         ):
             least = 1 if name == "num_stages" else 0
             if not getattr(self, name) >= least:
@@ -137,8 +144,18 @@ class JobInfo:
             raise ValueError(f"rescale_seconds: {self.rescale_seconds} must be at least 0 or None")
         if self.remaining_work is not None and not self.remaining_work >= 0:
             raise ValueError(f"remaining_work: {self.remaining_work} must be at least 0 or None")
+        if self.work_left and (self.remaining_work is not None or not min(self.work_left) >= 0):
+            raise ValueError(
+                f"work_left: {self.work_left} must be values of at least 0, and none where "
+                f"remaining_work is known ({self.remaining_work})"
+            )
         if self.requested_replicas is not None and self.requested_replicas < 1:
             raise ValueError(f"requested_replicas: {self.requested_replicas} must be at least 1")
+
+    @property
+    def likely_work(self) -> tuple[float, ...]:
+        """Equally likely values of the work left; none: nothing is known."""
+        return self.work_left if self.remaining_work is None else (self.remaining_work,)
 
     @property
     def least_replicas(self) -> int:

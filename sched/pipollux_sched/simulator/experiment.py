@@ -14,6 +14,7 @@ from pipollux_sched.simulator.applications.gpt import GPT_MODELS
 from pipollux_sched.simulator.applications.registry import check_room, devices_of, load_applications
 from pipollux_sched.simulator.applications.trace_model import Fit
 from pipollux_sched.simulator.engine.cluster import Cluster, Options, Watch
+from pipollux_sched.simulator.engine.experience import Experience
 from pipollux_sched.simulator.engine.failures import (
     FAILURES,
     SPOT,
@@ -74,13 +75,22 @@ class Experiment:
         self._applications.update(loaded)
         return {name: self._applications[name] for name in names}
 
-    def run(self, workload: Workload, policy: str, watch: Watch | None = None) -> SimulationOutcome:
+    def run(
+        self,
+        workload: Workload,
+        policy: str,
+        watch: Watch | None = None,
+        *,
+        experience: Experience | None = None,
+    ) -> SimulationOutcome:
         """Simulate a workload under a policy.
 
         Args:
             workload: jobs.
             policy: name of one of `POLICIES`.
             watch: see `Cluster.run`.
+            experience: from jobs that completed before, to which this workload's are added; None:
+                the cluster is new.
 
         Raises:
             ValueError: an application or a policy is not known, or traces do not reach as far.
@@ -88,7 +98,9 @@ class Experiment:
         """
         applications = self.applications(workload)
         made = make_policy(policy, seed=self.seed)
-        cluster = Cluster(workload.jobs, applications, dict(self.nodes), made, self.options)
+        known = Experience() if experience is None else experience
+        nodes = dict(self.nodes)
+        cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)
         result = cluster.run(watch)
         if not self._isolated:
             self._isolated.append(IsolatedTimes(self.nodes, self.options.restart_seconds))

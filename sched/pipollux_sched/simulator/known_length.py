@@ -32,6 +32,8 @@ class KnownLength:
     """Estimates are at most this many times too long or too short; 1: exact. None: unknown."""
     seed: int = 0
     """Of the errors of the estimates."""
+    learned: bool = False
+    """Whether it learns lengths from the jobs that have completed (`policy.lengths`)."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:
@@ -42,19 +44,19 @@ class KnownLength:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> KnownLength:
-        """Read `exact`, `none`, or a factor.
+        """Read `exact`, `none`, `learned`, or a factor.
 
         Raises:
             ValueError: it is none of them.
         """
-        if text in ("exact", "none"):
-            return cls(1.0 if text == "exact" else None, seed)
+        if text in ("exact", "none", "learned"):
+            return cls(1.0 if text == "exact" else None, seed, learned=text == "learned")
         try:
             factor = float(text)
         except ValueError:
             raise ValueError(
-                f"known_length: {text!r} must be exact, none, or a factor of at least 1, the "
-                "largest error of estimates"
+                f"known_length: {text!r} must be exact, none, learned, or a factor of at least 1, "
+                "the largest error of estimates"
             ) from None
         return cls(factor, seed)
 
@@ -77,7 +79,7 @@ class KnownLength:
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         if self.factor is None:
-            return "none"
+            return "learned" if self.learned else "none"
         return "exact" if self.factor == 1 else f"{self.factor:g}"
 
 

@@ -14,7 +14,7 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
             the cluster that it takes from others, in the cheapest configuration
     T_j     u_j · remaining work: what is left of the job, in the same unit
     rank_j  number of jobs with at least as much left as job j has, itself included
-    w_j     u_j · rank_j^a        0 <= a <= 1
+    w_j     u_j · E[rank_j^a]     0 <= a <= 1
     D_j     seconds that a start or a restart of job j takes, or a live change, measured
     H_j     seconds for which the job will use an allocation: what it has left on it, or how long
             an allocation lasts if that is less. That is taken to be the average so far,
@@ -23,9 +23,14 @@ is the rate at which the jobs' total remaining time in the cluster falls. Symbol
 rank_j is the number of jobs that wait for a second of job j's work if shorter jobs go first. With
 a = 1 and linear speedups the greatest sum is shortest remaining processing time first, which is
 optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSRPT*, 2020) also
-depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1. A job
-whose remaining work is unknown counts as the shortest: most are short, and the others report it as
-soon as they have been measured.
+depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1.
+
+What is left of a job may be a distribution (`JobInfo.work_left`). Then rank_j is that of each of
+its values: the number of other jobs that are expected to have at least as much left, and itself. Of
+a family, jobs as long as each other, those that have done less have more left, however long all of
+them are: jobs that all may still be long are trained one after the other, not side by side. w_j takes
+the mean over the values, and so does the fraction H_j / (H_j + D_j). A job of which not
+even that is known counts as the shortest: most are short.
 
 No job starves: a job that has held less than its part of the fewest slots it needs,
 
@@ -93,13 +98,8 @@ class CompletionTime:
     def judge(self, instance: Instance, promises: Promises) -> Worth:
         """Return the gains of all jobs, weighted by rank."""
         unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
-        known = [configs.job.remaining_work for configs in instance.jobs]
-        left = unit * np.array([0.0 if work is None else work for work in known])
-        # Of jobs with equal work left the younger has the higher rank: most jobs are short.
-        order = np.argsort(-left, kind="stable")
-        rank = np.empty(len(order))
-        rank[order] = np.arange(1, len(order) + 1)
-        weights = unit * rank**self.rank_power
+        powers = [(rank**self.rank_power).mean() for rank in _ranks(instance.jobs, unit)]
+        weights = unit * np.array(powers)
         return _Worth(self, instance.jobs, weights, frozenset(promises.places))
 
     def _behind(self, instance: Instance, number: int) -> Behind | None:
@@ -149,13 +149,62 @@ class _Worth:
     def _kept(self, job: int, speedups: Floats, *, live: bool) -> Floats:
         """Return the share of its time that an allocation trains, if it starts with a change."""
         info = self._jobs[job].job
-        work = np.inf if info.remaining_work is None else info.remaining_work
+        work = np.array(info.likely_work or (np.inf,))[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.where(speedups > 0, work / speedups, np.inf)
         lasts = max(self._objective.horizon, info.age / (info.num_changes + 1))
         used = np.minimum(left, lasts)
         total = used + info.change_seconds(live=live)
-        return np.divide(used, total, out=np.ones_like(used), where=used > 0)
+        shares: Floats = np.divide(used, total, out=np.ones_like(used), where=used > 0)
+        kept: Floats = shares.mean(axis=0)
+        return kept
+
+
+def _ranks(jobs: Sequence[JobConfigurations], unit: Floats) -> list[Floats]:
+    """Return the expected rank of each value of what each job has left."""
+    left = [
+        cost * np.array(configs.job.likely_work or (0.0,))
+        for cost, configs in zip(unit, jobs, strict=True)
+    ]
+    ranks = _others_with_more(left)
+    for members in _families(jobs):
+        # As long as each other: the one that has done most has least left.
+        inside = _others_with_more([left[job] for job in members])
+        for place, (job, among) in enumerate(zip(members, inside, strict=True)):
+            ranks[job] += len(members) - 1 - place - among
+    return [1.0 + rank for rank in ranks]
+
+
+def _families(jobs: Sequence[JobConfigurations]) -> list[list[int]]:
+    """Return the members of each family of two and more, those that have done most first."""
+    found: dict[str, list[int]] = {}
+    # Of those that have done as much, the youngest first: most jobs are short.
+    for job in sorted(range(len(jobs)), key=lambda job: (-jobs[job].job.work_done, -job)):
+        if jobs[job].job.family and jobs[job].job.work_left:
+            found.setdefault(jobs[job].job.family, []).append(job)
+    return [members for members in found.values() if len(members) > 1]
+
+
+def _others_with_more(left: Sequence[Floats]) -> list[Floats]:
+    """Return how many other jobs are expected to have at least as much left, for each value.
+
+    Args:
+        left: by job, the oldest first, equally likely values in ascending order.
+    """
+    if not left:
+        return []
+    counts = np.array([values.size for values in left])
+    owner = np.repeat(np.arange(len(left)), counts)
+    share = 1.0 / counts[owner]
+    values = np.concatenate(left)
+    index = np.arange(values.size)
+    # Of jobs with equal work left the younger has the higher rank: most jobs are short.
+    order = np.lexsort((-index, owner, -values))
+    more = np.empty(values.size)
+    more[order] = np.cumsum(share[order])
+    ends = np.cumsum(counts)
+    more -= (np.repeat(ends, counts) - index) * share  # the job itself
+    return np.split(more, ends[:-1])
 
 
 def _unit_cost(instance: Instance, configs: JobConfigurations) -> float:

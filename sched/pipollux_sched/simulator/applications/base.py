@@ -69,11 +69,15 @@ class TrueStepTimes(NamedTuple):
 class JobModel(Protocol):
     """What one job has learnt of itself, and reports to the scheduler."""
 
-    max_profiled_replicas: int
-    """Largest number of replicas with measured step times."""
+    @property
+    def max_profiled_replicas(self) -> int:
+        """Return the largest number of replicas with measured step times."""
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Record the times of an iteration, and the gradients' size and noise."""
+
+    def inherit(self, predecessor: JobModel) -> None:
+        """Begin with what a completed job of the same application has measured."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the ways a replica may run, with their speedups; the job's own shape first."""

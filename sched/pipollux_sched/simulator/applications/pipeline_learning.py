@@ -48,6 +48,14 @@ class StepTimeLearner:
         self._seen: dict[str, _Seen] = {}
         self._known: dict[tuple[int, str, Checkpoint], PerfParams] = {}
 
+    def copy(self) -> StepTimeLearner:
+        """Return a learner that has seen the same."""
+        other = StepTimeLearner(self._job)
+        other._seen = {
+            name: _Seen(dict(seen.points), seen.network) for name, seen in self._seen.items()
+        }
+        return other
+
     def observe(self, running: RunningJob, times: TrueStepTimes) -> bool:
         """Note step times; tell whether parameters given out so far would have missed them.
 

@@ -15,7 +15,7 @@ from typing import Any
 from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, SpeedupFunction, StagePlan
 from pipollux_sched.policy import ReplicaShape
 
-from .base import RunningJob, TrueStepTimes
+from .base import JobModel, RunningJob, TrueStepTimes
 from .devices import Device
 from .pipeline_job import MIN_SAMPLES, UNKNOWN, PipelineJob
 from .pipeline_learning import StepTimeLearner
@@ -50,6 +50,7 @@ class PipelineJobModel:
         self._batch_size = batch_size
         self._learner = StepTimeLearner(job)
         self._gradients = UNSEEN_GRADIENTS
+        self._first_gradients: GradParams | None = None
         self._shapes: tuple[ReplicaShape, ...] | None = None
         self._shapes_gradients = UNSEEN_GRADIENTS
         self._chosen: dict[tuple[int, str, int, int], Optimum] = {}
@@ -63,8 +64,19 @@ class PipelineJobModel:
         """
         missed = self._learner.observe(running, times)
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
+        self._first_gradients = self._first_gradients or gradients
         self._gradients = gradients
         if missed or noise_differs(gradients, self._shapes_gradients):
+            self._shapes = None
+            self._chosen.clear()
+
+    def inherit(self, predecessor: JobModel) -> None:
+        """Begin with a completed job's step times, and with the gradients that it began with."""
+        if isinstance(predecessor, PipelineJobModel):
+            self._learner = predecessor._learner.copy()
+            self.max_profiled_replicas = predecessor.max_profiled_replicas
+            self._first_gradients = predecessor._first_gradients
+            self._gradients = self._first_gradients or UNSEEN_GRADIENTS
             self._shapes = None
             self._chosen.clear()
 

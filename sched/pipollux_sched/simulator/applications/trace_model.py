@@ -23,7 +23,7 @@ from pipollux_perfmodel import (
 )
 from pipollux_sched.policy import ReplicaShape
 
-from .base import RunningJob, TrueStepTimes
+from .base import JobModel, RunningJob, TrueStepTimes
 
 _SLOT = {"slots": 1}
 
@@ -72,6 +72,7 @@ class TraceJobModel:
         self._app = app
         self._profile: dict[tuple[int, int, int], TrueStepTimes] = {}
         self._gradients: GradParams | None = None
+        self._first_gradients: GradParams | None = None
         self._goodput: GoodputFunction | None = None
         self._speedup: SpeedupFunction | None = None
         self._fitted = 0
@@ -85,7 +86,15 @@ class TraceJobModel:
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         if gradients != self._gradients:
             self._gradients = gradients
+            self._first_gradients = self._first_gradients or gradients
             self._speedup = None
+
+    def inherit(self, predecessor: JobModel) -> None:
+        """Begin with a completed job's profile, and with the gradients that it began with."""
+        if isinstance(predecessor, TraceJobModel):
+            self._profile = dict(predecessor._profile)
+            self.max_profiled_replicas = predecessor.max_profiled_replicas
+            self._gradients = self._first_gradients = predecessor._first_gradients
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the one shape of a model that fits on one GPU."""
@@ -196,6 +205,9 @@ class FixedBatchModel:
         """Note the gradients; times are known."""
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._gradients = gradients
+
+    def inherit(self, predecessor: JobModel) -> None:
+        """Inherit nothing: times are known."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the one shape of a model that fits on one GPU."""

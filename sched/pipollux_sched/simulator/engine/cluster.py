@@ -28,6 +28,7 @@ from pipollux_sched.simulator.applications.base import Application
 from pipollux_sched.simulator.known_length import EXACT_LENGTHS, KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
 
+from .experience import Experience
 from .failures import NodeEvent
 from .job import SimulatedJob, job_info
 
@@ -59,6 +60,8 @@ class Options:
     """Nodes that drain, are lost and come back."""
     known_length: KnownLength = EXACT_LENGTHS
     """What the policy knows of the remaining work of jobs."""
+    inherit_models: bool = False
+    """Whether a job is planned for by what earlier ones of its family measured (`Experience`)."""
     most_days: float = 60.0
     """A simulation that takes longer is stopped: some job will never run."""
 
@@ -105,6 +108,7 @@ class Cluster:
         nodes: by name.
         policy: decides; with `adapts_batch_size = False` jobs keep their user's batch size.
         options: how the cluster behaves.
+        experience: from jobs that completed before; those that complete are added.
 
     Raises:
         SimulationError: the workload names an application that is not there.
@@ -115,6 +119,7 @@ class Cluster:
     nodes: dict[str, NodeInfo]
     policy: Policy
     options: Options = field(default_factory=Options)
+    experience: Experience = field(default_factory=Experience)
 
     def __post_init__(self) -> None:
         unknown = sorted({row.application for row in self.workload} - self.applications.keys())
@@ -179,7 +184,8 @@ class Cluster:
             pace = 1.0 - self.options.interference * (job.name in slowed)
             job.advance(until, pace, self._gpu_type(job))
         for name in [name for name, job in self._active.items() if job.completed is not None]:
-            self._done.append(self._active.pop(name))
+            self._done.append(done := self._active.pop(name))
+            self.experience.add(done)
         self._now = until
 
     def _slowed(self) -> set[str]:
@@ -208,10 +214,13 @@ class Cluster:
         while self._waiting and self._waiting[0].time <= self._now:
             row = self._waiting.pop(0)
             app = self.applications[row.application]
+            model = app.new_model(row.batch_size if self._fixed else None)
+            if self.options.inherit_models:
+                self.experience.bequeath(row.name, model)
             self._active[row.name] = SimulatedJob(
                 row,
                 app,
-                app.new_model(row.batch_size if self._fixed else None),
+                model,
                 self.options.restart_seconds,
                 self.options.rescale_seconds,
                 self.options.checkpoint_seconds if self.options.node_events else math.inf,
@@ -223,7 +232,13 @@ class Cluster:
         if not self._active or not self.nodes:
             return
         infos = {
-            name: job_info(job, self._now, self.options.known_length, fixed=self._fixed)
+            name: job_info(
+                job,
+                self._now,
+                self.options.known_length,
+                self.experience.lengths,
+                fixed=self._fixed,
+            )
             for name, job in self._active.items()
         }
         base = {

@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipollux_sched.policy import Allocation, ChangeKind, JobInfo, ReplicaShape, change_kind
+from pipollux_sched.policy import (
+    Allocation,
+    ChangeKind,
+    JobInfo,
+    LengthHistory,
+    ReplicaShape,
+    change_kind,
+    family_of,
+)
 from pipollux_sched.simulator.applications.base import Application, JobModel, RunningJob
 from pipollux_sched.simulator.known_length import KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
@@ -269,13 +277,21 @@ class SimulatedJob:
         self._since = now
 
 
-def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed: bool) -> JobInfo:
+def job_info(
+    job: SimulatedJob,
+    now: float,
+    known_length: KnownLength,
+    history: LengthHistory,
+    *,
+    fixed: bool,
+) -> JobInfo:
     """Return what a policy may know of a simulated job.
 
     Args:
         job: the job.
         now: seconds since the workload's begin.
         known_length: what the policy knows of its remaining work.
+        history: the lengths of completed jobs.
         fixed: whether the policy leaves the user's batch size alone.
     """
     own, *others = job.model.shapes()
@@ -299,8 +315,17 @@ def job_info(job: SimulatedJob, now: float, known_length: KnownLength, *, fixed:
         shapes=tuple(others),
         attained_service=job.attained_service,
         remaining_work=known_length.estimate(job.name, _remaining_work(job)),
+        **(_learned_length(job, history) if known_length.learned else {}),
         requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
     )
+
+
+def _learned_length(job: SimulatedJob, history: LengthHistory) -> dict[str, Any]:
+    """Return what is known of its length, as fields of `JobInfo`."""
+    family, goodput = family_of(job.name), job.model.base_goodput()
+    trained = job.progress * job.app.init_batch_size
+    left = history.work_left(family, trained, goodput)
+    return {"family": family, "work_left": left, "work_done": trained / goodput if left else 0.0}
 
 
 def _remaining_work(job: SimulatedJob) -> float | None:
