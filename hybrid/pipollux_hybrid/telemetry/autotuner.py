@@ -53,6 +53,8 @@ class Autotuner:
         """By which schedule stages of the last run worked; None: none had a process of its own."""
         self.limits_before: BatchSizeLimits | None = None
         """Bounds of the last run's batch size, which scripts name after they have wrapped."""
+        self.progress = 0.0
+        """Steps of the initial batch size that all steps so far are worth."""
         self._training_shape: BatchShape | None = None
         self._proposal = (0, 0, 0)
 
@@ -234,6 +236,7 @@ class Autotuner:
             memory_limit=cut.memory_limit if cut else None,
             sharded_optimizer=self._context.pipeline.shards_optimizer,
             remaining_samples=self._remaining_samples(),
+            trained_samples=self.progress * self.noise.init_batch_size,
         )
 
     def _remaining_samples(self) -> float | None:

@@ -109,8 +109,6 @@ class Metrics(Autotuner):
         self.step = 0
         self.samples = 0
         """Samples trained on, over all replicas."""
-        self.progress = 0.0
-        """Steps of the initial batch size that all steps so far are worth."""
         self.rate_factor = 1.0
         """What the learning rate of the last step was multiplied by."""
         self.epoch_size = 0

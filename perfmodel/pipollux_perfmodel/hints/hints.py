@@ -3,8 +3,8 @@
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
 `perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
-`balance`, `memoryLimit`, `shardedOptimizer` and `remainingSamples`. Whatever else is in it is
-refused by name, for a hint that is silently dropped is a job that is silently misjudged.
+`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples` and `trainedSamples`. Whatever else
+is in it is refused by name, for a hint that is silently dropped is a job that is silently misjudged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _zero_is_unknown(value: Any) -> Any:
 
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
-_ONLY_KNOWN = ("layers", "balance", "memory_limit", "remaining_samples")
+_ONLY_KNOWN = ("layers", "balance", "memory_limit", "remaining_samples", "trained_samples")
 _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 
 
@@ -101,6 +101,9 @@ class SchedHints(BaseModel):
     remaining_samples: Annotated[float, Field(ge=0)] | None = None
     """Samples, each worth one of a batch of the initial size, that are left to train; None: the job
     does not know."""
+    trained_samples: Annotated[float, Field(ge=0)] | None = None
+    """Such samples that the job has trained, with those before its restarts; None: it does not
+    say."""
     version: Literal[1] = 1
     """Version of this format."""
 

@@ -6,7 +6,6 @@ here is what follows from resources alone: how many replicas fit, and what alloc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from pipollux_perfmodel import SchedHints, SpeedupFunction
 from pipollux_sched.policy import (
     DEFAULT_RESTART_SECONDS,
     JobInfo,
+    LengthHistory,
     NodeInfo,
     ReplicaShape,
     SpeedupCallable,
@@ -26,6 +26,7 @@ from pipollux_sched.spec.job import JobSpec, NodeSpec
 from pipollux_sched.spec.teams import TeamsSpec
 
 from .hints import HintsWorth, worth
+from .learned_lengths import length_of
 
 UNSTATED = 2**50
 """CPUs or memory of a node whose spec gives none: more than any job requests."""
@@ -84,6 +85,7 @@ def job_info(
     attained_service: float = 0.0,
     num_stages: int | None = None,
     teams: TeamsSpec | None = None,
+    history: LengthHistory | None = None,
 ) -> JobInfo:
     """Convert a job to the policy's form.
 
@@ -100,6 +102,7 @@ def job_info(
         attained_service: slot-seconds it has used.
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
         teams: say its team and priority; None: there are no teams.
+        history: what completed jobs say of its length; None: nothing.
     """
     said = hints_worth(spec, hints)
     hints = None if said.doubt else hints
@@ -121,7 +124,7 @@ def job_info(
         gpu_type=spec.gpu_type,
         shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
         attained_service=attained_service,
-        remaining_work=_remaining_work(hints, own),
+        **length_of(spec, hints, own, history),
         requested_replicas=spec.requested_replicas,
         team="" if teams is None else teams.team_of(spec),
         priority=priority,
@@ -160,16 +163,6 @@ def _further_shapes(
     for num_stages in sorted(known.keys() - {spec.num_stages}):
         resources = replica_resources(spec, num_stages)
         yield ReplicaShape(num_stages, resources, known[num_stages], spec.gpu_type)
-
-
-def _remaining_work(hints: SchedHints | None, own: SpeedupCallable) -> float | None:
-    """Return the remaining training time in seconds on one replica of the job's own K."""
-    if hints is None or hints.remaining_samples is None or not isinstance(own, SpeedupFunction):
-        return None
-    if own.base_goodput <= 0:
-        return None
-    seconds = hints.remaining_samples / own.base_goodput
-    return seconds if math.isfinite(seconds) else None
 
 
 def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:

@@ -16,7 +16,12 @@ from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
 from pipollux_sched.lifecycle import JobState, Phase
-from pipollux_sched.policy import DEFAULT_RESCALE_SECONDS, DEFAULT_RESTART_SECONDS, NodeInfo
+from pipollux_sched.policy import (
+    DEFAULT_RESCALE_SECONDS,
+    DEFAULT_RESTART_SECONDS,
+    LengthHistory,
+    NodeInfo,
+)
 from pipollux_sched.policy.teams.team import Teams
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
@@ -24,6 +29,7 @@ from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 
 from .job_infos import hints_worth, job_info, node_info
+from .learned_lengths import LearnedLengths
 from .strategy import Candidate
 
 __all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
@@ -83,6 +89,7 @@ class SnapshotReader:
         self._clock = clock
         self._parsed: dict[str, tuple[Any, Any, JobSpec, SchedHints | None]] = {}
         self._doubted: dict[str, str] = {}
+        self._lengths = LearnedLengths(store)
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
         """Read the current state.
@@ -98,7 +105,7 @@ class SnapshotReader:
         service, costs = store.attained_service(live=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
-        teams = stored_teams(store)
+        teams, history = stored_teams(store), self._lengths.read()
         candidates = [
             self._candidate(
                 job,
@@ -109,6 +116,7 @@ class SnapshotReader:
                 rescale=_rescale_seconds(job.state, pauses.get(job.name)),
                 changes=changes.get(job.name, 0),
                 teams=teams,
+                history=history,
             )
             for job in jobs
             if not job.state.suspended
@@ -140,6 +148,7 @@ class SnapshotReader:
         rescale: float | None,
         changes: int,
         teams: TeamsSpec | None,
+        history: LengthHistory,
     ) -> Candidate:
         spec, believed = self._parse(job.name, job.spec, hints)
         told = believed or spec.hints
@@ -156,6 +165,7 @@ class SnapshotReader:
             attained_service=service,
             num_stages=job.state.num_stages if job.state.assigned else None,
             teams=teams,
+            history=history,
         )
         return Candidate(
             job.name,

@@ -141,12 +141,22 @@ def simulate(
     known_length: Annotated[
         str,
         typer.Option(
-            metavar="exact|none|FACTOR",
-            help="What the policy is told of how long jobs still train: exactly, nothing, or wrong "
-            "by a factor of up to FACTOR either way.",
+            metavar="exact|none|learned|FACTOR",
+            help="What the policy is told of how long jobs still train: exactly, nothing, what it "
+            "learns from those that have completed, or wrong by a factor of up to FACTOR either "
+            "way.",
             rich_help_panel=_JOBS,
         ),
     ] = "exact",
+    inherit_models: Annotated[
+        bool,
+        typer.Option(
+            "--inherit-models",
+            help="Let jobs begin with what the last completed job of their family measured (the "
+            "scheduler does not do it).",
+            rich_help_panel=_JOBS,
+        ),
+    ] = False,
     fit: Annotated[
         FitName,
         typer.Option(
@@ -239,6 +249,7 @@ def simulate(
             rescale_seconds,
             interference,
             known_length=KnownLength.parse(known_length, seed),
+            inherit_models=inherit_models,
         )
         events = node_events([*there], options.most_days, seed, failures=failures, spot=spot)
         experiment = Experiment(

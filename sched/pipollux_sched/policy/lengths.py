@@ -95,6 +95,10 @@ class LengthHistory:
     _all: list[CompletedJob] = field(default_factory=list)
     _families: dict[str, list[CompletedJob]] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        """Return the number of jobs that it has taken in and still counts."""
+        return len(self._all)
+
     def add(self, job: CompletedJob) -> None:
         """Take a completed job in."""
         for jobs in (self._all, self._families.setdefault(job.family, [])):
@@ -105,6 +109,10 @@ class LengthHistory:
         """Take completed jobs in."""
         for job in jobs:
             self.add(job)
+
+    def knows(self, *, declared: bool) -> bool:
+        """Return whether any job has completed; `declared`: one that had declared its length."""
+        return any(job.declared for job in self._all) if declared else bool(self._all)
 
     def work_left(
         self, family: str, trained: float, goodput: float, declared: float | None = None

@@ -24,6 +24,7 @@ MOST = {
     "globalBatchSize": MOST_SAMPLES,
     "maxBatchSize": MOST_SAMPLES,
     "remainingSamples": 1e18,
+    "trainedSamples": 1e18,
     "memoryLimit": 1e18,
     "perfParams.growth_n": 16,
 }

@@ -22,7 +22,7 @@ from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .hints import ReceivedHints
 from .job_list import Holder, JobOrder, JobPage, JobQuery, JobSummary, ListedPhase
 from .journal import Change
-from .queries import Glance, NoisePoint, Overview
+from .queries import CompletedRecord, Glance, NoisePoint, Overview
 from .records import GenerationRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, ReplicaAddresses, UnknownReplicaError
 from .restart_cost import moving_average
@@ -32,6 +32,7 @@ from .submissions import Submission
 
 __all__ = [
     "Change",
+    "CompletedRecord",
     "ConflictError",
     "Discovery",
     "GenerationCounts",

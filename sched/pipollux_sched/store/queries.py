@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Select, func, or_, select
 
+from pipollux_sched.lifecycle import Phase
+
 from . import deletion, generations, job_list, journal, node_usage
 from .database import Database
 from .generations import GenerationCounts
 from .job_list import JobQuery, ListedPhase
 from .records import GenerationRecord, Point
-from .tables import EventRow, JobRow, PointRow
+from .tables import EventRow, HintsRow, JobRow, PointRow
 
 
 class Glance(NamedTuple):
@@ -41,6 +43,17 @@ class NoisePoint(NamedTuple):
     """Noise scale, in samples; None if the initial batch size or the norm is unknown."""
 
 
+class CompletedRecord(NamedTuple):
+    """A job that completed, with its last hints."""
+
+    name: str
+    ended_at: float
+    spec: Mapping[str, Any]
+    hints: Mapping[str, Any]
+    time: float
+    """When the hints came."""
+
+
 class Overview:
     """Queries for figures and curves.
 
@@ -56,6 +69,24 @@ class Overview:
         query = select(JobRow.phase, func.count()).group_by(JobRow.phase)
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(query)}
+
+    def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
+        """Return the jobs that completed at a time or later and sent hints, the first ones first.
+
+        Args:
+            since: seconds since the epoch.
+            most: so many; of more, the last ones.
+        """
+        columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time
+        query = (
+            select(*columns)
+            .join(HintsRow, HintsRow.job == JobRow.name)
+            .where(JobRow.phase == Phase.COMPLETE.value, JobRow.ended_at >= since)
+            .order_by(JobRow.ended_at.desc())
+            .limit(most)
+        )
+        with self._database.read() as session:
+            return [CompletedRecord(*row) for row in session.execute(query)][::-1]
 
     def generation_counts(self) -> GenerationCounts:
         """Return the starts and restarts of all jobs, including deleted ones."""

@@ -57,6 +57,9 @@ def tell_everything() -> None:
     assert hints.balance == tuple(model.balance)
     assert (hints.num_stages, hints.memory_limit, hints.remaining_samples) == (2, None, 0.0)
 
+    assert metrics.noise is not None
+    assert hints.trained_samples == metrics.progress * metrics.noise.init_batch_size > 0
+
     # Of a batch twice the initial one, a sample is worth less, by as much as AdaScale's gain says.
     metrics.samples_left, context().batch.scale = 100.0, 2.0
     noise = metrics.noise

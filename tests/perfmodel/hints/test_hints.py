@@ -186,19 +186,25 @@ PROFILE: dict[str, Any] = {"version": 1, "layers": [LAYER] * 3}
 
 def test_layers_travel_in_their_own_form() -> None:
     given = {**ADAPTDL, "layers": PROFILE, "balance": [3], "memoryLimit": 8e9}
-    hints = SchedHints.from_json_object({**given, "remainingSamples": 5000.5})
+    hints = SchedHints.from_json_object(
+        {**given, "remainingSamples": 5000.5, "trainedSamples": 70.5}
+    )
     assert hints.layers is not None
     assert hints.layers.num_layers == 3
     wire = json.dumps(hints.to_json_object(), allow_nan=False)
     assert SchedHints.from_json_object(json.loads(wire)) == hints
     assert json.loads(wire)["layers"] == hints.layers.to_json_object()
     assert json.loads(wire)["remainingSamples"] == 5000.5
+    assert json.loads(wire)["trainedSamples"] == 70.5
 
 
 def test_what_is_not_known_is_not_written() -> None:
     """An earlier scheduler would refuse keys that it does not know."""
     written = SchedHints.from_json_object(ADAPTDL).to_json_object()
-    assert not {"layers", "balance", "memoryLimit", "remainingSamples"} & written.keys()
+    assert (
+        not {"layers", "balance", "memoryLimit", "remainingSamples", "trainedSamples"}
+        & written.keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,6 +220,7 @@ def test_what_is_not_known_is_not_written() -> None:
         ({"balance": [2]}, "layers is missing"),
         ({"memoryLimit": 0}, "memoryLimit is 0"),
         ({"remainingSamples": -1}, "remainingSamples is -1"),
+        ({"trainedSamples": -1}, "trainedSamples is -1"),
     ],
 )
 def test_layers_that_cannot_be_believed(change: dict[str, Any], message: str) -> None:

@@ -177,3 +177,15 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     assert errors.count("Traceback") == 1
     _, alive = psutil.wait_procs(children, timeout=240)
     assert alive == []
+
+
+def test_a_job_may_begin_with_what_its_family_measured(tmp_path: Path) -> None:
+    write_traces(tmp_path)
+    jobs = tuple(JobArrival(f"j-{n}", 3000.0 * n, "cifar10", 1, 128) for n in range(2))
+    restarts = {}
+    for inherit in (False, True):
+        options = Options(inherit_models=inherit)
+        experiment = Experiment(make_nodes({"": (2, 2)}), options, tmp_path)
+        first, second = experiment.run(Workload("w", jobs), "exact").jobs
+        restarts[inherit] = first.num_restarts, second.num_restarts
+    assert restarts[False][0] == restarts[False][1] == restarts[True][0] > restarts[True][1]

@@ -59,6 +59,21 @@ def test_what_is_no_factor_is_refused_in_a_sentence(text: str) -> None:
         KnownLength.parse(text)
 
 
-@pytest.mark.parametrize("text", ["exact", "none", "2", "1.5"])
+@pytest.mark.parametrize("text", ["exact", "none", "learned", "2", "1.5"])
 def test_written_as_read(text: str) -> None:
     assert str(KnownLength.parse(text)) == text
+
+
+def test_learned_means_from_the_jobs_that_completed_before() -> None:
+    policy = Give(**{"slow-1": ["a"], "slow-2": ["b"]})
+    jobs = ("slow-1", 0.0), ("slow-2", 400.0)
+    simulate(policy, *jobs, restart_seconds=0.0, known_length=KnownLength.parse("learned"))
+    first = [infos["slow-1"] for infos in policy.seen if "slow-1" in infos]
+    second = [infos["slow-2"] for infos in policy.seen if "slow-2" in infos]
+    assert {info.remaining_work for info in [*first, *second]} == {None}
+    assert {info.family for info in first if info.work_left} == {"slow"}
+    assert first[1].work_done == pytest.approx(60.0)
+    # One completed job of the family outweighs the tail: most values are its length.
+    done = second[1].work_done
+    assert second[1].work_left[7] == pytest.approx(ON_ONE_SLOT - done)
+    assert first[1].work_left[7] != pytest.approx(ON_ONE_SLOT - 60.0)

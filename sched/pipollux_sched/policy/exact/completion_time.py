@@ -26,11 +26,11 @@ optimal. With concave speedups the optimum (Berg, Vesilo & Harchol-Balter, *heSR
 depends on rank alone and shares the cluster more evenly, as this sum does, more so for a < 1.
 
 What is left of a job may be a distribution (`JobInfo.work_left`). Then rank_j is that of each of
-its values: the number of other jobs that are expected to have at least as much left, and itself. Of
-a family, jobs as long as each other, those that have done less have more left, however long all of
-them are: jobs that all may still be long are trained one after the other, not side by side. w_j takes
-the mean over the values, and so does the fraction H_j / (H_j + D_j). A job of which not
-even that is known counts as the shortest: most are short.
+its values: the number of other jobs that are expected to have at least as much left, and itself.
+Jobs of a family are as long as each other, so that of two of them the one that has done more has
+less left, however long both are: they are trained one after the other, not side by side. w_j and
+the fraction H_j / (H_j + D_j) are means over the values. A job of which not even that is known
+counts as the shortest: most are short.
 
 No job starves: a job that has held less than its part of the fewest slots it needs,
 

@@ -31,7 +31,7 @@ _COLUMNS = (
 )
 
 
-_TOLD = {"exact": "exactly", "none": "not at all"}
+_TOLD = {"exact": "exactly", "none": "not at all", "learned": "what completed jobs tell"}
 
 HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
 """Of `cells`."""

@@ -1,0 +1,89 @@
+"""Lengths of jobs as a scheduler's store has them: of those that completed, and what they tell."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipollux_perfmodel import HintsError, SchedHints, SpeedupFunction
+from pipollux_sched.policy import CompletedJob, LengthHistory, SpeedupCallable, family_of
+from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.store import CompletedRecord, Store
+
+from .hints import worth
+
+__all__ = ["LearnedLengths", "length_of"]
+
+
+class LearnedLengths:
+    """The history of a store's completed jobs; reads only those that it has not seen.
+
+    Args:
+        store: knows the jobs.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._history = LengthHistory()
+        self._since = 0.0
+        self._last: frozenset[str] = frozenset()
+
+    def read(self) -> LengthHistory:
+        """Return the history with what has completed since the last time."""
+        found = self._store.overview.completed(self._since)
+        new = [record for record in found if record.name not in self._last]
+        if found:
+            newest = found[-1].ended_at
+            known = self._last if newest == self._since else frozenset()
+            self._since = newest
+            self._last = known | {record.name for record in found if record.ended_at == newest}
+        self._history.extend(job for job in map(_completed, new) if job is not None)
+        return self._history
+
+
+def _completed(record: CompletedRecord) -> CompletedJob | None:
+    """Return what a job's last hints say of its length; None: nothing that can be believed."""
+    try:
+        spec, hints = parse_job(record.spec), SchedHints.from_json_object(record.hints)
+    except (HintsError, ValueError):
+        return None  # of another version
+    trained, left = hints.trained_samples, hints.remaining_samples
+    most = max(hints.max_profiled_replicas, 1)
+    own = worth(hints, spec.num_stages, (), most).speedups.get(spec.num_stages)
+    if not trained or own is None or not own.base_goodput > 0:
+        return None
+    # The last hints are some seconds old when a job ends: what it could have trained since then it
+    # has, as far as it was to train any more.
+    since = own.base_goodput * most * max(record.ended_at - record.time, 0.0)
+    whole = trained + min(left or 0.0, since)
+    declared = None if left is None else trained + left
+    return CompletedJob(family_of(spec.name), whole, whole / own.base_goodput, declared)
+
+
+def length_of(
+    spec: JobSpec, hints: SchedHints | None, own: SpeedupCallable, history: LengthHistory | None
+) -> dict[str, Any]:
+    """Return what is known of how long a job still trains, as fields of `JobInfo`.
+
+    Args:
+        spec: what the user asked for.
+        hints: the job's own, as far as they are believed.
+        own: the speedup of its own shape.
+        history: completed jobs; None: nothing is learned from them.
+    """
+    if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
+        return {}
+    trained, left, goodput = hints.trained_samples, hints.remaining_samples, own.base_goodput
+    told = {} if left is None else {"remaining_work": left / goodput}
+    if not all(map(math.isfinite, told.values())):
+        return {}
+    if trained is None or history is None or not history.knows(declared=left is not None):
+        return told
+    family = family_of(spec.name)
+    declared = None if left is None else trained + left
+    return {
+        # What jobs declare says more than that they are of a family.
+        "family": family if left is None else "",
+        "work_left": history.work_left(family, trained, goodput, declared),
+        "work_done": trained / goodput,
+    }
