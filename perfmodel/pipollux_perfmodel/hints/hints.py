@@ -4,7 +4,7 @@ The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams`
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
 `perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
 `balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples` and `trainedSamples`. Whatever else
-is in it is refused by name, for a hint that is silently dropped is a job that is silently misjudged.
+is in it is refused by name: a hint that is silently dropped is a job that is silently misjudged.
 """
 
 from __future__ import annotations
