@@ -29,6 +29,7 @@ from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
 
 from .hints import HintsField
 from .image_reference import check_image
+from .names import NAME_LENGTH, Name, UserName
 from .text_limits import check_args, check_path
 from .variables import check_variables
 
@@ -47,25 +48,9 @@ __all__ = [
 DEFAULT_MAX_REPLICAS = 64
 DEFAULT_MAX_RESTARTS = 3
 
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_NAME_LENGTH = 63
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _NODE_NAME_LENGTH = 253
 """Of a host's full name."""
-
-
-def _check_name(name: str) -> str:
-    if len(name) > _NAME_LENGTH:
-        raise ValueError(
-            f"'{name[:20]}...' has {len(name)} characters; a name has at most {_NAME_LENGTH}"
-        )
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"'{name}' is not a name; a name begins with a lower-case letter, goes on with "
-            "lower-case letters, digits and '-', and ends with a letter or digit"
-        )
-    return name
 
 
 def _check_node_name(name: str) -> str:
@@ -78,20 +63,11 @@ def _check_node_name(name: str) -> str:
 
 
 def _check_gpu_type(text: str) -> str:
-    if not text.strip() or len(text) > _NAME_LENGTH:
+    if not text.strip() or len(text) > NAME_LENGTH:
         raise ValueError(
-            f"'{text[:20]}' is not a type of GPU; give 1 to {_NAME_LENGTH} characters, as in a100"
+            f"'{text[:20]}' is not a type of GPU; give 1 to {NAME_LENGTH} characters, as in a100"
         )
     return text
-
-
-def _check_user(name: str) -> str:
-    if len(name) > _NAME_LENGTH or not _USER_NAME.fullmatch(name):
-        raise ValueError(
-            f"'{name[:80]}' is not the name of a user; use up to {_NAME_LENGTH} letters, digits, "
-            "'-', '_', '.' and '@', with a letter or digit at the beginning"
-        )
-    return name
 
 
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -99,11 +75,9 @@ def _check_environment(environment: dict[str, str]) -> dict[str, str]:
     return environment
 
 
-Name = Annotated[str, AfterValidator(_check_name)]
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=1)]
-UserName = Annotated[str, AfterValidator(_check_user)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type)]
 FilePath = Annotated[str, AfterValidator(check_path)]
 ImageReference = Annotated[str, AfterValidator(check_image)]

@@ -26,7 +26,8 @@ from pipollux_sched.utils.units import parse_duration
 from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
 
-from .job import JobSpec, List, Name, UserName
+from .job import JobSpec, List
+from .names import Name, UserName
 
 DEFAULT_TEAM = "default"
 """Team of jobs that name none, and whose user is in none."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from .job import Name, UserName
+from .names import Name, UserName
 
 
 class Role(StrEnum):
