@@ -29,13 +29,13 @@ from pipollux_sched.views.models import (
     PlanView,
     UsageView,
 )
-from pipollux_sched.views.teams import TeamsView, list_teams
 
 from .server_choice import chosen_server
 
 if TYPE_CHECKING:
     # Its own imports take longer than printing a list of jobs.
     from pipollux_sched.client.client import Client
+    from pipollux_sched.views.teams import TeamsView
 
 POLL_INTERVAL = 0.3
 """Polling interval in seconds."""
@@ -88,6 +88,8 @@ class LocalReader:
 
     def teams(self) -> TeamsView:
         """Return the teams, with what they hold."""
+        from pipollux_sched.views.teams import list_teams  # imports numpy
+
         return list_teams(self._store)
 
     def cluster(self, query: JobQuery, num_events: int = 0) -> ClusterView:
