@@ -84,6 +84,29 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     assert "No teams" in cli("teams", "--clear").stdout
 
 
+@pytest.mark.exhaustive
+def test_a_user_with_a_token_submits_for_its_team(cli: Cli) -> None:
+    cli.program = LIGHT
+    (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="60s"))
+    cli.serve("--teams", "teams.yaml", "--interval", "0.5")
+    assert "No tokens but the admin's" in cli("tokens").stdout
+    assert "needs the NAME" in one_sentence(cli("tokens", "create"), 2)
+    assert "is not the name of a user" in one_sentence(cli("tokens", "create", "a b"), 2)
+    token = cli("tokens", "create", "ana", "--team", "text").stdout.strip()
+    (cli.folder / "token").write_text(token)
+    told = json.loads((cli.state_dir / "server.json").read_text())
+    asks = ("--server", told["url"], "--token-file", "token")
+    mine = jobs_file(cli, "mine.yaml", "name: mine")
+    assert cli(*asks, "submit", mine).returncode == 0
+    wait_until(lambda: held(cli)["text"] == 1)
+    assert cli.jobs()["mine"]["spec"]["user"] == "ana"
+    refused = one_sentence(cli(*asks, "drain", "node-a"), 1)
+    assert "the token of 'ana' has the role user, and this needs admin" in refused
+    assert "ana" in cli("tokens").stdout
+    cli("tokens", "revoke", "ana")
+    assert cli(*asks, "cancel", "mine").returncode == 1
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
