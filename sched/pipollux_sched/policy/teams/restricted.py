@@ -26,18 +26,21 @@ def within(job: JobInfo, slots: int, preferred: ReplicaShape | None = None) -> J
     limits = {}
     for number, shape in enumerate(job.all_shapes):
         most = min(job.most_replicas(shape), slots // shape.slots)
-        if most >= job.least_replicas:
+        # An allocation means the first shape of its stages that runs there (`shape_of`): without
+        # that one, a later one would be taken for it.
+        hidden = any(
+            earlier not in limits and _same_place(job.all_shapes[earlier], shape)
+            for earlier in range(number)
+        )
+        if most >= job.least_replicas and not hidden:
             limits[number] = most
     if not limits:
         return None
-    wanted = [n for n in limits if preferred is not None and _same(job.all_shapes[n], preferred)]
-    first = [*wanted, *limits][0]
+    stages = None if preferred is None else preferred.num_stages
+    # Those of as many stages keep their order, for the same reason.
+    first, *rest = sorted(limits, key=lambda number: job.all_shapes[number].num_stages != stages)
     own = job.all_shapes[first]
-    others = tuple(
-        replace(job.all_shapes[number], max_replicas=most)
-        for number, most in limits.items()
-        if number != first
-    )
+    others = tuple(replace(job.all_shapes[n], max_replicas=limits[n]) for n in rest)
     most = limits[first]
     asked = job.requested_replicas
     return replace(
@@ -67,5 +70,7 @@ def cut(job: JobInfo, held: Allocation, slots: int, nodes: Mapping[Any, NodeInfo
     return Allocation(fullest[:number], shape)
 
 
-def _same(one: ReplicaShape, other: ReplicaShape) -> bool:
-    return (one.num_stages, one.gpu_type) == (other.num_stages, other.gpu_type)
+def _same_place(one: ReplicaShape, other: ReplicaShape) -> bool:
+    """Tell whether there are GPUs on which an allocation might mean either."""
+    types = {one.gpu_type, other.gpu_type}
+    return one.num_stages == other.num_stages and (len(types) == 1 or None in types)

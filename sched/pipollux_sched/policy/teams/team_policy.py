@@ -124,6 +124,7 @@ class TeamPolicy:
             wanted[jobs[name].team] += slots
         for name in round_.pinned:
             wanted[jobs[name].team] += slots_of(jobs[name], round_.base[name], nodes)
+        stays = fitting_base(jobs, usable_nodes(nodes), round_.base)
         found = {}
         for name, held in round_.base.items():
             if name in told or name not in jobs or is_pinned(jobs[name], held, nodes):
@@ -131,7 +132,8 @@ class TeamPolicy:
             team = jobs[name].team
             loses = after[team] < min(before[team], wanted[team])
             less = slots_of(jobs[name], given[name], nodes) < slots_of(jobs[name], held, nodes)
-            there = all(node in usable_nodes(nodes) for node in held)
+            # What cannot stay where it is, as its node is gone or has shrunk, is not held there.
+            there = len(stays.get(name, ())) == len(held)
             # A notice that is made shorter is shorter for those who have had it, too.
             latest = self.now + self.teams.notice
             due = min(self.notices.get(name, latest), latest)

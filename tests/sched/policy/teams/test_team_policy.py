@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.policy import ExactPolicy, JobInfo, NodeInfo
+from pipollux_sched.policy import ExactPolicy, JobInfo, NodeInfo, ReplicaShape
 from pipollux_sched.policy.rules import is_pinned
+from pipollux_sched.policy.teams.restricted import within
 from pipollux_sched.policy.teams.shares import fill
 from pipollux_sched.policy.teams.team import Team, Teams
 from pipollux_sched.policy.teams.team_policy import TeamAnswer, TeamPolicy
@@ -230,10 +231,6 @@ def test_until_the_notice_is_over_nobody_loses_a_slot_to_another_team(
     for name in NAMES:
         assert has[name] >= min(before[name], wants[name]), (name, dict(before), dict(has))
     assert set(answer.notices.values()) <= {65.0}
-    # Only who holds more than his share was told.
-    over = held(case, ask(case, of).allocations)
-    for name in answer.notices:
-        assert over[case.jobs[name].team] < before[case.jobs[name].team]
 
 
 def test_notice_is_given_for_what_is_borrowed_alone() -> None:
@@ -294,3 +291,25 @@ def test_limits_on_jobs_say_what_they_refuse() -> None:
 def test_a_loan_is_filled_by_weight_whatever_the_order() -> None:
     assert fill(7, {"a": 9, "b": 9}, {"a": 2.0, "b": 1.0}) == {"a": 5, "b": 2}
     assert fill(3, {"b": 1, "a": 1}, {"a": 1.0, "b": 1.0}) == {"a": 1, "b": 1}
+
+
+def test_a_limit_does_not_change_which_shape_an_allocation_means() -> None:
+    """Of several shapes of as many stages that run on a node, the first counts (`shape_of`)."""
+    narrow, other = (ReplicaShape(1, {"slots": 1}, scaling(0.01), gpu_type=t) for t in (None, "b"))
+    wide = replace(job("text"), resources={"slots": 3}, gpu_type="a", shapes=(narrow,))
+    assert within(wide, 2) is None
+    beside = within(replace(wide, shapes=(other,)), 2)
+    assert beside is not None
+    assert [(shape.slots, shape.gpu_type) for shape in beside.all_shapes] == [(1, "b")]
+    kept = within(replace(wide, shapes=(narrow,)), 3, narrow)
+    assert kept is not None
+    assert [shape.slots for shape in kept.all_shapes] == [3, 1]
+
+
+def test_a_notice_holds_nobody_on_a_node_that_has_shrunk() -> None:
+    of = Teams({"vision": Team("vision", quota=2)}, notice=60.0)
+    jobs = {"t": job("text"), "v": job("vision")}
+    case = Case(jobs, {"n": NodeInfo({"slots": 2})}, {"t": ["n"] * 3})
+    answer = ask(case, of)
+    assert violations(case, answer.allocations) == []
+    assert (held(case, answer.allocations), answer.notices) == ({"text": 0, "vision": 2}, {})
