@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from pipollux_hybrid.partition.balance import Partitioning
 from pipollux_hybrid.pipeline.num_microbatches import candidate_microbatches, initial_microbatches
 from pipollux_perfmodel import GoodputFunction, PerfParams
 
+from .inheritance import ModelTraits, contradiction, fit, rows_to_pass_on
 from .step_profile import StepProfile
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Autotuner"]
 
+LOG = logging.getLogger(__name__)
 RETUNE_GAIN = 1.05
 """A new batch size must promise this much more goodput, or sizes would jitter (AdaptDL)."""
 
@@ -38,6 +41,8 @@ class Autotuner:
         self._context = ctx
         self._lock = threading.Lock()
         self.profile = StepProfile()
+        self.traits: ModelTraits | None = None
+        """Of the model that the profile is of, until it is wrapped that of what was inherited."""
         self._noise = ctx.component(MeasuredNoise)
         self.perf_params: PerfParams | None = None
         self.shape_chosen = False
@@ -102,6 +107,9 @@ class Autotuner:
 
     def fit(self) -> None:
         """Fit the performance model to all measurements, and propose a batch shape by it."""
+        why = contradiction(self.profile, self._context.pipeline.checkpoint_mode)
+        if why is not None:
+            self._drop_inherited(why)
         params = self.fitted(self._context.pipeline.order)
         if params is None:
             return
@@ -117,26 +125,29 @@ class Autotuner:
 
     def fitted(self, order: StageOrder) -> PerfParams | None:
         """Return the fit to the steps of as many stages by a schedule; None: there were none."""
-        from pipollux_perfmodel import fit_perf_params  # imports scipy
-
         pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
         data = self.profile.fit_data(self.num_stages, pipeline.checkpoint_mode, processes, order)
-        if data is None:
-            return None
-        return fit_perf_params(
-            data.num_nodes,
-            data.num_replicas,
-            data.atomic_bsz,
-            data.accum_step_time,
-            data.optim_step_time,
-            num_microbatches=data.num_microbatches,
-            forward_shares=data.forward_shares,
-            backward_shares=data.backward_shares,
-            compute_time=data.compute_time,
-            checkpoint=data.checkpoint,
-            schedule=order.schedule,
-            chunks_per_stage=order.chunks_per_stage,
-        )
+        return None if data is None else fit(data, order)
+
+    def wrap(self, traits: ModelTraits) -> None:
+        """Note what is trained; drop what was inherited if it is of another model."""
+        before, self.traits = self.traits, traits
+        if before is None or before == traits:
+            return
+        differences = [
+            f"{name} {was} instead of {now}"
+            for name, was, now in zip(traits._fields, before, traits, strict=True)
+            if was != now
+        ]
+        self._drop_inherited(f"they are of another model, with {' and '.join(differences)}")
+
+    def _drop_inherited(self, why: str) -> None:
+        """Drop all step times that earlier jobs measured, with one line that says why."""
+        if not self.profile.inherited:
+            return
+        self.profile.inherit({})
+        if self._context.env.leads:
+            LOG.warning("step times of earlier jobs of the family are dropped: %s", why)
 
     def fit_and_hint(self) -> SchedHints | None:
         """Fit, and return what the scheduler is to know; None: nothing yet."""
@@ -237,6 +248,7 @@ class Autotuner:
             sharded_optimizer=self._context.pipeline.shards_optimizer,
             remaining_samples=self._remaining_samples(),
             trained_samples=self.progress * self.noise.init_batch_size,
+            step_profile=rows_to_pass_on(self.profile, self.traits),
         )
 
     def _remaining_samples(self) -> float | None:

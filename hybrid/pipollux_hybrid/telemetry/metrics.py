@@ -24,6 +24,7 @@ from pipollux_hybrid.optim.scaling_rules import ScalingState
 from pipollux_perfmodel import StageEvent
 
 from .autotuner import Autotuner
+from .inheritance import ModelTraits, inherit
 from .step_profile import StepConfiguration
 from .step_record import StepRecord
 
@@ -67,6 +68,8 @@ class MetricsState(State):
             "noise": m.noise.to_json() if m.noise else None,
             "perf_params": perf_params_to_json(m.perf_params) if m.perf_params else None,
             "profile": m.profile.to_json(),
+            "inherited": m.profile.inherited_to_json(),
+            "traits": m.traits,
             "overlap": m.overlap,
             "order": m.order,
             "limits": asdict(m.limits) if m.limits is not None else None,
@@ -90,6 +93,8 @@ class MetricsState(State):
         if content["perf_params"]:
             m.perf_params = perf_params_from_json(content["perf_params"])
         m.profile.load_json(content["profile"])
+        m.profile.load_inherited(content.get("inherited", ()))
+        m.traits = ModelTraits(*content["traits"]) if content.get("traits") else None
         m.overlap = content.get("overlap")
         m.order_before = StageOrder(*content["order"]) if content.get("order") else None
         m.limits_before = BatchSizeLimits.from_json(content.get("limits"))
@@ -128,6 +133,7 @@ class Metrics(Autotuner):
         self._launched: DoneStep | None = None
         self._last_save = time.monotonic()
         load_state(MetricsState(self))
+        self.traits = self.traits or inherit(ctx, self.profile)
         self._checkpoints.saved_step = self.step
 
     @property

@@ -30,6 +30,7 @@ from pipollux_hybrid.partition.balance import (
 )
 
 from .autotuner import RETUNE_GAIN, Autotuner
+from .inheritance import ModelTraits
 
 if TYPE_CHECKING:
     from pipollux_perfmodel import Link, Optimum, PerfParams
@@ -61,6 +62,8 @@ def choose_cut(
         ConfigurationError: No cut meets the wishes by any of them; the message is the usual one's.
     """
     ctx.pipeline.shards_optimizer = request.shards_optimizer
+    counts = len(module), sum(parameter.numel() for parameter in module.parameters())
+    tuner.wrap(ModelTraits(*counts, ctx.pipeline.checkpoint_mode))
     measured = measure_layers(ctx, module, optimizer, ctx.pipeline.devices[0], request)
     if ctx.joins is not None and len(orders) > 1:
         orders = (ctx.joins.order(request.num_stages),)

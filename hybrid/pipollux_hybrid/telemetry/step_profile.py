@@ -8,17 +8,17 @@ that were slowed down by measuring, as soon as there are others.
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
-from pipollux_perfmodel import even_shares
-from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import Checkpoint
+
+from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 __all__ = ["Measurements", "StepConfiguration", "StepProfile"]
 
@@ -31,45 +31,6 @@ ENOUGH = 3
 """Undisturbed samples from which on disturbed ones are not looked at."""
 
 
-MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
-
-
-class StepConfiguration(NamedTuple):
-    """What the time of a step depends on."""
-
-    num_stages: int
-    num_nodes: int
-    num_replicas: int
-    atomic_bsz: int
-    num_microbatches: int
-    processes: int = 1
-    """Of a replica: one for each stage, or one for all."""
-    schedule: ScheduleKind = "gpipe"
-    """In which order stages worked on micro-batches."""
-    chunks_per_stage: int = 1
-    """V; 1 unless interleaved."""
-
-    @property
-    def order(self) -> StageOrder:
-        """The schedule with its chunks."""
-        return StageOrder(self.schedule, self.chunks_per_stage)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
-        """Return it of a checkpoint's row; one that names no schedule ran by the usual one.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is none.
-        """
-        numbers = {
-            name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
-        }
-        usual = "1f1b" if numbers.get("processes", 1) > 1 else "gpipe"
-        named = row.get("schedule", usual)
-        schedule = next(kind for kind in SCHEDULES if kind == named)
-        return cls(**numbers, schedule=schedule)
-
-
 class StepTimes:
     """The latest samples of one kind of step, in seconds."""
 
@@ -77,8 +38,8 @@ class StepTimes:
         self._quiet: deque[float] = deque(maxlen=WINDOW)
         self._disturbed: deque[float] = deque(maxlen=WINDOW)
 
-    def __bool__(self) -> bool:
-        return bool(self._quiet or self._disturbed)
+    def __len__(self) -> int:
+        return len(self._quiet) + len(self._disturbed)
 
     def add(self, seconds: float, *, disturbed: bool) -> None:
         """Add a step; a disturbed one also measured the noise or its stages."""
@@ -123,24 +84,20 @@ class Measurements:
         """
         return (self.accum or self.alone).median()
 
-
-class FitData(NamedTuple):
-    """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration."""
-
-    num_nodes: list[int]
-    num_replicas: list[int]
-    atomic_bsz: list[int]
-    num_microbatches: list[int]
-    accum_step_time: list[float]
-    optim_step_time: list[float]
-    compute_time: list[float]
-    forward_shares: tuple[float, ...]
-    backward_shares: tuple[float, ...]
-    checkpoint: Checkpoint
+    def summary(self) -> StepSummary:
+        """Return what the fit takes; there must be an optimizer step."""
+        return StepSummary(
+            self.accum_step_time(),
+            self.optim.median(),
+            stage_medians(self.forward),
+            stage_medians(self.backward),
+        )
 
 
 class StepProfile:
-    """Measurements of all configurations that the job has run in.
+    """Measurements of all configurations that the job has run in, and those that it inherited.
+
+    Where it has measured a configuration itself, that counts, and not what it inherited of it.
 
     Written by the training thread and read by the thread that fits; a lock keeps them apart.
     """
@@ -148,6 +105,8 @@ class StepProfile:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._measurements: dict[StepConfiguration, Measurements] = {}
+        self._inherited: dict[StepConfiguration, StepSummary] = {}
+        self._settled: set[StepConfiguration] = set()
         self._latest: StepConfiguration | None = None
         self._to_skip = WARMUP
 
@@ -172,6 +131,9 @@ class StepProfile:
         with self._lock:
             if configuration != self._latest:
                 self._latest, self._to_skip = configuration, WARMUP
+                if configuration in self._measurements:  # the latest last
+                    known = self._measurements.pop(configuration)
+                    self._measurements[configuration] = known
             if self._to_skip > 0:
                 self._to_skip -= 1
                 return
@@ -196,19 +158,55 @@ class StepProfile:
     @property
     def max_replicas(self) -> int:
         """Largest number of replicas that was measured, 0 before the first measurement."""
+        return max((c.num_replicas for c in self.summaries()), default=0)
+
+    @property
+    def inherited(self) -> dict[StepConfiguration, StepSummary]:
+        """What earlier jobs of the family measured, of configurations old and new."""
         with self._lock:
-            return max(
-                (c.num_replicas for c, m in self._measurements.items() if m.optim), default=0
-            )
+            return dict(self._inherited)
+
+    def inherit(self, rows: Mapping[StepConfiguration, StepSummary]) -> None:
+        """Take what earlier jobs of the family measured in place of what was inherited before."""
+        with self._lock:
+            self._inherited = dict(rows)
+
+    def settle(self, configurations: Iterable[StepConfiguration]) -> None:
+        """Forget what was inherited of configurations whose own measurements agree with it."""
+        with self._lock:
+            for configuration in configurations:
+                self._inherited.pop(configuration, None)
+                self._settled.add(configuration)
+
+    def unsettled(self, least: int) -> dict[StepConfiguration, StepSummary]:
+        """Return those of :meth:`own` that were not held against what was inherited yet."""
+        with self._lock:
+            return {c: s for c, s in self._own(least).items() if c not in self._settled}
+
+    def own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
+        """Return what the job measured itself, by configuration, the latest last.
+
+        Args:
+            least: Optimizer steps that a configuration must have been measured by.
+        """
+        with self._lock:
+            return self._own(least)
+
+    def summaries(self) -> dict[StepConfiguration, StepSummary]:
+        """Return what was inherited and what the job measured itself, which goes first."""
+        with self._lock:
+            return {**self._inherited, **self._own()}
+
+    def _own(self, least: int = 1) -> dict[StepConfiguration, StepSummary]:
+        """Return the same as :meth:`own`; the caller holds the lock."""
+        return {
+            c: m.summary() for c, m in self._measurements.items() if len(m.optim) >= max(least, 1)
+        }
 
     def orders(self, num_stages: int, processes: int) -> tuple[StageOrder, ...]:
         """Return the schedules that so many stages were measured by, in so many processes."""
-        with self._lock:
-            found = [
-                c.order
-                for c, m in self._measurements.items()
-                if (c.num_stages, c.processes) == (num_stages, processes) and m.optim
-            ]
+        known = (num_stages, processes)
+        found = (c.order for c in self.summaries() if (c.num_stages, c.processes) == known)
         return tuple(dict.fromkeys(found))
 
     def fit_data(
@@ -226,32 +224,26 @@ class StepProfile:
             processes: Processes of a replica; what the other engine took says nothing of this one.
             order: The schedule; steps by another one are not fitted by its formula.
         """
-        with self._lock:
-            rows = [
-                (c, m)
-                for c, m in self._measurements.items()
-                if (c.num_stages, c.processes, c.order) == (num_stages, processes, order)
-                and m.optim
-            ]
-            if not rows:
-                return None
-            stages = [_stage_times(c, m, checkpoint) for c, m in rows]
-            forward, backward = _shares(num_stages, stages)
-            return FitData(
-                num_nodes=[c.num_nodes for c, _ in rows],
-                num_replicas=[c.num_replicas for c, _ in rows],
-                atomic_bsz=[c.atomic_bsz for c, _ in rows],
-                num_microbatches=[c.num_microbatches for c, _ in rows],
-                accum_step_time=[m.accum_step_time() for _, m in rows],
-                optim_step_time=[m.optim.median() for _, m in rows],
-                compute_time=[sum(f) + sum(g) if f else math.nan for f, g in stages],
-                forward_shares=forward,
-                backward_shares=backward,
-                checkpoint=checkpoint,
-            )
+        wanted = (num_stages, processes, order)
+        found = {
+            c: s
+            for c, s in self.summaries().items()
+            if (c.num_stages, c.processes, c.order) == wanted
+        }
+        return fit_data(found, num_stages, checkpoint) if found else None
+
+    def inherited_to_json(self) -> list[dict[str, Any]]:
+        """Return what was inherited as plain numbers, for a checkpoint."""
+        return [{**c._asdict(), **s._asdict()} for c, s in self.inherited.items()]
+
+    def load_inherited(self, content: Iterable[Mapping[str, Any]]) -> None:
+        """Restore what :meth:`inherited_to_json` returned."""
+        self.inherit(
+            {StepConfiguration.from_json(row): StepSummary.from_json(row) for row in content}
+        )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return all measurements as plain lists, for a checkpoint."""
+        """Return all own measurements as plain lists, for a checkpoint."""
         with self._lock:
             return [
                 {
@@ -282,37 +274,3 @@ class StepProfile:
 def stage_medians(samples: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     """Return the median over samples, for each stage."""
     return tuple(statistics.median(times) for times in zip(*samples, strict=True))
-
-
-def _stage_times(
-    configuration: StepConfiguration, entry: Measurements, checkpoint: Checkpoint
-) -> MicrobatchTimes:
-    """Return forward and backward times of one micro-batch in each stage; empty if unknown.
-
-    The mean backward is over all micro-batches. Under ``except_last`` the last of M is not
-    recomputed and lacks a forward, so a recomputed one takes 1/M of a forward more than the mean.
-    """
-    if not entry.forward:
-        return (), ()
-    forward, backward = stage_medians(entry.forward), stage_medians(entry.backward)
-    if checkpoint == "except_last":
-        lacking = 1 / configuration.num_microbatches
-        backward = tuple(g + lacking * f for f, g in zip(forward, backward, strict=True))
-    return forward, backward
-
-
-def _shares(
-    num_stages: int, measured: Sequence[MicrobatchTimes]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return each stage's shares of C(b), forward and backward, over all configurations."""
-    forward = [0.0] * num_stages
-    backward = [0.0] * num_stages
-    for times in measured:
-        for total, part in zip((forward, backward), times, strict=True):
-            for k, seconds in enumerate(part):
-                total[k] += seconds
-    whole = sum(forward) + sum(backward)
-    if whole <= 0.0:
-        # Equal stages until the timers have spoken.
-        return even_shares(num_stages)
-    return tuple(t / whole for t in forward), tuple(t / whole for t in backward)

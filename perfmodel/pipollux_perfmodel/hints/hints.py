@@ -3,8 +3,9 @@
 The JSON is AdaptDL's (camelCase keys, `gradParams` as {norm, var}, `perfParams` as its seven
 numbers), accepted as it is, with more keys: `numStages`, `numMicrobatches`, `version`; in
 `perfParams` the numbers of a pipeline (`codec`); and, written only where they are known, `layers`,
-`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples` and `trainedSamples`. Whatever else
-is in it is refused by name: a hint that is silently dropped is a job that is silently misjudged.
+`balance`, `memoryLimit`, `shardedOptimizer`, `remainingSamples`, `trainedSamples` and `stepProfile`
+(`step_rows`). Whatever else is in it is refused by name: a hint that is silently dropped is a job
+that is silently misjudged.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .codec import (
     PerfParamsObject,
     describe,
 )
+from .step_rows import StepRow, StepRows
 
 
 class HintsError(InputError):
@@ -52,7 +54,14 @@ def _zero_is_unknown(value: Any) -> Any:
 
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
-_ONLY_KNOWN = ("layers", "balance", "memory_limit", "remaining_samples", "trained_samples")
+_ONLY_KNOWN = (
+    "layers",
+    "balance",
+    "memory_limit",
+    "remaining_samples",
+    "trained_samples",
+    "step_profile",
+)
 _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 
 
@@ -104,6 +113,8 @@ class SchedHints(BaseModel):
     trained_samples: Annotated[float, Field(ge=0)] | None = None
     """Such samples that the job has trained, with those before its restarts; None: it does not
     say."""
+    step_profile: StepRows | None = None
+    """Step times that the next job of the family begins with; None: there are none."""
     version: Literal[1] = 1
     """Version of this format."""
 
@@ -204,4 +215,7 @@ def _known(path: list[str]) -> list[str]:
         return list(PerfParamsObject.model_fields)
     if path == ["gradParams"]:
         return list(GradParamsObject.model_fields)
+    if path[:1] == ["stepProfile"]:
+        model = StepRows if len(path) == 1 else StepRow
+        return [to_camel(field) for field in model.model_fields]
     return [to_camel(field) for field in SchedHints.model_fields]

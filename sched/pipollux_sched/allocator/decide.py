@@ -40,8 +40,9 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     """Place jobs that hold nothing on free slots, in the order of submission.
 
     When a job has to wait, later ones wait too: if they took every slot that becomes free, a job
-    that needs many would never start. The strategy then weighs them all (`reallocate`). A fixed
-    allocation never waits for another job.
+    that needs many would never start. The strategy then weighs them all (`reallocate`). So it does
+    at once with a new job that is known from earlier ones, which may get more than the least. A
+    fixed allocation never waits for another job.
 
     Raises:
         ValueError: what the strategy came to is impossible; the text says why.
@@ -52,6 +53,8 @@ def place_new(candidates: Sequence[Candidate], nodes: Nodes, strategy: Strategy)
     for job in candidates:
         if job.allocation or job.pinned:
             continue
+        if queues and job.is_new and job.heir is not None:
+            break
         given = job if job.suspended else job.given(strategy.place(job, free), nodes)
         if given.allocation:
             placed[job.name] = given

@@ -57,7 +57,12 @@ def _completed(record: CompletedRecord) -> CompletedJob | None:
     since = own.base_goodput * most * max(record.ended_at - record.time, 0.0)
     whole = trained + min(left or 0.0, since)
     declared = None if left is None else trained + left
-    return CompletedJob(family_of(spec.name), whole, whole / own.base_goodput, declared)
+    return CompletedJob(_family(spec), whole, whole / own.base_goodput, declared)
+
+
+def _family(spec: JobSpec) -> str:
+    """Return whose lengths are like a job's; of a job that is of no family its own name."""
+    return family_of(spec.name) if spec.family is None else spec.family or spec.name
 
 
 def length_of(
@@ -79,7 +84,7 @@ def length_of(
         return {}
     if trained is None or history is None or not history.knows(declared=left is not None):
         return told
-    family = family_of(spec.name)
+    family = _family(spec)
     declared = None if left is None else trained + left
     return {
         # What jobs declare says more than that they are of a family.

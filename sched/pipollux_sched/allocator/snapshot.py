@@ -28,6 +28,7 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 
+from .inherited_hints import Heir, HeirReader, without_rows
 from .job_infos import hints_worth, job_info, node_info
 from .learned_lengths import LearnedLengths
 from .strategy import Candidate
@@ -90,6 +91,7 @@ class SnapshotReader:
         self._parsed: dict[str, tuple[Any, Any, JobSpec, SchedHints | None]] = {}
         self._doubted: dict[str, str] = {}
         self._lengths = LearnedLengths(store)
+        self._heirs = HeirReader(store)
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
         """Read the current state.
@@ -106,10 +108,12 @@ class SnapshotReader:
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
         teams, history = stored_teams(store), self._lengths.read()
+        heirs = self._heirs.read({job.name: job.spec for job in jobs if job.name not in hints})
         candidates = [
             self._candidate(
                 job,
                 hints.get(job.name),
+                heirs.get(job.name),
                 generations=generations.get(job.name, 0),
                 service=service.get(job.name, 0.0),
                 restart=costs.get(job.name, self._restart_seconds),
@@ -141,6 +145,7 @@ class SnapshotReader:
         self,
         job: JobRecord,
         hints: Mapping[str, Any] | None,
+        heir: Heir | None,
         *,
         generations: int,
         service: float,
@@ -151,7 +156,9 @@ class SnapshotReader:
         history: LengthHistory,
     ) -> Candidate:
         spec, believed = self._parse(job.name, job.spec, hints)
-        told = believed or spec.hints
+        if believed or spec.hints or (heir and not hints_worth(spec, heir.hints).speedups):
+            heir = None
+        told = believed or spec.hints or (heir.hints if heir else None)
         self._note_doubt(job.name, hints_worth(spec, told).doubt)
         info = job_info(
             spec,
@@ -175,6 +182,7 @@ class SnapshotReader:
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
             is_new=job.phase is Phase.CREATED,
+            heir=heir,
             message=job.state.message,
         )
 
@@ -233,7 +241,7 @@ def _rescale_seconds(state: JobState, measured: float | None) -> float | None:
 def _believed(job: str, hints: Mapping[str, Any] | None) -> SchedHints | None:
     """Read hints; ignore those of an older version that this one cannot read."""
     try:
-        return SchedHints.from_json_object(hints) if hints else None
+        return without_rows(SchedHints.from_json_object(hints)) if hints else None
     except HintsError as error:
         _LOG.warning("the hints of job %s are left aside: %s", job, error)
         return None

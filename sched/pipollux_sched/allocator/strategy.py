@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 
 from pipollux_sched.policy import Allocation, JobInfo, NodeInfo, Policy, shape_of
 
+from .inherited_hints import Heir
 from .job_infos import free_resources, including, node_template, preferring, shape_with
 
 __all__ = [
@@ -41,6 +42,8 @@ class Candidate:
     """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
     """Whether it is new, and has no reason yet for being queued."""
+    heir: Heir | None = None
+    """By what it is planned for if it has measured nothing itself."""
     message: str = ""
     """What its user is told of it."""
 

@@ -63,7 +63,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     for title, rows in (
         ("Spec", _spec(job.spec)),
         ("Progress", (*_progress(job.progress, now), *_pipeline(job))),
-        ("Hints", _hints(job.hints)),
+        ("Hints", (*_hints(job.hints), *_planned_by(job.planned_by))),
     ):
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
@@ -224,10 +224,18 @@ def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
         if name == "layers":
             layers = value.get("layers", value) if isinstance(value, Mapping) else value
             yield name, f"{count(len(layers), 'entry').replace('entrys', 'entries')} measured"
+        elif name == "stepProfile":
+            rows = value.get("rows", ()) if isinstance(value, Mapping) else ()
+            yield name, f"{count(len(rows), 'configuration')} for the next job of the family"
         elif isinstance(value, Mapping):
             yield name, ", ".join(f"{key}={_short(v)}" for key, v in value.items())
         else:
             yield name, _short(value)
+
+
+def _planned_by(predecessor: str | None) -> Iterator[tuple[str, str]]:
+    if predecessor is not None:
+        yield "planned for by", f"those of job {clean(predecessor)}, the last of its family"
 
 
 def _outcome(outcome: str | None, intent: str | None) -> str:

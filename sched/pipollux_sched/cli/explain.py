@@ -41,6 +41,8 @@ def explanation_text(found: ExplanationView) -> RenderableType:
     """Return an explanation for a terminal."""
     parts: list[RenderableType] = [Text(_has(found))]
     parts.append(Text(f"{found.phase.value}: {clean(first_line(found.message))}"))
+    if found.planned_by is not None:
+        parts.append(Text(_planned_by(found.planned_by)))
     if found.last_decision is not None:
         decision = _decision(found.last_decision)
         parts += [Text(), Text("Last decision", style="bold"), _inset(decision)]
@@ -94,6 +96,13 @@ def _changes(found: ExplanationView) -> Iterator[str]:
             "A change would be live: replicas join and leave while the others train, if one stays "
             "where it is and their number of stages stays, too."
         )
+
+
+def _planned_by(predecessor: str) -> str:
+    return (
+        "It has measured nothing yet, and is planned for by what job "
+        f"{clean(predecessor)} measured, the last of its family that completed."
+    )
 
 
 def _decision(decision: Mapping[str, Any]) -> Text:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from pipollux_sched.allocator.inherited_hints import Heir
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
@@ -47,6 +48,8 @@ class ReplicaBounds:
     """As given by the user; the policy may see a lower one."""
     max_profiled_replicas: int
     """Largest number of replicas that its step time was measured on; 0: never measured."""
+    predecessor: str | None = None
+    """The job that measured this; None: itself."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Standing:
     limits: tuple[Limit, ...]
     waits_for: str | None
     """What a job without slots waits for; None for one that holds some."""
+    planned_by: str | None = None
+    """The job by whose measurements it is planned for; None: by its own, or none."""
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
@@ -92,6 +97,7 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         fewer=found.fewer,
         limits=list(found.limits),
         waits_for=found.waits_for,
+        planned_by=found.planned_by,
     )
 
 
@@ -124,11 +130,12 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
         limits: tuple[Limit, ...] = () if pin is None else (pin,)
         return Standing(None, None, None, None, limits, waits)
     spec = parse_job(job.spec)
-    measured = _measured(store.hints().get(job.name), spec)
+    before = candidate.heir.predecessor if candidate.heir else None
+    measured = _measured(store.hints().get(job.name), spec, candidate.heir)
     free = free_of(live.nodes, live.candidates)
-    bounds = ReplicaBounds(spec.max_replicas, measured)
+    bounds = ReplicaBounds(spec.max_replicas, measured, before)
     found = standing(candidate, live.nodes, free, bounds, pin)
-    return _within_team(found, live, job.name)
+    return replace(_within_team(found, live, job.name), planned_by=before)
 
 
 def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
@@ -261,9 +268,11 @@ def _profiled(info: JobInfo, bounds: ReplicaBounds) -> str:
             "for now."
         )
     measured = bounds.max_profiled_replicas
+    subject = f"Job {bounds.predecessor}'s" if bounds.predecessor else "Its"
     return (
-        f"Its step time was measured on up to {measured} replica{'' if measured == 1 else 's'}, "
-        f"and it gets at most twice as many ({info.max_replicas}) until it is on more."
+        f"{subject} step time was measured on up to {measured} replica"
+        f"{'' if measured == 1 else 's'}, and it gets at most twice as many "
+        f"({info.max_replicas}) until it is on more."
     )
 
 
@@ -319,8 +328,10 @@ def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int
     return (speedup if math.isfinite(speedup) else None), size or None
 
 
-def _measured(hints: Mapping[str, Any] | None, spec: JobSpec) -> int:
+def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, heir: Heir | None) -> int:
     """Return the largest number of replicas that a job's step time was measured on."""
+    if heir is not None:
+        return heir.hints.max_profiled_replicas
     if hints:
         return int(hints.get("maxProfiledReplicas", 0))
     return spec.hints.max_profiled_replicas if spec.hints else 0

@@ -35,6 +35,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/healthz"): Access.OPEN,
     ("PUT", "/jobs/{name}/hints"): Access.JOB,
     ("POST", "/jobs/{name}/reports"): Access.JOB,
+    ("GET", "/jobs/{name}/inheritance"): Access.JOB,
     ("POST", "/jobs/{name}/heartbeats"): Access.JOB,
     ("POST", "/jobs/{name}/stops"): Access.JOB,
     ("POST", "/jobs/{name}/replicas"): Access.JOB,

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
+from pydantic import ValidationError
+
+from pipollux_perfmodel.hints.step_rows import StepRows
 from pipollux_sched.controller.live_board import ReplicaAnswer
 from pipollux_sched.lifecycle import JobState
+from pipollux_sched.store import Predecessor
 from pipollux_sched.views.models import View
 
 
@@ -68,6 +72,22 @@ class DiscoveryReply(View):
     num_replicas: int
     complete: bool
     replicas: list[ReplicaPlace]
+
+
+class InheritanceReply(View):
+    """What a job begins with: step times, as its predecessor's hints had them; null: nothing."""
+
+    predecessor: str | None = None
+    step_profile: StepRows | None = None
+
+    @classmethod
+    def of(cls, before: Predecessor) -> Self:
+        """Return what a predecessor hands down; rows of another version are left out."""
+        try:
+            rows = StepRows.model_validate(before.hints.get("stepProfile"))
+        except ValidationError:
+            return cls(predecessor=before.job)
+        return cls(predecessor=before.job, step_profile=rows)
 
 
 class MembershipReply(View):

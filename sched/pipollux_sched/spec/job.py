@@ -29,7 +29,7 @@ from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
 
 from .hints import HintsField
 from .image_reference import check_image
-from .names import NAME_LENGTH, Name, UserName
+from .names import NAME_LENGTH, FamilyName, Name, UserName
 from .text_limits import check_args, check_path
 from .variables import check_variables
 
@@ -145,6 +145,9 @@ class JobSpec(_Spec):
         default=None, description="a reference such as registry.example/train:2.1"
     )
     """The container image that every replica runs in; None: the script runs as it lies here."""
+    family: FamilyName | None = Field(default=None, description="a name, as in family: resnet")
+    """Jobs that are alike: each begins with what the last one that completed has measured. None:
+    `family_of` its name, among jobs with the same script and image; an empty text: no family."""
     args: Annotated[List[str], AfterValidator(check_args)] = Field(
         default=(), description="a list of texts"
     )

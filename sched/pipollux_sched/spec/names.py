@@ -1,4 +1,4 @@
-"""Names of jobs, teams and users."""
+"""Names of jobs, families, teams and users."""
 
 from __future__ import annotations
 
@@ -34,5 +34,11 @@ def _check_user(name: str) -> str:
     return name
 
 
+def _check_family(text: str) -> str:
+    return _check_name(text) if text else ""
+
+
 Name = Annotated[str, AfterValidator(_check_name)]
+FamilyName = Annotated[str, AfterValidator(_check_family)]
+"""A name, or an empty text for none."""
 UserName = Annotated[str, AfterValidator(_check_user)]

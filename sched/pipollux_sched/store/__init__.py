@@ -17,6 +17,7 @@ from .errors import (
     UnknownNodeError,
     UnknownTokenError,
 )
+from .families import Predecessor
 from .generations import GenerationCounts
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .hints import ReceivedHints
@@ -55,6 +56,7 @@ __all__ = [
     "Overview",
     "PendingDeletion",
     "Point",
+    "Predecessor",
     "ReceivedHeartbeat",
     "ReceivedHints",
     "ReplicaAddresses",

@@ -21,6 +21,9 @@ _HINTS = Base.metadata.tables[HintsRow.__tablename__]
 _EVENTS = Base.metadata.tables[EventRow.__tablename__]
 """Tables, not classes: rows that nobody reads again need no objects."""
 
+_NOT_LOGGED = ("layers", "stepProfile")
+"""Hints that are large, and hardly change: the log would repeat them every few seconds."""
+
 _PRESENT = select(_JOBS.c.name, _JOBS.c.generation, _HINTS.c.job.is_not(None).label("known")).join(
     _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
 )
@@ -83,8 +86,7 @@ def _row(received: ReceivedHints, now: float) -> dict[str, Any]:
 
 
 def _event(received: ReceivedHints, now: float) -> dict[str, Any]:
-    # Layers are many, and measured once: the log would repeat them every few seconds.
-    kept = {key: value for key, value in received.hints.items() if key != "layers"}
+    kept = {key: value for key, value in received.hints.items() if key not in _NOT_LOGGED}
     entry = {**_row(received, now), "type": "hints", "data": {"hints": kept}}
     del entry["hints"]
     return entry

@@ -24,6 +24,7 @@ from . import nodes as node_rows
 from .database import Database
 from .deletion import Deletions
 from .errors import StoreError
+from .families import Families
 from .heartbeats import HeartbeatRecords
 from .hints import ReceivedHints
 from .journal import Change
@@ -86,6 +87,8 @@ class Store:
         """Quotas of teams, and notices given to jobs."""
         self.tokens = TokenRecords(self._database, clock)
         """Tokens of users."""
+        self.families = Families(self._database)
+        """What new jobs begin with."""
         self.deletions = Deletions(self._database, clock)
         """Deletes jobs that have ended."""
 
@@ -192,9 +195,8 @@ class Store:
             UnknownJobError: there is no job of this name.
         """
         with self._database.write() as session:
-            return journal.advance_job(
-                session, journal.find_job(session, name), event, self._clock()
-            )
+            row = journal.find_job(session, name)
+            return journal.advance_job(session, row, event, self._clock())
 
     def transition_all(self, events: Sequence[tuple[str, Event]]) -> list[Change | None]:
         """Apply events to jobs, in one transaction; None for an unknown job."""
@@ -290,10 +292,7 @@ class Store:
             return generations.count(session, live=live)
 
     def attained_service(self, *, live: bool = False) -> dict[str, float]:
-        """Return the slot-seconds of each job: every generation from its start to its end.
-
-        Jobs that never started are left out.
-        """
+        """Return the slot-seconds of jobs that started: of generations from start to end."""
         with self._database.read() as session:
             return generations.attained_service(session, self._clock(), live=live)
 

@@ -55,6 +55,11 @@ def job_details(
         heard: last heartbeats of its replicas; None: those that the store keeps.
     """
     generations = store.generations(job.name)
+    hints = store.hints().get(job.name)
+    planned_by = None
+    if hints is None and job.spec.get("hints") is None and not job.phase.ended:
+        before = store.families.predecessors({job.name: job.spec}).get(job.name)
+        planned_by = None if before is None else before.job
     num_starts = len({entry.generation for entry in generations})
     return JobDetails.of(
         job,
@@ -65,7 +70,8 @@ def job_details(
         generations=[asdict(entry) for entry in generations],
         replicas=_replicas(store, heard, job),
         progress=next(iter(store.overview.points(job.name, 1)), None),
-        hints=store.hints().get(job.name),
+        hints=hints,
+        planned_by=planned_by,
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
     )
 

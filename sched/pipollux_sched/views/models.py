@@ -180,7 +180,8 @@ class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
     Each of the last `events` has the form of `EventView`. `changing`: a live change under way, in
-    words; null: there is none.
+    words; null: there is none. `planned_by`: the job whose hints stand for its own as long as it
+    has sent none; null: it has, or there is none.
     """
 
     number: int
@@ -191,6 +192,7 @@ class JobDetails(JobView):
     replicas: list[ReplicaView]
     progress: Point | None
     hints: dict[str, Any] | None
+    planned_by: str | None
     events: list[dict[str, Any]]
 
 

@@ -143,7 +143,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Metrics": (
         "_context _done _noise _shape _training_shape cut epoch_size overlap perf_params "
-        "progress rate_factor sample_length samples samples_left shape_chosen",
+        "progress rate_factor sample_length samples samples_left shape_chosen traits",
         # What an earlier run had is looked at by the leader alone, at wrapping.
         "_checkpoints _disturbed _last_save _launched _lock _losses _part _part_ended "
         "_part_started _proposal _reporter _step_time _sync_time _timed limits_before "
@@ -268,7 +268,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "StepProfile": (
         "",
-        "_latest _lock _measurements _to_skip",
+        # Only the leader, which fits, drops any of what was inherited.
+        "_inherited _latest _lock _measurements _settled _to_skip",
     ),
     "StepTimes": (
         "",

@@ -13,7 +13,13 @@ from pipollux_sched.controller.live_board import LiveWord, MeetingPoint
 from pipollux_sched.controller.training_report import TrainingReport
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
-from pipollux_sched.server.schemas import DiscoveryReply, LiveAnswer, ReplicaPlace, refusals
+from pipollux_sched.server.schemas import (
+    DiscoveryReply,
+    InheritanceReply,
+    LiveAnswer,
+    ReplicaPlace,
+    refusals,
+)
 from pipollux_sched.spec.hints import HintsField
 from pipollux_sched.store import Discovery
 from pipollux_sched.store.replicas import check_replica
@@ -135,6 +141,15 @@ async def put_hints(
     """Keep the latest hints, from which the job's goodput is predicted."""
     await services.hints.put(name, generation, hints.to_json_object())
     services.metrics.hints.inc()
+
+
+@router.get("/inheritance", summary="Ask what an earlier job measured")
+def get_inheritance(name: str, store: StoreDep, generation: _Generation) -> InheritanceReply:
+    """Return the step times that the last job of the family that completed hands down."""
+    job = store.job(name)
+    check_replica(name, job.state.generation, len(job.state.running_on), generation)
+    before = store.families.predecessors({name: job.spec}).get(name)
+    return InheritanceReply() if before is None else InheritanceReply.of(before)
 
 
 @router.post("/reports", status_code=204, summary="Report progress")

@@ -1,0 +1,227 @@
+"""Step times that a job begins with: those of the last job of its family that completed.
+
+Processes that a scheduler starts ask it for them once, before the model is wrapped, as long as the
+job has measured nothing itself. The leader asks, for a moment at most, and tells the others. What
+was inherited takes part in fits and in the largest number of replicas that was measured. It is
+dropped as a whole when it turns out to be of another model or other hardware: at wrapping, if the
+layers or parameters are others, and at a fit, if own measurements contradict it.
+
+A job hands down what it measured itself and, a few times, what it inherited.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_perfmodel import PerfParams
+
+from .step_profile import StepProfile
+from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
+
+if TYPE_CHECKING:
+    from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
+    from pipollux_perfmodel.timing.params import Checkpoint
+
+__all__ = ["ModelTraits", "contradiction", "fit", "inherit", "rows_to_pass_on"]
+
+LOG = logging.getLogger(__name__)
+PATIENCE = 2.0
+"""Seconds that the start of a job waits for the scheduler's answer."""
+SURE = 5
+"""Optimizer steps from which on an own measurement may contradict what was inherited."""
+CONTRADICTION = 1.25
+"""How many times the one may be the other: more is another model, or other hardware."""
+
+
+class ModelTraits(NamedTuple):
+    """By what a model is known to be another one."""
+
+    num_layers: int
+    num_parameters: int
+    """Elements of all of its parameters."""
+    checkpoint: Checkpoint
+    """Which micro-batches are recomputed."""
+
+    @classmethod
+    def of(cls, rows: StepRows) -> ModelTraits:
+        """Return those of the model that rows were measured with."""
+        return cls(rows.num_layers, rows.num_parameters, rows.checkpoint)
+
+
+def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
+    """Let a job that has measured nothing begin with what its predecessor measured.
+
+    All processes call it at the same place. Whatever goes wrong, the job begins without.
+
+    Returns:
+        The traits of the model that this is of; None: nothing was inherited.
+    """
+    if not ctx.env.generation or ctx.joins is not None or profile.summaries():
+        return None
+    answer = _ask(ctx.env) if ctx.env.leads else b""
+    answer = ctx.control.gather_bytes(answer)[0]
+    if not answer:
+        return None
+    from pydantic import ValidationError
+
+    from pipollux_perfmodel.hints.step_rows import StepRows
+
+    try:
+        told = json.loads(answer)["step_profile"]
+        if told is None:
+            return None
+        rows = StepRows.model_validate(told)
+    except (ValidationError, ValueError, LookupError, TypeError) as error:
+        if ctx.env.leads:
+            LOG.warning("what earlier jobs measured cannot be read and is left out: %s", error)
+        return None
+    profile.inherit({_configuration(row): _summary(row) for row in rows.rows})
+    return ModelTraits.of(rows)
+
+
+def _ask(env: JobEnvironment) -> bytes:
+    """Return the scheduler's answer, JSON; empty: there is nothing, or nobody answers."""
+    if env.supervisor_url is None or env.job_id is None:
+        return b""
+    # A third of a second that other jobs need not wait for.
+    import httpx
+
+    from pipollux_hybrid.job.supervisor_client import supervisor_client
+
+    url = f"{env.supervisor_url}/jobs/{env.job_id}/inheritance"
+    try:
+        with supervisor_client(env, timeout=PATIENCE) as client:
+            response = client.get(url, params={"generation": env.generation})
+    except (httpx.HTTPError, OSError) as error:
+        LOG.warning(
+            "%s did not answer (%s): this job begins without what others measured", url, error
+        )
+        return b""
+    return response.content if response.status_code == httpx.codes.OK else b""
+
+
+def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRows | None:
+    """Return what the next job of the family is to begin with; None: nothing yet.
+
+    The latest of its own go first; of what was inherited, what was handed down least.
+    """
+    from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS, StepRows
+
+    own, inherited = profile.own(), profile.inherited
+    given = [(c, s) for c, s in inherited.items() if c not in own and s.passed_on < MAX_PASSED_ON]
+    given.sort(key=lambda entry: entry[1].passed_on)
+    rows = [_row(c, s) for c, s in [*reversed(own.items()), *given][:MAX_ROWS]]
+    if traits is None or not rows:
+        return None
+    return StepRows(**traits._asdict(), rows=tuple(rows))
+
+
+def contradiction(profile: StepProfile, checkpoint: Checkpoint) -> str | None:
+    """Return how own measurements contradict what was inherited, in words; None: they do not.
+
+    An own measurement is held against the inherited one of the same configuration or, within the
+    range that these cover, against what a fit to them predicts. What agrees is replaced by it.
+
+    Args:
+        profile: All measurements.
+        checkpoint: Which micro-batches are recomputed.
+    """
+    inherited = profile.inherited
+    if not inherited:
+        return None
+    own = profile.unsettled(SURE)
+    for configuration, summary in own.items():
+        before = inherited.get(configuration)
+        expected = (
+            before.optim if before is not None else _predicted(configuration, inherited, checkpoint)
+        )
+        if expected is None:
+            continue
+        ratio = summary.optim / expected
+        if not 1 / CONTRADICTION <= ratio <= CONTRADICTION:
+            said = "measured" if before is not None else "foretell"
+            return (
+                f"{configuration.num_replicas} replicas with an atomic batch size of "
+                f"{configuration.atomic_bsz} take {summary.optim:.3g} s a step, and earlier jobs "
+                f"{said} {expected:.3g} s"
+            )
+    profile.settle(own)
+    return None
+
+
+def fit(data: FitData, order: StageOrder) -> PerfParams:
+    """Return the fit to step times by a schedule."""
+    from pipollux_perfmodel import fit_perf_params  # imports scipy
+
+    return fit_perf_params(
+        data.num_nodes,
+        data.num_replicas,
+        data.atomic_bsz,
+        data.accum_step_time,
+        data.optim_step_time,
+        num_microbatches=data.num_microbatches,
+        forward_shares=data.forward_shares,
+        backward_shares=data.backward_shares,
+        compute_time=data.compute_time,
+        checkpoint=data.checkpoint,
+        schedule=order.schedule,
+        chunks_per_stage=order.chunks_per_stage,
+    )
+
+
+def _predicted(
+    wanted: StepConfiguration,
+    inherited: Mapping[StepConfiguration, StepSummary],
+    checkpoint: Checkpoint,
+) -> float | None:
+    """Return the time of an optimizer step by what was inherited; None: it is outside of that."""
+    alike = {
+        c: s
+        for c, s in inherited.items()
+        if (c.num_stages, c.processes, c.order, c.num_microbatches)
+        == (wanted.num_stages, wanted.processes, wanted.order, wanted.num_microbatches)
+    }
+    ranges = (
+        [getattr(c, name) for c in alike] for name in ("num_nodes", "num_replicas", "atomic_bsz")
+    )
+    here = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz)
+    if not alike or not all(
+        min(known) <= value <= max(known) for known, value in zip(ranges, here, strict=True)
+    ):
+        return None
+    from pipollux_perfmodel.timing.step_time import step_time
+
+    params = fit(fit_data(alike, wanted.num_stages, checkpoint), wanted.order)
+    shape = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, 0, wanted.num_microbatches)
+    return float(step_time(params, *map(np.asarray, shape)).total)
+
+
+def _configuration(row: StepRow) -> StepConfiguration:
+    return StepConfiguration(**row.model_dump(include=set(StepConfiguration._fields)))
+
+
+def _summary(row: StepRow) -> StepSummary:
+    return StepSummary(
+        row.accum_step_time, row.optim_step_time, row.forward, row.backward, row.passed_on + 1
+    )
+
+
+def _row(configuration: StepConfiguration, summary: StepSummary) -> StepRow:
+    from pipollux_perfmodel.hints.step_rows import StepRow
+
+    return StepRow(
+        **configuration._asdict(),
+        accum_step_time=summary.accum,
+        optim_step_time=summary.optim,
+        forward=summary.forward,
+        backward=summary.backward,
+        passed_on=summary.passed_on,
+    )

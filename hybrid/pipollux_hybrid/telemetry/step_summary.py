@@ -1,0 +1,146 @@
+"""What the fit takes of measured steps: one row for each configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_perfmodel import even_shares
+from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, ScheduleKind
+
+__all__ = ["FitData", "StepConfiguration", "StepSummary", "fit_data"]
+
+MicrobatchTimes: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+class StepConfiguration(NamedTuple):
+    """What the time of a step depends on."""
+
+    num_stages: int
+    num_nodes: int
+    num_replicas: int
+    atomic_bsz: int
+    num_microbatches: int
+    processes: int = 1
+    """Of a replica: one for each stage, or one for all."""
+    schedule: ScheduleKind = "gpipe"
+    """In which order stages worked on micro-batches."""
+    chunks_per_stage: int = 1
+    """V; 1 unless interleaved."""
+
+    @property
+    def order(self) -> StageOrder:
+        """The schedule with its chunks."""
+        return StageOrder(self.schedule, self.chunks_per_stage)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepConfiguration:
+        """Return it of a checkpoint's row; one that names no schedule ran by the usual one.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        numbers = {
+            name: int(row[name]) for name in cls._fields if name in row and name != "schedule"
+        }
+        usual = "1f1b" if numbers.get("processes", 1) > 1 else "gpipe"
+        named = row.get("schedule", usual)
+        schedule = next(kind for kind in SCHEDULES if kind == named)
+        return cls(**numbers, schedule=schedule)
+
+
+class StepSummary(NamedTuple):
+    """What the fit takes of one configuration, in seconds."""
+
+    accum: float
+    """An accumulation step."""
+    optim: float
+    """An optimizer step."""
+    forward: tuple[float, ...] = ()
+    """Per stage, the forward of one micro-batch; empty: not measured."""
+    backward: tuple[float, ...] = ()
+    """Per stage, its backward, recomputation included."""
+    passed_on: int = 0
+    """How many jobs handed it down; 0: this one measured it itself."""
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
+        """Return it of a checkpoint's row.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
+        times = (float(row["accum"]), float(row["optim"]))
+        return cls(*times, forward, backward, int(row["passed_on"]))
+
+
+class FitData(NamedTuple):
+    """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration."""
+
+    num_nodes: list[int]
+    num_replicas: list[int]
+    atomic_bsz: list[int]
+    num_microbatches: list[int]
+    accum_step_time: list[float]
+    optim_step_time: list[float]
+    compute_time: list[float]
+    forward_shares: tuple[float, ...]
+    backward_shares: tuple[float, ...]
+    checkpoint: Checkpoint
+
+
+def fit_data(
+    rows: Mapping[StepConfiguration, StepSummary], num_stages: int, checkpoint: Checkpoint
+) -> FitData:
+    """Return what is fitted of rows that have the same stages, processes and schedule."""
+    stages = [_stage_times(c, s, checkpoint) for c, s in rows.items()]
+    forward, backward = _shares(num_stages, stages)
+    return FitData(
+        num_nodes=[c.num_nodes for c in rows],
+        num_replicas=[c.num_replicas for c in rows],
+        atomic_bsz=[c.atomic_bsz for c in rows],
+        num_microbatches=[c.num_microbatches for c in rows],
+        accum_step_time=[s.accum for s in rows.values()],
+        optim_step_time=[s.optim for s in rows.values()],
+        compute_time=[sum(f) + sum(g) if f else math.nan for f, g in stages],
+        forward_shares=forward,
+        backward_shares=backward,
+        checkpoint=checkpoint,
+    )
+
+
+def _stage_times(
+    configuration: StepConfiguration, summary: StepSummary, checkpoint: Checkpoint
+) -> MicrobatchTimes:
+    """Return forward and backward times of one micro-batch in each stage; empty if unknown.
+
+    The mean backward is over all micro-batches. Under ``except_last`` the last of M is not
+    recomputed and lacks a forward, so a recomputed one takes 1/M of a forward more than the mean.
+    """
+    forward, backward = summary.forward, summary.backward
+    if not forward:
+        return (), ()
+    if checkpoint == "except_last":
+        lacking = 1 / configuration.num_microbatches
+        backward = tuple(g + lacking * f for f, g in zip(forward, backward, strict=True))
+    return forward, backward
+
+
+def _shares(
+    num_stages: int, measured: Sequence[MicrobatchTimes]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return each stage's shares of C(b), forward and backward, over all configurations."""
+    forward = [0.0] * num_stages
+    backward = [0.0] * num_stages
+    for times in measured:
+        for total, part in zip((forward, backward), times, strict=True):
+            for k, seconds in enumerate(part):
+                total[k] += seconds
+    whole = sum(forward) + sum(backward)
+    if whole <= 0.0:
+        # Equal stages until the timers have spoken.
+        return even_shares(num_stages)
+    return tuple(t / whole for t in forward), tuple(t / whole for t in backward)

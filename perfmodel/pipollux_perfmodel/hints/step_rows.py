@@ -1,0 +1,103 @@
+"""Measured step times in hints: what a job hands down to the next one of its family.
+
+A row is what the fit takes of one configuration. Rows are few, and each is handed down a few times
+only, so that what was wrong once, or on other hardware, is forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
+
+from .codec import MAX_CHUNKS, STRICT_KEYS
+
+__all__ = ["MAX_PASSED_ON", "MAX_ROWS", "StepRow", "StepRows"]
+
+MAX_ROWS = 64
+"""The most rows that a job hands down."""
+MAX_PASSED_ON = 3
+"""How many times a row is handed down at most, from the job that measured it on."""
+_MAX_STAGES = 1024
+
+_Count = Annotated[int, Field(ge=1, le=2**31)]
+_StepTime = Annotated[float, Field(gt=0, le=1e6)]
+_StageTimes = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1e6)], ...], Field(max_length=_MAX_STAGES)
+]
+
+
+class _Row(BaseModel):
+    """Base: strict keys, camelCase in JSON, immutable."""
+
+    model_config = ConfigDict(
+        **STRICT_KEYS, alias_generator=to_camel, populate_by_name=True, frozen=True
+    )
+
+
+class StepRow(_Row):
+    """The step times of one configuration, in seconds: medians of what was measured.
+
+    Example:
+        >>> row = StepRow(num_stages=1, num_nodes=1, num_replicas=2, atomic_bsz=32,
+        ...               num_microbatches=1, accum_step_time=0.2, optim_step_time=0.25)
+        >>> row.model_dump(by_alias=True)["optimStepTime"]
+        0.25
+    """
+
+    num_stages: Annotated[int, Field(ge=1, le=_MAX_STAGES)]
+    num_nodes: _Count
+    num_replicas: _Count
+    atomic_bsz: _Count
+    num_microbatches: _Count
+    processes: _Count = 1
+    """Of a replica."""
+    schedule: ScheduleKind = "gpipe"
+    chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
+    """V; 1 unless interleaved."""
+    accum_step_time: _StepTime
+    """Of an accumulation step, or an optimizer step without waiting for peers."""
+    optim_step_time: _StepTime
+    """Of an optimizer step."""
+    forward: _StageTimes = ()
+    """Of one micro-batch in each stage; empty: not measured."""
+    backward: _StageTimes = ()
+    """The same, recomputation included."""
+    passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
+    """How many times it was handed down before; 0: this job measured it itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_nodes > self.num_replicas:
+            raise ValueError(
+                f"numNodes {self.num_nodes} is more than numReplicas {self.num_replicas}; a "
+                "replica lies on one node"
+            )
+        for name, times in (("forward", self.forward), ("backward", self.backward)):
+            if len(times) not in (0, self.num_stages) or len(times) != len(self.forward):
+                raise ValueError(
+                    f"{name} has {len(times)} entries but numStages is {self.num_stages}; give one "
+                    "for each stage in forward and in backward, or none"
+                )
+        return self
+
+
+class StepRows(_Row):
+    """The step profile of a job: its rows, and of what model they are."""
+
+    checkpoint: Checkpoint = "never"
+    """Which micro-batches are recomputed."""
+    num_layers: _Count
+    """Of the model."""
+    num_parameters: Annotated[int, Field(ge=0, le=2**62)]
+    """Elements of all parameters of the model."""
+    rows: Annotated[tuple[StepRow, ...], Field(min_length=1, max_length=MAX_ROWS)]
+    """One for each configuration."""
+
+    @property
+    def max_replicas(self) -> int:
+        """Largest number of replicas that was measured."""
+        return max(row.num_replicas for row in self.rows)

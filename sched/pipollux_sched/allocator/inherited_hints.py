@@ -1,0 +1,80 @@
+"""Hints of jobs that have sent none yet: those of the last job of their family that completed.
+
+They say how such a job scales, so that its first allocation may be as large as pays; what that
+other job had trained, or had left, says nothing of this one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_sched.store import Predecessor, Store
+
+__all__ = ["Heir", "HeirReader", "without_rows"]
+
+_LOG = logging.getLogger(__name__)
+_ITS_OWN = ("remaining_samples", "trained_samples", "global_batch_size")
+"""What is true of the job alone that sent it."""
+
+
+class Heir(NamedTuple):
+    """By what a job is planned for that has measured nothing."""
+
+    predecessor: str
+    """The job that measured it."""
+    hints: SchedHints
+
+
+class HeirReader:
+    """Reads what jobs inherit; parses only hints that have changed since the last time.
+
+    Args:
+        store: knows the jobs.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._parsed: dict[str, tuple[Mapping[str, Any], Heir | None]] = {}
+
+    def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Heir]:
+        """Return by what jobs are planned for, of those that have a predecessor.
+
+        Args:
+            specs: of jobs without hints, by name, as JSON.
+        """
+        found = self._store.families.predecessors(specs) if specs else {}
+        for gone in self._parsed.keys() - {before.job for before in found.values()}:
+            del self._parsed[gone]
+        heirs = {name: self._parse(before) for name, before in found.items()}
+        return {name: heir for name, heir in heirs.items() if heir is not None}
+
+    def _parse(self, before: Predecessor) -> Heir | None:
+        known = self._parsed.get(before.job)
+        if known is None or known[0] is not before.hints:
+            known = self._parsed[before.job] = (before.hints, _heir(before))
+        return known[1]
+
+
+def without_rows(hints: SchedHints) -> SchedHints:
+    """Return hints without the rows that are handed down, which nothing here is computed from."""
+    return hints.model_copy(update={"step_profile": None}) if hints.step_profile else hints
+
+
+def _heir(before: Predecessor) -> Heir | None:
+    try:
+        hints = SchedHints.from_json_object(before.hints)
+    except HintsError as error:
+        _LOG.warning("nothing is inherited from job %s: %s", before.job, error)
+        return None
+    if hints.goodput_function() is None:
+        return None
+    update: dict[str, Any] = dict.fromkeys(_ITS_OWN)
+    rows = hints.step_profile
+    if rows is not None:
+        # Rows that are too old to be handed down vouch for nothing.
+        most = min(hints.max_profiled_replicas, rows.max_replicas)
+        update["max_profiled_replicas"] = most
+    return Heir(before.job, without_rows(hints.model_copy(update=update)))

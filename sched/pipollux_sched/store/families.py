@@ -1,0 +1,140 @@
+"""Jobs that are alike, and what the last one of them measured.
+
+A new job begins with the hints of its predecessor: the last job of its family that completed. A job
+that names no family shares one with the jobs of the same script and image whose names differ only
+in the number at their end. What is measured depends on the type of GPU and on the stages, so jobs
+that ask for other ones are not alike; nor are those of other users or teams.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from sqlalchemy import Select, select
+
+from pipollux_sched.lifecycle import Phase
+
+from .database import Database
+from .tables import HintsRow, JobRow
+
+MOST_LOOKED_AT = 10_000
+"""Jobs of an old store that are looked at; earlier ones hand nothing down."""
+MOST_ALIKE = 64
+"""Jobs of a family that are asked for their hints: the latest."""
+
+FamilyKey: TypeAlias = tuple[Any, ...]
+
+
+class Predecessor(NamedTuple):
+    """The last job of a family that completed."""
+
+    job: str
+    hints: Mapping[str, Any]
+    """Its last ones, as JSON."""
+
+
+class Families:
+    """Finds predecessors; safe for use by many threads.
+
+    Example:
+        >>> with Store(Path("/var/lib/pipollux/pipollux.db")) as store:
+        ...     found = store.families.predecessors({"toy-2": store.job("toy-2").spec})
+        ...     found["toy-2"].job
+        'toy-1'
+
+    Args:
+        database: database of the store.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._seen = 0
+        self._alike: dict[FamilyKey, deque[str]] = {}
+        self._latest: dict[FamilyKey, tuple[tuple[str, float], Predecessor]] = {}
+
+    def predecessors(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Predecessor]:
+        """Return the predecessors of those jobs that have one.
+
+        Args:
+            jobs: by name, their specs as JSON.
+        """
+        keys = {name: key_of(name, spec) for name, spec in jobs.items()}
+        wanted = {key for key in keys.values() if key is not None}
+        if not wanted:
+            return {}
+        with self._lock:
+            self._look_at_new_jobs()
+            found = {key: self._find(key) for key in wanted}
+        heirs = {name: found[key] for name, key in keys.items() if key is not None}
+        return {
+            name: before
+            for name, before in heirs.items()
+            if before is not None and before.job != name
+        }
+
+    def _look_at_new_jobs(self) -> None:
+        query = select(JobRow.id, JobRow.name, JobRow.spec).where(JobRow.id > self._seen)
+        with self._database.read() as session:
+            rows = session.execute(query.order_by(JobRow.id.desc()).limit(MOST_LOOKED_AT)).all()
+        for row in reversed(rows):
+            self._seen = row.id
+            key = key_of(row.name, row.spec)
+            if key is not None:
+                self._alike.setdefault(key, deque(maxlen=MOST_ALIKE)).append(row.name)
+
+    def _find(self, key: FamilyKey) -> Predecessor | None:
+        names = self._alike.get(key)
+        if not names:
+            return None
+        with self._database.read() as session:
+            last = session.execute(_last_completed(names)).first()
+            if last is None:
+                return None
+            mark = (last.name, last.time)
+            known = self._latest.get(key)
+            if known is not None and known[0] == mark:
+                return known[1]
+            row = session.get(HintsRow, last.name)
+            # Submitted again with another spec, it is of another family now.
+            if row is None or key_of(last.name, last.spec) != key:
+                return None
+            found = Predecessor(last.name, row.hints)
+        self._latest[key] = (mark, found)
+        return found
+
+
+def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
+    """Return what jobs of a family have in common; None: the job is of none.
+
+    Args:
+        name: of the job.
+        spec: its spec, as JSON.
+    """
+    # With all policies, which takes longer than printing a list of jobs.
+    from pipollux_sched.policy import family_of
+
+    family = spec.get("family")
+    if family == "":
+        return None
+    program = (spec.get("script"), spec.get("image")) if family is None else ()
+    stages = (
+        spec.get("num_stages", 1),
+        tuple(sorted(spec.get("stage_choices") or ())),
+        bool(spec.get("process_per_stage")),
+    )
+    owner = (spec.get("team"), spec.get("user"), spec.get("gpu_type"))
+    return (family is None, family or family_of(name), *program, *owner, *stages)
+
+
+def _last_completed(names: Collection[str]) -> Select[tuple[str, float, dict[str, Any]]]:
+    return (
+        select(JobRow.name, HintsRow.time, JobRow.spec)
+        .join(HintsRow, HintsRow.job == JobRow.name)
+        .where(JobRow.name.in_(names), JobRow.phase == Phase.COMPLETE.value)
+        .order_by(JobRow.ended_at.desc(), JobRow.id.desc())
+        .limit(1)
+    )

@@ -1,0 +1,118 @@
+"""Step times of earlier jobs: what a job makes of them, and when it lets go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pipollux_hybrid.job.pipeline_spec import StageOrder
+from pipollux_hybrid.telemetry.inheritance import (
+    SURE,
+    ModelTraits,
+    contradiction,
+    fit,
+    rows_to_pass_on,
+)
+from pipollux_hybrid.telemetry.step_profile import StepProfile
+from pipollux_hybrid.telemetry.step_summary import FitData, StepConfiguration, StepSummary
+from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS
+
+TRAITS = ModelTraits(4, 168, "never")
+
+
+def configuration(replicas: int, size: int = 8) -> StepConfiguration:
+    return StepConfiguration(1, 1, replicas, size, 1)
+
+
+def measured(
+    times: Mapping[StepConfiguration, float], steps: int = SURE, profile: StepProfile | None = None
+) -> StepProfile:
+    """A job that took so many seconds a step, a tenth of them waiting for peers."""
+    profile = profile or StepProfile()
+    for config, seconds in times.items():
+        for _ in range(2 + steps):  # two warm up
+            profile.add_step(config, seconds, seconds / 10, optimizer=True)
+    return profile
+
+
+def handed_down(times: Mapping[StepConfiguration, float]) -> dict[StepConfiguration, StepSummary]:
+    return {c: s._replace(passed_on=1) for c, s in measured(times).own().items()}
+
+
+def data_of(profile: StepProfile) -> FitData:
+    found = profile.fit_data(1)
+    assert found is not None
+    return found
+
+
+OLD = {configuration(1): 0.2, configuration(2): 0.3, configuration(2, 16): 0.5}
+NEW = {configuration(4): 0.4, configuration(2): 0.31}
+
+
+def test_a_fit_is_to_both_as_if_the_job_had_measured_all() -> None:
+    heir = measured(NEW)
+    heir.inherit(handed_down(OLD))
+    alone = measured({**OLD, **NEW})
+    inherited, own = data_of(heir), data_of(alone)
+    assert inherited == own
+    order = StageOrder("gpipe")
+    assert fit(inherited, order) == fit(own, order)
+    assert fit(inherited, order) != fit(data_of(measured(NEW)), order)
+    assert heir.max_replicas == 4
+    assert heir.orders(1, 1) == (order,)
+
+
+def test_the_cap_holds_after_the_first_own_measurement() -> None:
+    heir = measured({configuration(1): 0.2})
+    assert heir.max_replicas == 1
+    heir.inherit(handed_down(OLD))
+    assert heir.max_replicas == 2
+    assert contradiction(heir, "never") is None
+    assert heir.max_replicas == 2
+    assert set(heir.inherited) == set(OLD) - {configuration(1)}  # its own replaces it
+    assert heir.unsettled(SURE) == {}
+
+
+@pytest.mark.parametrize("factor", [1 / 1.3, 1.3])
+def test_an_own_measurement_of_the_same_contradicts(factor: float) -> None:
+    heir = measured({configuration(2): 0.3 * factor})
+    heir.inherit(handed_down(OLD))
+    told = contradiction(heir, "never")
+    assert told is not None
+    assert told.startswith("2 replicas with an atomic batch size of 8 take ")
+    assert told.endswith("and earlier jobs measured 0.3 s")
+    few = measured({configuration(2): 0.3 * factor}, steps=SURE - 1)
+    few.inherit(handed_down(OLD))
+    assert contradiction(few, "never") is None  # not sure yet
+
+
+def test_an_own_measurement_between_inherited_ones_contradicts_their_fit() -> None:
+    times = {configuration(1, size): 0.1 + 0.01 * size for size in (8, 32)}
+    for seconds, agrees in ((0.26, True), (0.5, False), (0.1, False)):
+        heir = measured({configuration(1, 16): seconds})
+        heir.inherit(handed_down(times))
+        assert (contradiction(heir, "never") is None) == agrees, seconds
+    # Beyond them a fit is a guess, and may be wrong.
+    heir = measured({configuration(4, 16): 9.0, configuration(1, 64): 9.0})
+    heir.inherit(handed_down(times))
+    assert contradiction(heir, "never") is None
+    assert set(heir.inherited) == set(times)
+
+
+def test_what_is_passed_on_is_bounded_in_number_and_in_age() -> None:
+    profile = measured({configuration(1, size): 0.1 for size in range(1, MAX_ROWS + 10)})
+    measured({configuration(1, 1): 0.1}, profile=profile)  # the latest
+    profile.inherit(handed_down(OLD))
+    rows = rows_to_pass_on(profile, TRAITS)
+    assert rows is not None
+    assert ModelTraits.of(rows) == TRAITS
+    assert [row.atomic_bsz for row in rows.rows] == [1, *range(MAX_ROWS + 9, 10, -1)]
+    young = StepSummary(0.1, 0.1, passed_on=MAX_PASSED_ON - 1)
+    profile = measured({configuration(1): 0.2})
+    profile.inherit({configuration(2): young, configuration(3): young._replace(passed_on=3)})
+    rows = rows_to_pass_on(profile, TRAITS)
+    assert rows is not None
+    assert [(row.num_replicas, row.passed_on) for row in rows.rows] == [(1, 0), (2, 2)]
+    assert rows_to_pass_on(StepProfile(), TRAITS) is None
+    assert rows_to_pass_on(profile, None) is None

@@ -1,0 +1,85 @@
+"""The rows that jobs hand down: as they are, bounded, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from pipollux_perfmodel import HintsError, SchedHints
+from pipollux_perfmodel.hints.step_rows import MAX_PASSED_ON, MAX_ROWS, StepRow, StepRows
+
+ROW: dict[str, Any] = {
+    "numStages": 2,
+    "numNodes": 1,
+    "numReplicas": 4,
+    "atomicBsz": 16,
+    "numMicrobatches": 4,
+    "processes": 2,
+    "schedule": "interleaved",
+    "chunksPerStage": 2,
+    "accumStepTime": 0.1 + 0.2,
+    "optimStepTime": 1 / 3,
+    "forward": [0.01, 0.02],
+    "backward": [0.03, 0.04],
+    "passedOn": 1,
+}
+PROFILE = {"checkpoint": "except_last", "numLayers": 6, "numParameters": 1000, "rows": [ROW]}
+
+
+def read(**profile: Any) -> SchedHints:
+    return SchedHints.from_json_object({"numStages": 2, "stepProfile": {**PROFILE, **profile}})
+
+
+def test_rows_come_back_as_they_went() -> None:
+    hints = read()
+    written = json.loads(json.dumps(hints.to_json_object()))
+    assert written["stepProfile"] == PROFILE
+    again = SchedHints.from_json_object(written)
+    assert again == hints
+    assert hash(again) == hash(hints)
+    assert again.step_profile is not None
+    assert again.step_profile.max_replicas == 4
+    assert "stepProfile" not in SchedHints().to_json_object()
+
+
+def test_rows_are_bounded() -> None:
+    """The longest that are allowed are a small part of what a request may have."""
+    many = [{**ROW, "atomicBsz": size} for size in range(1, MAX_ROWS + 1)]
+    hints = read(rows=many)
+    assert len(json.dumps(hints.to_json_object())) < 2**16
+    with pytest.raises(HintsError, match=r"stepProfile.rows .* at most 64 items"):
+        read(rows=[*many, ROW])
+    with pytest.raises(HintsError, match=r"stepProfile.rows .* at least 1 item"):
+        read(rows=[])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"optimStepTime": 0.0}, "optimStepTime is 0.0; input should be greater than 0"),
+        ({"optimStepTime": math.inf}, "optimStepTime is inf; input should be a finite number"),
+        ({"accumStepTime": 1e7}, "accumStepTime is 10000000.0; input should be less than"),
+        ({"forward": [-1.0, 0.0]}, "forward.0 is -1.0; input should be greater than or equal to 0"),
+        ({"backward": [0.1]}, "backward has 1 entries but numStages is 2; give one for each stage"),
+        ({"forward": []}, "backward has 2 entries but numStages is 2"),
+        ({"numNodes": 5}, "numNodes 5 is more than numReplicas 4"),
+        ({"schedule": "zb"}, "schedule is 'zb'; input should be"),
+        ({"passedOn": MAX_PASSED_ON}, f"passedOn is {MAX_PASSED_ON}; input should be less than"),
+        ({"optimStepTimes": 1.0}, "optimStepTimes is not a known key; did you mean optimStepTime?"),
+        ({"numStages": 2000}, "numStages is 2000; input should be less than or equal to 1024"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(HintsError) as caught:
+        read(rows=[{**ROW, **changed}])
+    assert str(caught.value).startswith("hints: stepProfile.rows.0")
+    assert says in str(caught.value)
+
+
+def test_a_profile_knows_its_own_keys() -> None:
+    with pytest.raises(HintsError, match=r"stepProfile.numLayer is not .* did you mean numLayers?"):
+        read(numLayer=6)
+    assert StepRows.model_validate(PROFILE).rows == (StepRow.model_validate(ROW),)

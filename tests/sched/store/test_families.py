@@ -1,0 +1,115 @@
+"""Which job hands down what it measured, and to which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.store import Store
+from pipollux_sched.store.families import MOST_ALIKE
+from tests.sched.store.stores import Clock
+
+
+def spec(name: str, **fields: Any) -> dict[str, Any]:
+    return JobSpec(**{"name": name, "script": "train.py", **fields}).model_dump(mode="json")
+
+
+def submit(store: Store, name: str, **fields: Any) -> None:
+    store.submit(name, spec(name, **fields), f"token of {name}", 3)
+
+
+def complete(store: Store, name: str, hints: Mapping[str, Any] | None, **fields: Any) -> None:
+    submit(store, name, **fields)
+    store.transition(name, Allocate(["a"], "it is free"))
+    if hints is not None:
+        store.put_hints(name, 1, hints)
+    store.transition(name, Exited(1, Outcome.COMPLETE))
+
+
+def before(store: Store, name: str, **fields: Any) -> str | None:
+    found = store.families.predecessors({name: spec(name, **fields)})
+    return found[name].job if name in found else None
+
+
+def test_the_last_that_completed_and_measured_something(store: Store, clock: Clock) -> None:
+    assert before(store, "toy-9") is None
+    complete(store, "toy-1", {"maxProfiledReplicas": 1})
+    clock.now += 1
+    complete(store, "toy-2", {"maxProfiledReplicas": 2})
+    clock.now += 1
+    complete(store, "toy-3", None)
+    submit(store, "toy-4")
+    store.transition("toy-4", Allocate(["a"], "it is free"))
+    store.put_hints("toy-4", 1, {"maxProfiledReplicas": 4})
+    found = store.families.predecessors({"toy-9": spec("toy-9"), "else": spec("else")})
+    assert {name: (one.job, one.hints["maxProfiledReplicas"]) for name, one in found.items()} == {
+        "toy-9": ("toy-2", 2)
+    }
+    again = store.families.predecessors({"toy-8": spec("toy-8")})["toy-8"]
+    assert again.hints is found["toy-9"].hints  # not read twice
+    store.transition("toy-4", Cancel())
+    store.transition("toy-4", Exited(1, Outcome.STOPPED, step=1))
+    assert before(store, "toy-9") == "toy-2"
+    assert before(store, "toy-2") is None  # nobody inherits from itself
+    store.deletions.begin("toy-2")
+    store.deletions.finish(store.deletions.pending()[0])
+    assert before(store, "toy-9") == "toy-1"
+
+
+def test_who_is_alike(store: Store) -> None:
+    hints = {"maxProfiledReplicas": 1}
+    complete(store, "toy-1", hints)
+    assert before(store, "toy") == before(store, "toy17") == before(store, "toy-02") == "toy-1"
+    other: list[dict[str, Any]] = [
+        {"script": "other.py"},
+        {"gpu_type": "a100"},
+        {"num_stages": 2},
+        {"stage_choices": (1, 2)},
+        {"process_per_stage": True},
+        {"team": "red"},
+        {"user": "ann"},
+        {"family": ""},
+        {"family": "toy"},
+    ]
+    assert [before(store, "toy-2", **fields) for fields in other] == [None] * len(other)
+    assert before(store, "boy-2") is None
+    # Who names a family shares it with any script, and with no job that names none.
+    complete(store, "big", hints, family="resnet")
+    assert before(store, "small", family="resnet", script="other.py") == "big"
+    assert before(store, "big-2") is None
+    complete(store, "alone-1", hints, family="")
+    assert before(store, "alone-2") is None
+
+
+def test_a_job_that_is_run_again_is_of_the_family_that_it_is_of_now(store: Store) -> None:
+    submit(store, "toy-1")
+    store.transition("toy-1", Cancel())
+    assert before(store, "toy-2") is None
+    complete(store, "toy-1", None, script="other.py")
+    assert before(store, "toy-2") is None
+
+
+def test_of_a_large_family_the_latest_count(store: Store) -> None:
+    """And of those that completed, however many wait."""
+    complete(store, "toy-1", {"maxProfiledReplicas": 1})
+    for number in range(2, MOST_ALIKE + 1):
+        submit(store, f"toy-{number}")
+    assert before(store, "toy") == "toy-1"
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("Res Net", "family: 'Res Net' is not a name; a name begins with a lower-case letter"),
+        ("x" * 64, "has 64 characters; a name has at most 63"),
+        (7, "family: 7 is not allowed; it must be a text"),
+    ],
+)
+def test_families_that_are_no_names(family: object, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job({"name": "toy", "script": "x.py", "family": family})
+    assert says in str(caught.value)
