@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.lifecycle import Exited, Outcome, Phase
 from pipollux_sched.policy import PolluxPolicy
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import JobSpec
@@ -17,9 +17,9 @@ from tests.hybrid.replicas import run_replicas
 from tests.hybrid.telemetry.inheriting_job import NUM_LAYERS, Told, num_parameters, train
 from tests.programs import free_port
 from tests.sched.processes import processes_of
-from tests.sched.scripts import TOY
+from tests.sched.scripts import LIVE, TOY
 from tests.sched.supervised import Service
-from tests.sched.test_scheduler import CLUSTER, training
+from tests.sched.test_scheduler import CLUSTER, Wish, scheduler_on, training
 
 WIDTH = 6
 ROW: dict[str, Any] = {
@@ -171,3 +171,37 @@ def test_the_next_job_starts_as_large_as_pays(directory: Path, tmp_path: Path) -
     assert len(allocated["toy-2"]["nodes"]) > 2
     assert allocated["else-1"]["speedup"] is None
     assert allocated["toy-2"]["speedup"] > 1
+
+
+@pytest.mark.exhaustive
+def test_real_jobs_hand_down_what_they_measured(directory: Path, tmp_path: Path) -> None:
+    """One on two replicas to one on one, which keeps the cap and hands it down in its turn."""
+    policy = Wish()
+    policy.allocations = {"real-1": ["node-a", "node-b"]}
+
+    def job(name: str, **fields: Any) -> JobSpec:
+        results = tmp_path / name
+        results.mkdir()
+        environment = {"RESULTS": str(results), "EPOCHS": "2"}
+        return JobSpec(name=name, script=str(LIVE), environment=environment, **fields)
+
+    with scheduler_on(directory, policy) as scheduler:
+        for spec in (job("real-1", min_replicas=2), job("real-2"), job("else-1")):
+            scheduler.submit(spec)
+            name = spec.name
+            assert scheduler.wait(lambda jobs, name=name: jobs[name].phase.ended, timeout=240)
+            assert scheduler.jobs()[name].phase is Phase.COMPLETE
+        hints = scheduler.store.hints()
+        allocated = scheduler.store.events(types=["allocated"])
+    assert {event["job"]: len(event["nodes"]) for event in allocated} == {
+        "real-1": 2,
+        "real-2": 1,
+        "else-1": 1,
+    }
+    told = {
+        name: {(row["numReplicas"], row["passedOn"]) for row in found["stepProfile"]["rows"]}
+        for name, found in hints.items()
+    }
+    assert told == {"real-1": {(2, 0)}, "real-2": {(1, 0), (2, 1)}, "else-1": {(1, 0)}}
+    most = {name: found["maxProfiledReplicas"] for name, found in hints.items()}
+    assert most == {"real-1": 2, "real-2": 2, "else-1": 1}
