@@ -152,8 +152,7 @@ def simulate(
         bool,
         typer.Option(
             "--inherit-models",
-            help="Let jobs begin with what the last completed job of their family measured (the "
-            "scheduler does not do it).",
+            help="Let jobs begin with what the last completed job of their family measured.",
             rich_help_panel=_JOBS,
         ),
     ] = False,
