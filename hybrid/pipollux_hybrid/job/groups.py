@@ -9,6 +9,8 @@ script that calls ``torch.distributed`` itself goes on as before, with the new r
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence, Set
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,11 @@ BACKEND = "pipollux"
 """Name by which torch knows the groups that are formed here."""
 _made: list[Any] = []
 """The groups that torch knows by this, the newest last: the default one is the first."""
+
+
+# A group that is garbage waits for threads when it is destroyed. A forked process, as a worker of a
+# loader is, has none of its parent's and would wait for ever: it leaves its garbage alone.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class ReplicaGroup:
