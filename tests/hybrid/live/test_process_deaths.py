@@ -20,13 +20,15 @@ def check_ends(job: DyingJob, before: int) -> None:
     """Check how all have ended: the rest of a replica that has lost a process says why, with 1."""
     killed = {x.split(":")[0] for x in job.environment["DIES"].split(",")}
     broken = {x.split(".")[0] for x in killed}
+    statuses, expected = {}, {}
     for index, program in enumerate(job.programs):
         replica, stage = map(str, divmod(index, job.processes))
-        died = f"{replica}.{stage}" in killed
-        expected = -signal.SIGKILL if died else 1 if replica in broken else 0
-        assert program.poll() == expected, (replica, stage, program.errors)
-        if expected == 1:
+        who = f"{replica}.{stage}"
+        statuses[who] = program.poll()
+        expected[who] = -signal.SIGKILL if who in killed else 1 if replica in broken else 0
+        if expected[who] == 1:
             assert "ReplicaBrokenError: " in program.errors
+    assert statuses == expected, job.errors()
 
 
 def run(make_job: MakeJob, before: int, **settings: str) -> DyingJob:

@@ -110,7 +110,10 @@ def _is_of_page(url: str) -> bool:
 
 def _fetch(route: Route) -> None:
     """Bring a file past Chromium's network: see `NETWORK_CHANGED`."""
-    try:
-        route.fulfill(response=route.fetch())
-    except Error:  # there is no server
-        route.abort()
+    with suppress(Error):  # a tab that was closed, or went elsewhere, needs no answer any more
+        try:
+            response = route.fetch()
+        except Error:  # there is no server
+            route.abort()
+        else:
+            route.fulfill(response=response)

@@ -250,7 +250,8 @@ def test_actions_are_confirmed_and_refusals_shown(
     assert service.store.nodes()["node-b"].reason == "a new disk"
     page.get_by_role("button", name="Undrain node-b").click()
     page.get_by_role("button", name="Undrain", exact=True).click()
-    expect(page.get_by_role("button", name="Drain node-b")).to_be_visible()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_role("button", name="Drain node-b", exact=True)).to_be_visible()
     page.goto(f"{tab.url}/#/jobs/grown")
     monkeypatch.setattr(service.control, "_stopping", lambda: True)
     page.get_by_role("button", name="Cancel grown").click()
