@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.fitting.adaptdl import fit_like_adaptdl
     from pipollux_perfmodel.fitting.fit import FitResult, fit_measurements, fit_perf_params
     from pipollux_perfmodel.fitting.report import Assumption, FitReport, RegimeError
-    from pipollux_perfmodel.goodput.config_search import Optimum
+    from pipollux_perfmodel.goodput.config_search import ConfigSearch, Optimum, search_all
     from pipollux_perfmodel.goodput.goodput import GoodputFunction
-    from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction
+    from pipollux_perfmodel.goodput.speedup import Configuration, SpeedupFunction, learn_speedups
     from pipollux_perfmodel.hints.codec import (
         ParamsError,
         grad_params_from_json,
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assumption",
+    "ConfigSearch",
     "Configuration",
     "FitReport",
     "FitResult",
@@ -94,6 +95,7 @@ __all__ = [
     "ideal_schedule",
     "interleaved_memory",
     "largest_micro_bsz",
+    "learn_speedups",
     "least_memory",
     "least_schedule_memory",
     "one_f_one_b_schedule",
@@ -104,14 +106,15 @@ __all__ = [
     "price_stages",
     "reschedule",
     "restage",
+    "search_all",
     "stage_memory",
     "stage_speedups",
 ]
 
 _HOMES = {
-    "goodput.config_search": ("Optimum",),
+    "goodput.config_search": ("ConfigSearch", "Optimum", "search_all"),
     "goodput.goodput": ("GoodputFunction",),
-    "goodput.speedup": ("Configuration", "SpeedupFunction"),
+    "goodput.speedup": ("Configuration", "SpeedupFunction", "learn_speedups"),
     "hints.stage_speedups": ("stage_speedups",),
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
     "partitioning.memory": ("interleaved_memory", "largest_micro_bsz", "stage_memory"),

@@ -11,7 +11,7 @@ replicas are spread over nodes, all that matters is R, and whether there are one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -19,17 +19,11 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.gpipe import Numbers
 from pipollux_perfmodel.timing.params import GradParams, PerfParams, check_params
-from pipollux_perfmodel.timing.step_time import (
-    EPSILON,
-    is_simple,
-    network_time,
-    optim_time,
-    pipeline_time,
-    slowdown,
-    step_time,
-)
+from pipollux_perfmodel.timing.step_time import EPSILON
 
-from .batch_size import BatchBounds, Floats, Integers, choose
+from .batch_bounds import BatchBounds, Bools, Integers
+from .batch_size import BatchChoice, Floats
+from .stacks import ColumnSearch, search_columns
 
 
 class PricedCut(Protocol):
@@ -97,65 +91,106 @@ class _Best(NamedTuple):
     plan: Integers
 
 
-def optimize_pipeline(
-    perf_params: PerfParams,
-    grad_params: GradParams,
-    num_nodes: Integers,
-    num_replicas: Integers,
-    bounds: BatchBounds,
-    num_microbatches: Sequence[int],
-    plans: Sequence[PricedCut | None],
-    memory_limit: float | None,
-) -> _Best:
-    """Return the best configuration of each allocation.
+@dataclass(frozen=True, kw_only=True)
+class ConfigSearch:
+    """The search for the best configurations of one job (`GoodputFunction.search`)."""
 
-    Args:
-        perf_params: step times of plan None.
-        grad_params: size and noise of the gradient.
-        num_nodes: n, any shape.
-        num_replicas: R, the same shape.
-        bounds: what the batch size must keep to; efficiency is relative to its initial one.
-        num_microbatches: numbers of micro-batches to choose from.
-        plans: ways to cut the model to choose from.
-        memory_limit: bytes of a stage's device; None: unbounded.
+    perf_params: PerfParams
+    """Step times of plan None."""
+    grad_params: GradParams
+    """Size and noise of the gradient."""
+    num_nodes: Integers
+    """n of every allocation, any shape."""
+    num_replicas: Integers
+    """R, the same shape."""
+    bounds: BatchBounds
+    """What the batch size must keep to; efficiency is relative to its initial one."""
+    num_microbatches: tuple[int, ...]
+    """Numbers of micro-batches to choose from."""
+    plans: Sequence[PricedCut | None] = (None,)
+    """Ways to cut the model to choose from."""
+    memory_limit: float | None = None
+    """Bytes of a stage's device; None: unbounded."""
+
+
+def search_all(searches: Sequence[ConfigSearch]) -> list[Optimum]:
+    """Return the best configurations of several jobs, as if each were searched for alone.
+
+    Jobs whose models are of one form are evaluated together, in parts of bounded size: a search is
+    many times as fast among others as alone.
 
     Returns:
-        Arrays of shape (allocations,), flattened. Where nothing is within bounds goodput is 0.0,
-        and the atomic batch size the nearest within its own range.
+        For each search arrays of the shape of its allocations. Where nothing is within bounds
+        goodput is 0.0, and the atomic batch size the nearest within its own range.
     """
-    all_params = [
-        perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
-        for plan in plans
-    ]
-    nodes, replicas, inverse = _distinct(num_nodes.ravel(), num_replicas.ravel(), all_params)
-    nearest = np.ceil(bounds.init_batch_size / replicas - EPSILON).astype(np.int64)
-    best = _Best(
-        np.zeros(replicas.shape),
-        np.clip(nearest, bounds.min_atomic_bsz, bounds.max_atomic_bsz),
-        np.zeros_like(replicas),
-        np.full_like(replicas, num_microbatches[0]),
-        np.full_like(replicas, all_params[0].num_stages),
-        np.zeros_like(replicas),
-    )
-    for index, (plan, params) in enumerate(zip(plans, all_params, strict=True)):
-        for count in num_microbatches:
-            for chosen, limited in _limited(bounds, plan, memory_limit, count, replicas):
-                where = nodes[chosen], replicas[chosen]
-                goodput_of = _Goodput(params, grad_params, bounds, *where, count)
-                some = _Best._make([values[chosen] for values in best])
-                better = _improve(some, goodput_of, where[1], limited, count)
-                some.num_stages[better] = params.num_stages
-                some.plan[better] = index
-                for values, new in zip(best, some, strict=True):
-                    values[chosen] = new
-    return _Best(
-        best.goodput[inverse],
-        best.atomic_bsz[inverse],
-        best.accum_steps[inverse],
-        best.num_microbatches[inverse],
-        best.num_stages[inverse],
-        best.plan[inverse],
-    )
+    jobs = [_JobSearch(search) for search in searches]
+    answers = search_columns([part.columns for job in jobs for part in job.parts])
+    first = 0
+    for job in jobs:
+        job.take_best(answers[first : first + len(job.parts)])
+        first += len(job.parts)
+    return [job.optimum() for job in jobs]
+
+
+class _Part(NamedTuple):
+    """One way to run a job on some of its distinct allocations."""
+
+    plan: int
+    allocations: Bools
+    columns: ColumnSearch
+
+
+class _JobSearch:
+    """One search, on the allocations that the model distinguishes."""
+
+    def __init__(self, search: ConfigSearch) -> None:
+        self._search = search
+        self._all_params = [
+            search.perf_params if plan is None else check_params(PerfParams(*plan.perf_params))
+            for plan in search.plans
+        ]
+        nodes, replicas = search.num_nodes.ravel(), search.num_replicas.ravel()
+        self._nodes, self._replicas, self._inverse = _distinct(nodes, replicas, self._all_params)
+        self.parts = list(self._ways())
+
+    def _ways(self) -> Iterator[_Part]:
+        """Yield what is to be looked at, in the order in which equal ones are preferred."""
+        search = self._search
+        for index, (plan, params) in enumerate(zip(search.plans, self._all_params, strict=True)):
+            for count in search.num_microbatches:
+                limits = search.bounds, plan, search.memory_limit, count, self._replicas
+                for chosen, limited in _limited(*limits):
+                    where = self._nodes[chosen], self._replicas[chosen]
+                    columns = ColumnSearch(params, search.grad_params, limited, *where, count)
+                    yield _Part(index, chosen, columns)
+
+    def take_best(self, answers: Sequence[BatchChoice]) -> None:
+        """Keep the best of the parts for every allocation, the first of equal ones."""
+        search, replicas = self._search, self._replicas
+        bounds = search.bounds
+        nearest = np.ceil(bounds.init_batch_size / replicas - EPSILON).astype(np.int64)
+        self._best = best = _Best(
+            np.zeros(replicas.shape),
+            np.clip(nearest, bounds.min_atomic_bsz, bounds.max_atomic_bsz),
+            np.zeros_like(replicas),
+            np.full_like(replicas, search.num_microbatches[0]),
+            np.full_like(replicas, self._all_params[0].num_stages),
+            np.zeros_like(replicas),
+        )
+        for part, choice in zip(self.parts, answers, strict=True):
+            chosen = np.flatnonzero(part.allocations)
+            better = choice.goodput > best.goodput[chosen]
+            chosen = chosen[better]
+            for kept, values in zip(best[:3], choice, strict=True):
+                kept[chosen] = values[better]
+            best.num_microbatches[chosen] = part.columns.num_microbatches
+            best.num_stages[chosen] = self._all_params[part.plan].num_stages
+            best.plan[chosen] = part.plan
+
+    def optimum(self) -> Optimum:
+        """Return the best that was kept, for the allocations as they were asked for."""
+        shape = self._search.num_nodes.shape
+        return Optimum(*(values[self._inverse].reshape(shape) for values in self._best))
 
 
 def _limited(
@@ -164,7 +199,7 @@ def _limited(
     memory_limit: float | None,
     num_microbatches: int,
     num_replicas: Integers,
-) -> Iterator[tuple[NDArray[np.bool_], BatchBounds]]:
+) -> Iterator[tuple[Bools, BatchBounds]]:
     """Yield allocations, as a mask, and their bounds within memory; none where no sample fits."""
     everywhere = np.ones(num_replicas.shape, bool)
     if plan is None or memory_limit is None or not plan.shards_optimizer:
@@ -180,22 +215,6 @@ def _limited(
         alike = [count for count, found in by_count.items() if found == limited]
         if limited is not None:
             yield np.isin(num_replicas, alike), limited
-
-
-def _improve(
-    best: _Best,
-    goodput_of: _Goodput,
-    num_replicas: Integers,
-    bounds: BatchBounds,
-    num_microbatches: int,
-) -> NDArray[np.bool_]:
-    """Write the best batch sizes with M micro-batches where they are better; return where."""
-    choice = choose(bounds, num_replicas, num_microbatches, goodput_of)
-    better = choice.goodput > best.goodput
-    for kept, values in zip(best[:3], choice, strict=True):
-        kept[better] = values[better]
-    best.num_microbatches[better] = num_microbatches
-    return better
 
 
 def _within_memory(
@@ -229,49 +248,3 @@ def _distinct(
     width = int(replicas.max()) + 1
     codes, inverse = np.unique(nodes * width + replicas, return_inverse=True)
     return codes // width, codes % width, inverse
-
-
-class _Goodput:
-    """Goodput of candidates in columns; what depends on columns only is computed once."""
-
-    def __init__(
-        self,
-        params: PerfParams,
-        grad_params: GradParams,
-        bounds: BatchBounds,
-        num_nodes: Integers,
-        num_replicas: Integers,
-        num_microbatches: int,
-    ) -> None:
-        self._params, self._grad_params = params, grad_params
-        self._init_batch_size = bounds.init_batch_size
-        self._nodes, self._replicas = num_nodes, num_replicas
-        self._num_microbatches = num_microbatches
-        self._network = network_time(self._params, num_nodes, num_replicas)
-        self._slow = slowdown(self._params, num_nodes, num_replicas)
-
-    def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
-        """Return goodput, shape (candidates, columns)."""
-        replicas = self._replicas[columns]
-        batch_size = replicas * atomic_bsz * (accum_steps + 1.0)
-        total = self._total_time(columns, atomic_bsz, accum_steps)
-        sqr, var = self._grad_params
-        # efficiency · batch size = (var + sqr) / (var/scale + sqr) · init, without dividing twice
-        noise = var * self._init_batch_size + sqr * batch_size
-        progress = np.where(noise > 0, (var + sqr) * batch_size / np.where(noise > 0, noise, 1), 1)
-        goodput: Floats = self._init_batch_size * progress / total
-        return goodput
-
-    def _total_time(
-        self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers
-    ) -> Numbers:
-        params = self._params
-        if not is_simple(params):
-            where = self._nodes[columns], self._replicas[columns]
-            times = step_time(params, *where, atomic_bsz, accum_steps, self._num_microbatches)
-            return times.total
-        micro_bsz = atomic_bsz / self._num_microbatches
-        pipeline = pipeline_time(params, micro_bsz, self._num_microbatches)
-        accum = pipeline * self._slow[columns] + params.overhead
-        optim = optim_time(params.gamma, accum, self._network[columns])
-        return accum_steps * accum + optim

@@ -19,8 +19,8 @@ from pipollux_perfmodel.timing.gpipe import Numbers
 from pipollux_perfmodel.timing.params import GradParams, PerfParams, check_params
 from pipollux_perfmodel.timing.step_time import StepTime, step_time
 
-from .batch_size import BatchBounds
-from .config_search import Optimum, PricedCut, optimize_pipeline
+from .batch_bounds import BatchBounds
+from .config_search import ConfigSearch, Optimum, PricedCut, search_all
 
 AtomicBszRange = Sequence[int | None]
 """Least and largest atomic batch size; None (or 0): unbounded."""
@@ -191,6 +191,37 @@ class GoodputFunction:
             >>> best.atomic_bsz, best.num_microbatches
             (38, 1)
         """
+        search = self.search(
+            num_nodes,
+            num_replicas,
+            max_batch_size,
+            atomic_bsz_range,
+            accumulation,
+            num_microbatches,
+            plans=plans,
+            memory_limit=memory_limit,
+        )
+        (best,) = search_all([search])
+        sizes = best.num_microbatches, best.num_stages, best.plan
+        return Optimum(*(_plain(values) for values in (*best, *sizes)))
+
+    def search(
+        self,
+        num_nodes: Numbers,
+        num_replicas: Numbers,
+        max_batch_size: float | None = None,
+        atomic_bsz_range: AtomicBszRange | None = None,
+        accumulation: bool = False,
+        num_microbatches: int | Sequence[int] = 1,
+        *,
+        plans: Sequence[PricedCut] = (),
+        memory_limit: float | None = None,
+    ) -> ConfigSearch:
+        """Return what `optimize` with these arguments looks for, to `search_all` jobs together.
+
+        Raises:
+            ValueError: as `optimize`.
+        """
         nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
         counts = tuple(np.atleast_1d(num_microbatches).tolist())
         if np.any((nodes < 1) | (nodes > replicas)) or not counts or min(counts) < 1:
@@ -204,17 +235,16 @@ class GoodputFunction:
                 "plan_stages, which know the bytes of each stage"
             )
         bounds = self._bounds(max_batch_size, atomic_bsz_range, accumulation)
-        chosen = optimize_pipeline(
-            self._perf_params,
-            self._grad_params,
-            nodes,
-            replicas,
-            bounds,
-            counts,
-            plans or (None,),
-            memory_limit,
+        return ConfigSearch(
+            perf_params=self._perf_params,
+            grad_params=self._grad_params,
+            num_nodes=nodes,
+            num_replicas=replicas,
+            bounds=bounds,
+            num_microbatches=counts,
+            plans=plans or (None,),
+            memory_limit=memory_limit,
         )
-        return Optimum(*(_plain(values.reshape(nodes.shape)) for values in chosen))
 
     def with_params(self, perf_params: PerfParams) -> GoodputFunction:
         """Return the goodput of the same job with other step times, as of another pipeline."""

@@ -1,7 +1,8 @@
 """Speedup of a job: its best goodput on an allocation over that on one replica.
 
 The scheduler asks for the same few allocations thousands of times, so answers are kept, by the
-number of nodes and of replicas as far as the model distinguishes them (`step_time`).
+number of nodes and of replicas as far as the model distinguishes them (`step_time`). Those of many
+jobs are learned many times as fast together (`learn_speedups`).
 
 More replicas may do worse, when the batch size has reached its limit or nodes are slow. A policy
 that takes more for never worse can ask for a monotone speedup: that of the best number of replicas
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.gpipe import Numbers
 
-from .config_search import PricedCut
+from .config_search import ConfigSearch, Optimum, PricedCut, search_all
 from .goodput import AtomicBszRange, GoodputFunction
 
 _BASE_SEARCH = 256  # numbers of replicas tried for one that bounds allow
@@ -116,7 +117,7 @@ class SpeedupFunction:
         # Row: nodes, column: replicas. Not a number: not computed yet.
         self._known = np.full((1, max(mem_size, 1)), np.nan)
         self._known[0, 0] = 0.0
-        self._base_goodput = self._find_base() if base_goodput is None else base_goodput
+        self._base_goodput = base_goodput
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
         """Return the speedup, a float for scalars, else an array of the broadcast shape.
@@ -139,8 +140,17 @@ class SpeedupFunction:
         return speedup.item() if speedup.ndim == 0 else speedup
 
     @property
+    def goodput_fn(self) -> GoodputFunction:
+        """The job's goodput, with the step times of the plan if there is only one."""
+        if len(self._bounds["plans"]) == 1:
+            return self._goodput_fn.with_params(self._bounds["plans"][0].perf_params)
+        return self._goodput_fn
+
+    @property
     def base_goodput(self) -> float:
         """Goodput that has speedup 1; 0.0: no batch size is within bounds, all speedups are 0."""
+        if self._base_goodput is None:
+            self._base_goodput = self._find_base(float(self._goodput(1, 1)))
         return self._base_goodput
 
     def configuration(self, num_nodes: int, num_replicas: int) -> Configuration:
@@ -191,9 +201,8 @@ class SpeedupFunction:
             speedup = known[rows, replicas]
         return speedup
 
-    def _find_base(self) -> float:
-        """Return the goodput that counts as speedup 1; 0.0 when nothing is within bounds."""
-        goodput = float(self._goodput(1, 1))
+    def _find_base(self, goodput: float) -> float:
+        """Return the goodput that counts as speedup 1, given one replica's; 0.0: there is none."""
         if goodput > 0:
             return goodput
         _, max_atomic_bsz = self._bounds["atomic_bsz_range"] or (None, None)
@@ -230,10 +239,69 @@ class SpeedupFunction:
         """Compute the answers of these rows and columns of the table."""
         codes = np.unique(rows * known.shape[1] + replicas)
         rows, replicas = np.divmod(codes, known.shape[1])
-        if self._base_goodput > 0:
-            known[rows, replicas] = self._goodput(rows, replicas) / self._base_goodput
+        if self.base_goodput > 0:
+            known[rows, replicas] = self._goodput(rows, replicas) / self.base_goodput
         else:
             known[rows, replicas] = 0.0
+
+    def _asks(self, num_nodes: Numbers, num_replicas: Numbers) -> _Lesson | None:
+        """Return the search for answers that are missing; None: there are none, or it is alone."""
+        if type(self._goodput_fn).optimize is not GoodputFunction.optimize:
+            return None
+        nodes, replicas = np.broadcast_arrays(num_nodes, num_replicas)
+        rows = np.minimum(nodes, self._most_nodes).ravel()
+        replicas = replicas.ravel()
+        known = self._grown(int(rows.max(initial=0)), int(replicas.max(initial=0)))
+        missing = np.isnan(known[rows, replicas]) & (rows >= 1) & (rows <= replicas)
+        rows, replicas = rows[missing], replicas[missing]
+        if not rows.size or self._base_goodput == 0:
+            return None
+        if self._base_goodput is None:
+            rows, replicas = np.append(rows, 1), np.append(replicas, 1)
+        return _Lesson(
+            self, rows, replicas, self._goodput_fn.search(rows, replicas, **self._bounds)
+        )
+
+    def _take_in(self, lesson: _Lesson, found: Optimum) -> None:
+        if self._base_goodput is None:
+            self._base_goodput = self._find_base(float(found.goodput[-1]))
+        known = self._grown(int(lesson.rows.max()), int(lesson.replicas.max()))
+        base = self._base_goodput
+        known[lesson.rows, lesson.replicas] = found.goodput / base if base > 0 else 0.0
+
+
+class _Lesson(NamedTuple):
+    """What one function wants to know, by rows and columns of its table."""
+
+    speedup_fn: SpeedupFunction
+    rows: NDArray[np.int64]
+    replicas: NDArray[np.int64]
+    search: ConfigSearch
+
+
+def learn_speedups(asked: Iterable[tuple[SpeedupFunction, Numbers, Numbers]]) -> None:
+    """Have many jobs' speedups computed together, so that to ask each function is to look it up.
+
+    What a function answers is the same with and without it. Allocations that are known already, or
+    not possible, are passed over.
+
+    Args:
+        asked: functions, each with numbers of nodes and of replicas: integers, or arrays that
+            broadcast.
+
+    Example:
+        >>> goodput_fn = GoodputFunction((0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5), (1.0, 8.0), 32)
+        >>> functions = [SpeedupFunction(goodput_fn, size) for size in (64, 256)]
+        >>> learn_speedups((speedup_fn, 1, np.arange(1, 5)) for speedup_fn in functions)
+    """
+    lessons = [
+        lesson
+        for speedup_fn, num_nodes, num_replicas in asked
+        if (lesson := speedup_fn._asks(num_nodes, num_replicas)) is not None
+    ]
+    found = search_all([lesson.search for lesson in lessons])
+    for lesson, optimum in zip(lessons, found, strict=True):
+        lesson.speedup_fn._take_in(lesson, optimum)
 
 
 def _count_distinguished(goodput_fn: GoodputFunction, plans: Sequence[PricedCut]) -> int:

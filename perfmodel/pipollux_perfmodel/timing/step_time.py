@@ -54,7 +54,8 @@ from .gpipe import (
 from .params import PerfParams
 
 EPSILON = 1e-8
-_ZERO_POWER = 1e-6  # below this, (x^p - 1)/p is log(x) to within rounding
+ZERO_POWER = 1e-6
+"""Below this, (x^p - 1)/p is log(x) to within rounding."""
 _LEAST = 1e-300  # so that the norm of two zeros is about zero
 _NOTHING = 1e-16  # seconds; a γ-norm with a plain zero has no derivative
 
@@ -75,7 +76,11 @@ class StepTime(NamedTuple):
 def norm(x: Numbers, y: Numbers, power: Numbers) -> Numbers:
     """Return (x^power + y^power)^(1/power); never below either, x + y for power 1."""
     # The larger one is taken out of the norm, so that no power overflows or vanishes.
-    largest = np.maximum(np.maximum(x, y), _LEAST)
+    larger = np.maximum(x, y)
+    if larger.size and larger.min() > _LEAST and larger.max() < np.inf:
+        # One of both powers is 1.
+        return larger * (1 + (np.minimum(x, y) / larger) ** power) ** (1 / power)
+    largest = np.maximum(larger, _LEAST)
     return largest * ((x / largest) ** power + (y / largest) ** power) ** (1 / power)
 
 
@@ -325,7 +330,7 @@ def _growth(power: Numbers, num_replicas: Numbers, beyond_two: Numbers) -> Numbe
     if isinstance(power, float) and power == 1.0:
         return beyond_two
     logarithm = np.log(np.maximum(num_replicas - 1, 1.0))
-    if isinstance(power, float) and abs(power) < _ZERO_POWER:
+    if isinstance(power, float) and abs(power) < ZERO_POWER:
         return np.maximum(logarithm, EPSILON)
-    safe = np.where(abs(power) < _ZERO_POWER, _ZERO_POWER, power)
+    safe = np.where(abs(power) < ZERO_POWER, ZERO_POWER, power)
     return np.maximum((np.exp(safe * logarithm) - 1) / safe, EPSILON)

@@ -75,6 +75,7 @@ def test_arrays_and_scalars_agree_and_nothing_is_worth_nothing() -> None:
 def test_answers_are_kept_also_beyond_mem_size() -> None:
     goodput_fn = Counted(SEVEN, (1.0, 8.0), 32)
     speedup_fn = SpeedupFunction(goodput_fn, 4096, (8, 64), True, mem_size=4)
+    assert speedup_fn.base_goodput > 0  # found when it is first asked for
     nodes, replicas = np.meshgrid(np.arange(2, 20), np.arange(20, 60))
     goodput_fn.asked = 0
     first = speedup_fn(nodes, replicas)
@@ -202,6 +203,7 @@ def test_idle_replicas_may_leave_nodes() -> None:
 def test_asks_once_for_what_the_model_tells_apart(extra: dict[str, float], told_apart: int) -> None:
     goodput_fn = Counted(SEVEN._replace(**extra), (1.0, 8.0), 32)
     speedup_fn = SpeedupFunction(goodput_fn, 4096, (8, 64), True)
+    assert speedup_fn.base_goodput > 0  # found when it is first asked for
     nodes = np.arange(1, 9)
     goodput_fn.asked = 0
     first = speedup_fn(nodes, 16)

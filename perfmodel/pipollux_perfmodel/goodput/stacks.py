@@ -1,0 +1,91 @@
+"""Columns of many jobs, looked at together where their models are of one form.
+
+What an evaluation costs beside its arithmetic is the same for one column and for a thousand. So
+columns of several jobs are put beside each other, up to a size that stays in a processor's cache,
+whatever the number of jobs. What a column is given does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipollux_perfmodel.timing.params import GradParams, PerfParams
+from pipollux_perfmodel.timing.stacked_params import stack_key
+
+from .batch_bounds import BatchBounds, Integers, stack_bounds
+from .batch_size import BatchChoice, choose, has_few
+from .candidate_goodput import CandidateGoodput
+
+_MOST_COLUMNS = 512
+"""Of one evaluation, unless one job has more: a hundred candidates of each are 0.4 MB a number."""
+
+
+class ColumnSearch(NamedTuple):
+    """The search for the best batch sizes of one job, cut and run in one way."""
+
+    params: PerfParams
+    grad_params: GradParams
+    bounds: BatchBounds
+    num_nodes: Integers
+    """n of every allocation, (columns,)."""
+    num_replicas: Integers
+    """R of every allocation, (columns,)."""
+    num_microbatches: int
+
+
+def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
+    """Return the best batch sizes of every search, as if each were asked for alone."""
+    answers: dict[int, BatchChoice] = {}
+    for stack in _stacks(searches):
+        parts = [searches[index] for index in stack]
+        ends = np.cumsum([len(part.num_replicas) for part in parts])
+        columns = zip(*(np.split(values, ends[:-1]) for values in _search(parts)), strict=True)
+        answers.update(zip(stack, map(BatchChoice._make, columns), strict=True))
+    return [answers[index] for index in range(len(searches))]
+
+
+def _stacks(searches: Sequence[ColumnSearch]) -> Iterator[list[int]]:
+    """Yield the searches, by index, that are looked at together."""
+    by_form: dict[Hashable, list[int]] = {}
+    for index, search in enumerate(searches):
+        key = stack_key(search.params)
+        form = index if key is None else (key, *_rules(search))
+        by_form.setdefault(form, []).append(index)
+    for alike in by_form.values():
+        stack: list[int] = []
+        columns = 0
+        for index in alike:
+            more = len(searches[index].num_replicas)
+            if stack and columns + more > _MOST_COLUMNS:
+                yield stack
+                stack, columns = [], 0
+            stack.append(index)
+            columns += more
+        yield stack
+
+
+def _rules(search: ColumnSearch) -> tuple[Hashable, ...]:
+    """Return what the bounds of searches that are looked at together must have in common."""
+    count, bounds = search.num_microbatches, search.bounds
+    return count, bounds.rules, has_few(bounds, count), has_few(bounds, 1)
+
+
+def _search(parts: Sequence[ColumnSearch]) -> BatchChoice:
+    num_columns = [len(part.num_replicas) for part in parts]
+    nodes = np.concatenate([part.num_nodes for part in parts])
+    replicas = np.concatenate([part.num_replicas for part in parts])
+    count = parts[0].num_microbatches
+    goodput_of = CandidateGoodput(
+        [part.params for part in parts],
+        [part.grad_params for part in parts],
+        [part.bounds.init_batch_size for part in parts],
+        num_columns,
+        nodes,
+        replicas,
+        count,
+    )
+    bounds = stack_bounds([part.bounds for part in parts], num_columns)
+    return choose(bounds, replicas, count, goodput_of)

@@ -1,0 +1,150 @@
+"""Jobs that are searched for together get what each gets alone, whatever their neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipollux_perfmodel import (
+    GoodputFunction,
+    PerfParams,
+    SpeedupFunction,
+    learn_speedups,
+    search_all,
+)
+from pipollux_perfmodel.goodput import stacks
+from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
+from pipollux_perfmodel.partitioning.stage_plan import plan_stages
+from tests.extent import examples
+from tests.perfmodel.strategies import grad_params, perf_params, pipelines
+
+SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+NODES, REPLICAS = np.array([1, 1, 1, 2, 2, 3, 4]), np.array([1, 2, 7, 2, 16, 33, 64])
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> dict[str, Any]:
+    """Bounds of a batch, of which some leave few batch sizes, and some none."""
+    low = draw(st.sampled_from([None, 1, 8, 20]))
+    high = draw(st.sampled_from([None, 24, 128, 1000]))
+    counts = st.sampled_from([1, 4, (1, 4), (2, 8)])
+    return {
+        "max_batch_size": draw(st.sampled_from([None, 32, 50, 700, 4096])),
+        "atomic_bsz_range": (low, high),
+        "accumulation": draw(st.booleans()),
+        "num_microbatches": draw(counts),
+    }
+
+
+def jobs() -> st.SearchStrategy[list[tuple[GoodputFunction, dict[str, Any]]]]:
+    """A few jobs: of one stage, pipelines of any schedule, with like powers and unlike ones."""
+    params = st.one_of(
+        perf_params(1),
+        perf_params(),
+        pipelines(),
+        perf_params(2).map(lambda p: p._replace(gamma=2.0)),
+    )
+    goodput_fn = st.builds(GoodputFunction, params, grad_params(), st.sampled_from([20, 32]))
+    return st.lists(st.tuples(goodput_fn, limits()), min_size=1, max_size=6)
+
+
+@examples(60, 600)
+@given(jobs())
+def test_a_search_among_others_finds_what_it_finds_alone(
+    asked: list[tuple[GoodputFunction, dict[str, Any]]],
+) -> None:
+    together = search_all([fn.search(NODES, REPLICAS, **bounds) for fn, bounds in asked])
+    for (goodput_fn, bounds), found in zip(asked, together, strict=True):
+        alone = goodput_fn.optimize(NODES, REPLICAS, **bounds)
+        np.testing.assert_allclose(found.goodput, alone.goodput, rtol=1e-12, atol=0)
+        for column, best in enumerate(found.goodput):
+            # Of configurations that are as good as each other either may be named.
+            sizes = int(found.atomic_bsz[column]), int(found.accum_steps[column])
+            if best > 0:
+                where = int(NODES[column]), int(REPLICAS[column])
+                plan = int(found.num_microbatches[column])
+                value = goodput_fn(*where, *sizes, plan)
+                assert value == pytest.approx(best, rel=1e-12)
+
+
+def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(0.02, 0.4, 30)
+    functions = [
+        GoodputFunction(SEVEN._replace(alpha_c=s, beta_c=s / 40, gamma=1 + s), (1.0, 9 * s), 32)
+        for s in seconds
+    ]
+    bounds = [
+        {"max_batch_size": 2048, "atomic_bsz_range": (8, 200 + number % 3), "accumulation": True}
+        for number in range(30)
+    ]
+    alone = [fn.optimize(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]  # type: ignore[arg-type]
+    for most in (1, 20, 10_000):
+        monkeypatch.setattr(stacks, "_MOST_COLUMNS", most)
+        asked = [fn.search(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]  # type: ignore[arg-type]
+        for found, one in zip(search_all(asked), alone, strict=True):
+            for values, expected in zip(found, one, strict=True):
+                np.testing.assert_array_equal(values, expected)
+
+
+@examples(30, 300)
+@given(jobs(), st.booleans(), st.booleans())
+def test_learned_speedups_are_those_that_each_function_would_find(
+    asked: list[tuple[GoodputFunction, dict[str, Any]]], monotone: bool, based: bool
+) -> None:
+    options = {"monotone": monotone, "base_goodput": 3.0 if based else None}
+    ones, others = (
+        [SpeedupFunction(fn, **bounds, **options) for fn, bounds in asked] for _ in range(2)
+    )
+    ones[0](1, 2)  # some is known before
+    learn_speedups((one, NODES, REPLICAS) for one in ones)
+    for one, other in zip(ones, others, strict=True):
+        assert one.base_goodput == pytest.approx(other.base_goodput, rel=1e-12)
+        expected = other(NODES, REPLICAS)
+        np.testing.assert_allclose(one(NODES, REPLICAS), expected, rtol=1e-12, atol=0)
+
+
+def test_what_was_learned_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = SpeedupFunction(GoodputFunction(SEVEN, (1.0, 8.0), 32), 1024, (8, 64), True)
+    learn_speedups([(one, NODES, REPLICAS), (one, 0, 0), (one, 3, 2)])
+    known = one(NODES, REPLICAS)
+    monkeypatch.setattr(GoodputFunction, "search", None)
+    learn_speedups([(one, NODES, REPLICAS)])
+    np.testing.assert_array_equal(one(NODES, REPLICAS), known)
+
+
+def test_a_goodput_of_its_own_is_asked_alone() -> None:
+    class Doubled(GoodputFunction):
+        def optimize(self, *args: Any, **kwargs: Any) -> Any:
+            best = super().optimize(*args, **kwargs)
+            return type(best)(best.goodput * np.asarray(args[1]), *best[1:])
+
+    one, other = (
+        SpeedupFunction(Doubled(SEVEN, (1.0, 8.0), 32), 1024, (8, 64), True) for _ in range(2)
+    )
+    learn_speedups([(one, NODES, REPLICAS)])
+    np.testing.assert_array_equal(one(NODES, REPLICAS), other(NODES, REPLICAS))
+
+
+def test_plans_within_memory_are_as_alone() -> None:
+    functions = []
+    for number in range(4):
+        layers = LayerProfile.from_layers(
+            [Layer(0.0, 1.0 + number, 0.0, 2.0, activation_bytes=3.0)] * 6
+        )
+        plans = tuple(plan_stages(layers, k, 4, SEVEN, micro_bsz=8) for k in (1, 2, 3))
+        goodput_fn = GoodputFunction(SEVEN, (1.0, 8.0), 32)
+        bounds = {"max_batch_size": 512, "num_microbatches": (4, 8), "memory_limit": 2000.0}
+        functions.append((goodput_fn, {**bounds, "plans": plans}))
+    found = search_all([fn.search(NODES, REPLICAS, **b) for fn, b in functions])  # type: ignore[arg-type]
+    for (goodput_fn, b), one in zip(functions, found, strict=True):
+        alone = goodput_fn.optimize(NODES, REPLICAS, **b)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(one.goodput, alone.goodput)
+        np.testing.assert_array_equal(one.plan, alone.plan)
+        np.testing.assert_array_equal(one.num_stages, alone.num_stages)
