@@ -1,0 +1,50 @@
+"""One decision of `ExactPolicy` for 10 000 GPUs and 4000 jobs, by how much is new.
+
+    OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/largest.py [--stages 1,2,4] [--pollux]
+
+Prints seconds of CPU time for each decision: no speedup is known; all are, and nothing is held; the
+cluster runs and a twentieth of the jobs is new; nothing is. Then the peak of the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+from questions import Allocations, Question, Size, make_jobs, replace_some
+
+from pipollux_sched.policy import ExactPolicy, FairSpeedup
+
+SIZE = Size(1250, 8, 4000)
+
+
+def main() -> None:
+    """Ask for the decisions, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", default="1", help="numbers of stages of every job, by commas")
+    parser.add_argument("--pollux", action="store_true", help="by Pollux's objective")
+    options = parser.parse_args()
+    stages = tuple(int(number) for number in options.stages.split(","))
+    policy = ExactPolicy(FairSpeedup() if options.pollux else None)
+    jobs = make_jobs(SIZE, stages, 0)
+    empty = Question(jobs, SIZE.nodes, {})
+    first = ask("all new", policy, empty)
+    ask("known, nothing held", policy, empty)
+    some, held = replace_some(jobs, first, SIZE, stages, 0)
+    second = ask("a twentieth new", policy, Question(some, SIZE.nodes, held))
+    ask("nothing new", policy, Question(some, SIZE.nodes, second))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory {peak:.0f} MiB")
+
+
+def ask(label: str, policy: ExactPolicy, question: Question) -> Allocations:
+    """Print how long a decision takes; return it."""
+    begin = time.process_time()
+    answer = question.ask(policy)
+    print(f"{label}: {time.process_time() - begin:.2f} s", flush=True)
+    return answer
+
+
+if __name__ == "__main__":
+    main()
