@@ -127,6 +127,7 @@ class Scheduler:
             FixedStrategy(allocations or {}) if fixed else PolicyStrategy(policy)
         )
         self._policy_name = "fixed" if fixed else type(policy).__name__
+        self._fairness = None if fixed else getattr(policy, "fairness", None)
         self._autoscaler: Autoscaler | None = None
         if not fixed and autoscaling is not None and expander is not None:
             self._autoscaler = Autoscaler(autoscaling, expander, policy, on_change=self._note_nodes)
@@ -304,7 +305,9 @@ class Scheduler:
             environment=self._environment,
             plan_settings={
                 "policy": self._policy_name,
+                "fairness": self._fairness,
                 "restart_seconds": self._restart_seconds,
+                "interval": self._interval,
                 "even": engine.even,
             },
             grace=self._grace,

@@ -143,7 +143,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ([], "there are no jobs; give a WORKLOAD.csv or --generate MIX"),
+        ([], "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR"),
         (
             ["traced.csv", "--generate", "mixed"],
             "--generate mixed and traced.csv both say which jobs there are; leave one of them out",
@@ -177,6 +177,11 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
             "known are a100-40g, v100-16g",
         ),
         (["pipelines.csv", "--interval", "0"], "interval: 0.0 must be above 0"),
+        (
+            ["pipelines.csv", "-p", "fifo", "--fairness", "1.25"],
+            "fairness: 1.25 is a promise of the policy exact, not of fifo; leave it out, "
+            "or take the policy exact",
+        ),
         (
             ["pipelines.csv", "--rescale-seconds", "31"],
             "rescale_seconds: 31.0 must be between 0 and restart_seconds = 30.0, or left out",

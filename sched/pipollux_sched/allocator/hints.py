@@ -35,7 +35,7 @@ class HintsWorth(NamedTuple):
     """Why they are implausible: the end of a sentence that begins with the hints."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)  # with fewer than there are jobs, each decision would ask all anew
 def worth(
     hints: SchedHints, num_stages: int, choices: tuple[int, ...], most_replicas: int
 ) -> HintsWorth:

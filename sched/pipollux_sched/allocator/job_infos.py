@@ -86,6 +86,7 @@ def job_info(
     num_stages: int | None = None,
     teams: TeamsSpec | None = None,
     history: LengthHistory | None = None,
+    mean_jobs: float | None = None,
 ) -> JobInfo:
     """Convert a job to the policy's form.
 
@@ -103,6 +104,7 @@ def job_info(
         num_stages: K that it runs with, which is always one of its shapes; None: it does not run.
         teams: say its team and priority; None: there are no teams.
         history: what completed jobs say of its length; None: nothing.
+        mean_jobs: that were unfinished, averaged over its life; None: not known.
     """
     said = hints_worth(spec, hints)
     hints = None if said.doubt else hints
@@ -124,6 +126,8 @@ def job_info(
         gpu_type=spec.gpu_type,
         shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
         attained_service=attained_service,
+        mean_jobs=mean_jobs,
+        allowed_replicas=spec.max_replicas,
         **length_of(spec, hints, own, history),
         requested_replicas=spec.requested_replicas,
         team="" if teams is None else teams.team_of(spec),

@@ -12,7 +12,7 @@ from pipollux_sched.store import CompletedRecord, Store
 
 from .hints import worth
 
-__all__ = ["LearnedLengths", "length_of"]
+__all__ = ["LearnedLengths", "family_name", "length_of", "whole_samples"]
 
 
 class LearnedLengths:
@@ -52,15 +52,28 @@ def _completed(record: CompletedRecord) -> CompletedJob | None:
     own = worth(hints, spec.num_stages, (), most).speedups.get(spec.num_stages)
     if not trained or own is None or not own.base_goodput > 0:
         return None
-    # The last hints are some seconds old when a job ends: what it could have trained since then it
-    # has, as far as it was to train any more.
-    since = own.base_goodput * most * max(record.ended_at - record.time, 0.0)
-    whole = trained + min(left or 0.0, since)
+    whole = whole_samples(hints, own, record.ended_at - record.time)
     declared = None if left is None else trained + left
-    return CompletedJob(_family(spec), whole, whole / own.base_goodput, declared)
+    return CompletedJob(family_name(spec), whole, whole / own.base_goodput, declared)
 
 
-def _family(spec: JobSpec) -> str:
+def whole_samples(hints: SchedHints, own: SpeedupFunction, since: float) -> float:
+    """Return how many samples a completed job has trained, by its last hints.
+
+    They are some seconds old when it ends: what it could have trained since then it has, as far as
+    it was to train any more.
+
+    Args:
+        hints: its last ones.
+        own: the speedup of its own shape.
+        since: seconds from the hints to its end.
+    """
+    most = max(hints.max_profiled_replicas, 1)
+    could = own.base_goodput * most * max(since, 0.0)
+    return (hints.trained_samples or 0.0) + min(hints.remaining_samples or 0.0, could)
+
+
+def family_name(spec: JobSpec) -> str:
     """Return whose lengths are like a job's; of a job that is of no family its own name."""
     return family_of(spec.name) if spec.family is None else spec.family or spec.name
 
@@ -80,15 +93,17 @@ def length_of(
         return {}
     trained, left, goodput = hints.trained_samples, hints.remaining_samples, own.base_goodput
     told = {} if left is None else {"remaining_work": left / goodput}
+    if trained is not None:
+        told["work_done"] = trained / goodput
     if not all(map(math.isfinite, told.values())):
         return {}
     if trained is None or history is None or not history.knows(declared=left is not None):
         return told
-    family = _family(spec)
+    family = family_name(spec)
     declared = None if left is None else trained + left
     return {
         # What jobs declare says more than that they are of a family.
         "family": family if left is None else "",
         "work_left": history.work_left(family, trained, goodput, declared),
-        "work_done": trained / goodput,
+        "work_done": told["work_done"],
     }

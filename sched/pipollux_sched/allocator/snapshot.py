@@ -31,6 +31,7 @@ from pipollux_sched.views.teams import stored_teams
 from .inherited_hints import Heir, HeirReader, without_rows
 from .job_infos import hints_worth, job_info, node_info
 from .learned_lengths import LearnedLengths
+from .mean_jobs import mean_jobs
 from .strategy import Candidate
 
 __all__ = ["Snapshot", "SnapshotReader", "is_pinned", "present_nodes"]
@@ -107,6 +108,7 @@ class SnapshotReader:
         service, costs = store.attained_service(live=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
         jobs = store.jobs(live=True)
+        unfinished = mean_jobs(store, jobs, self._clock())
         teams, history = stored_teams(store), self._lengths.read()
         heirs = self._heirs.read({job.name: job.spec for job in jobs if job.name not in hints})
         candidates = [
@@ -119,6 +121,7 @@ class SnapshotReader:
                 restart=costs.get(job.name, self._restart_seconds),
                 rescale=_rescale_seconds(job.state, pauses.get(job.name)),
                 changes=changes.get(job.name, 0),
+                unfinished=unfinished.get(job.name),
                 teams=teams,
                 history=history,
             )
@@ -152,6 +155,7 @@ class SnapshotReader:
         restart: float,
         rescale: float | None,
         changes: int,
+        unfinished: float | None,
         teams: TeamsSpec | None,
         history: LengthHistory,
     ) -> Candidate:
@@ -170,6 +174,7 @@ class SnapshotReader:
             rescale_seconds=rescale,
             num_rescales=changes,
             attained_service=service,
+            mean_jobs=unfinished,
             num_stages=job.state.num_stages if job.state.assigned else None,
             teams=teams,
             history=history,

@@ -112,6 +112,17 @@ PassEnvironment: TypeAlias = Annotated[
     ),
 ]
 
+Fairness: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="F",
+        min=1.0,
+        help="Promise that no job ends later than F times as late as on an equal share, where that "
+        "can be; by the policy exact.",
+        show_default="no promise",
+    ),
+]
+
 PolicyName: TypeAlias = Annotated[
     str | None,
     typer.Option(

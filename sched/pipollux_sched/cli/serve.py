@@ -19,7 +19,7 @@ from pipollux_sched.backend.slurm.expander import SlurmExpander
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
-from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, make_policy
+from pipollux_sched.policy import DEFAULT_POLICY, AutoscalingRules, Policy, make_policy
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
@@ -30,7 +30,7 @@ from pipollux_sched.utils.text import count
 from pipollux_sched.utils.units import MOST_SECONDS
 
 from .option_group import with_groups
-from .options import ClusterFile, PassEnvironment, PolicyName, StateDirectory
+from .options import ClusterFile, Fairness, PassEnvironment, PolicyName, StateDirectory
 from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
@@ -69,6 +69,7 @@ class PolicyFlags:
 
     panel: ClassVar[str] = "Policy"
     policy: PolicyName = None
+    fairness: Fairness = None
     teams: Annotated[
         Path | None,
         typer.Option(
@@ -163,7 +164,7 @@ def serve(
     scheduler = Scheduler(
         directory,
         _cluster(nodes.backend, nodes.cluster),
-        make_policy(deciding.policy or DEFAULT_POLICY),
+        _policy(deciding),
         interval=deciding.interval,
         hints_interval=jobs.hints_interval,
         checkpoint_interval=jobs.checkpoint_interval,
@@ -195,6 +196,14 @@ def serve(
         serve_until(scheduler, interruption)
         typer.echo("Stopping: jobs save and go on when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)
+
+
+def _policy(deciding: PolicyFlags) -> Policy:
+    try:
+        return make_policy(deciding.policy or DEFAULT_POLICY, fairness=deciding.fairness)
+    except ValueError as error:
+        reason = str(error).removeprefix("fairness: ")
+        raise typer.BadParameter(reason, param_hint="'--fairness'") from None
 
 
 def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:

@@ -5,15 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipollux_sched.errors import PipolluxError
 
 from .console import USAGE, CommandError
+from .simulate_history import PastRun, past_nodes, read_past
+from .simulate_options import FitName, SimulatedClusterFlags, SimulatedJobFlags
 
 if TYPE_CHECKING:
     from pipollux_sched.policy import NodeInfo
-    from pipollux_sched.simulator import Experiment, JobArrival, Workload
+    from pipollux_sched.simulator import (
+        Experiment,
+        JobArrival,
+        Options,
+        SimulationOutcome,
+        Workload,
+    )
+    from pipollux_sched.simulator.applications.trace_model import Fit
+    from pipollux_sched.simulator.history.records import SchedulerHistory
     from pipollux_sched.simulator.workload.generate import Mix
+    from pipollux_sched.spec.teams import TeamsSpec
+
+__all__ = ["SimulationInputs", "input_errors"]
 
 _NODE_TYPE = re.compile(r"(?P<type>[^=]+)=(?P<count>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)")
 
@@ -32,15 +48,225 @@ def input_errors() -> Iterator[None]:
         ) from error
 
 
-def policy_names(text: str | None) -> list[str]:
-    """Return the policies of a comma-separated list, each once; None: the default, "all": all.
+@dataclass(frozen=True)
+class SimulationInputs:
+    """What is simulated."""
+
+    experiment: Experiment
+    pairs: list[tuple[Workload, str]]
+    """Workloads, and the policies to run them under."""
+    past: PastRun | None
+    """The history that is replayed, if there is one."""
+
+    @property
+    def actual(self) -> list[SimulationOutcome]:
+        """What really happened, where that is known."""
+        return [] if self.past is None else [self.past.actual]
+
+    @classmethod
+    def read(
+        cls,
+        paths: Sequence[Path],
+        policy: str | None,
+        seed: int,
+        cluster: SimulatedClusterFlags,
+        jobs: SimulatedJobFlags,
+    ) -> SimulationInputs:
+        """Read what the command line names.
+
+        Raises:
+            CommandError: options contradict each other, or a history cannot be read.
+            ValueError: a file or an option is invalid.
+            OSError: a file cannot be read.
+        """
+        from pipollux_sched.policy import DEFAULT_POLICY, make_policy
+        from pipollux_sched.simulator import Experiment
+
+        _check_source(paths, jobs)
+        history = None if jobs.from_state is None else read_past(jobs.from_state)
+        own = DEFAULT_POLICY if history is None else history.policy or DEFAULT_POLICY
+        names = policy_names(own if policy is None else policy)
+        if cluster.fairness is not None and DEFAULT_POLICY not in names:
+            make_policy(names[0], fairness=cluster.fairness)
+        there = _nodes(cluster, history)
+        options = _options(cluster, jobs, seed, history, [*there])
+        experiment = Experiment(there, options, jobs.traces, seed, _fit(jobs.fit), cluster.fairness)
+        chosen, past = _workloads(paths, experiment, cluster, jobs, history)
+        for workload in chosen:
+            experiment.applications(workload)
+        return cls(experiment, [(workload, name) for workload in chosen for name in names], past)
+
+
+def _check_source(paths: Sequence[Path], jobs: SimulatedJobFlags) -> None:
+    """Check that jobs come from one place.
+
+    Raises:
+        CommandError: they come from several, or from none.
+    """
+    given = [str(paths[0])] if paths else []
+    given += [f"--generate {jobs.generate.value}"] if jobs.generate is not None else []
+    given += ["--from-state"] if jobs.from_state is not None else []
+    if len(given) > 1:
+        last, first = given[0], given[1]
+        raise CommandError(
+            f"{first} and {last} both say which jobs there are; leave one of them out", USAGE
+        )
+    if not given:
+        raise CommandError(
+            "there are no jobs; give a WORKLOAD.csv, --generate MIX or --from-state DIR", USAGE
+        )
+    if jobs.from_state is not None and jobs.traces is not None:
+        raise CommandError(
+            "--traces: jobs of a history are timed by what they measured; leave it out", USAGE
+        )
+
+
+def _nodes(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> dict[str, NodeInfo]:
+    """Return the nodes of a simulation.
+
+    Raises:
+        ValueError: options contradict each other, or a type of node is invalid.
+    """
+    said = cluster.nodes is not None or cluster.gpus is not None or bool(cluster.node_type)
+    if history is None or said:
+        if cluster.add_nodes:
+            raise ValueError(
+                "--add-nodes: adds to the nodes of a history; give --from-state, and neither "
+                "--nodes nor --gpus nor --node-type"
+            )
+        number, gpus = cluster.nodes or 16, cluster.gpus or 4
+        return cluster_nodes(number, gpus, cluster.node_type or (), preemptible=cluster.spot)
+    nodes = past_nodes(history, cluster.add_nodes)
+    if not cluster.spot:
+        return nodes
+    return {name: replace(node, preemptible=True) for name, node in nodes.items()}
+
+
+def _options(
+    cluster: SimulatedClusterFlags,
+    jobs: SimulatedJobFlags,
+    seed: int,
+    history: SchedulerHistory | None,
+    nodes: Sequence[str],
+) -> Options:
+    """Return how the cluster behaves: as the command line says, else as in the history.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    from pipollux_sched.simulator import KnownLength, Options, node_events
+
+    known, inherits = jobs.known_length, jobs.inherit_models
+    usual = (
+        _UsualOptions()
+        if history is None
+        else _UsualOptions(history.interval, history.restart_seconds, "declared", inherits=True)
+    )
+    most_days = Options.most_days
+    events = node_events(nodes, most_days, seed, failures=cluster.failures, spot=cluster.spot)
+    return Options(
+        usual.interval if cluster.interval is None else cluster.interval,
+        usual.restart_seconds if cluster.restart_seconds is None else cluster.restart_seconds,
+        cluster.rescale_seconds,
+        cluster.interference,
+        node_events=events,
+        known_length=KnownLength.parse(usual.known_length if known is None else known, seed),
+        inherit_models=usual.inherits if inherits is None else inherits,
+        at_changes=history is not None,
+        teams=_teams(cluster, history),
+        on_arrival=cluster.on_arrival,
+    )
+
+
+class _UsualOptions(NamedTuple):
+    """What counts where the command line says nothing."""
+
+    interval: float = 60.0
+    restart_seconds: float = 30.0
+    known_length: str = "exact"
+    inherits: bool = False
+
+
+def _teams(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> TeamsSpec | None:
+    if cluster.teams is None:
+        return None if history is None else history.teams
+    from pipollux_sched.spec.teams import load_teams
+
+    return load_teams(cluster.teams)
+
+
+def _workloads(
+    paths: Sequence[Path],
+    experiment: Experiment,
+    cluster: SimulatedClusterFlags,
+    jobs: SimulatedJobFlags,
+    history: SchedulerHistory | None,
+) -> tuple[list[Workload], PastRun | None]:
+    """Return what is to be simulated.
+
+    Raises:
+        ValueError: a file or an option is invalid, or there are no jobs.
+        OSError: a file cannot be read.
+    """
+    teams = experiment.options.teams
+    if history is not None:
+        past = _past_run(history, experiment, cluster, jobs)
+        return [past.workload(jobs.load)], past
+    if jobs.generate is not None:
+        drawn = draw_workload(jobs.generate.value, experiment, jobs.num_jobs, jobs.hours, jobs.load)
+        return [replace(drawn, jobs=drawn.jobs[: jobs.jobs])], None
+    found = read_workloads(paths, jobs.load, jobs.jobs)
+    for workload in found:
+        if teams is not None:
+            _check_owners(workload, teams)
+    return found, None
+
+
+def _check_owners(workload: Workload, teams: TeamsSpec) -> None:
+    try:
+        for job in workload.jobs:
+            teams.check_names(job)
+    except PipolluxError as error:
+        raise ValueError(f"{workload.name}: {error}") from error
+
+
+def _past_run(
+    history: SchedulerHistory,
+    experiment: Experiment,
+    cluster: SimulatedClusterFlags,
+    jobs: SimulatedJobFlags,
+) -> PastRun:
+    from pipollux_sched.simulator.history.workload import replay
+
+    made = replay(
+        history,
+        experiment.nodes,
+        name=(jobs.from_state or Path()).expanduser().resolve().name,
+        first=jobs.jobs,
+        restart_seconds=cluster.restart_seconds,
+        rescale_seconds=cluster.rescale_seconds,
+    )
+    changed = cluster.failures or cluster.spot or jobs.load != 1 or cluster.interference > 0
+    unchanged = dict(experiment.nodes) == dict(history.nodes) and not changed
+    unchanged &= experiment.options.teams == history.teams
+    return PastRun(history, made, unchanged=unchanged, teams=experiment.options.teams)
+
+
+def _fit(name: FitName) -> Fit:
+    from pipollux_perfmodel import fit_like_adaptdl, fit_perf_params
+
+    return fit_like_adaptdl if name is FitName.adaptdl else fit_perf_params
+
+
+def policy_names(text: str) -> list[str]:
+    """Return the policies of a comma-separated list, each once; "all": all.
 
     Raises:
         ValueError: one is unknown.
     """
-    from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, make_policy
+    from pipollux_sched.policy import POLICIES, make_policy
 
-    names = [name.strip() for name in (DEFAULT_POLICY if text is None else text).split(",")]
+    names = [name.strip() for name in text.split(",")]
     names = list(POLICIES) if names == ["all"] else list(dict.fromkeys(names))
     for name in names:
         make_policy(name)

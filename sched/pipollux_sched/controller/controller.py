@@ -35,7 +35,8 @@ class Controller:
         backend: runs the jobs.
         state_dir: where their logs and checkpoints are.
         environment: variables of every job; what is added later counts for later generations.
-        plan_settings: further data of the event that lists the nodes: policy, restart_seconds.
+        plan_settings: further data of the event that lists the nodes: policy, interval,
+            restart_seconds.
         grace: seconds that a job has to save when it is asked to stop.
         heartbeat_timeout: seconds without a heartbeat after which a replica is taken for lost.
         reconsider: called when the allocator has something new to decide on.

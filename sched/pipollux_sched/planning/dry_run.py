@@ -21,7 +21,7 @@ from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.policy import DEFAULT_POLICY, POLICIES, Allocation, NodeInfo, make_policy
 from pipollux_sched.store import Store
-from pipollux_sched.views.cluster import serves_evenly, serving_policy
+from pipollux_sched.views.cluster import serves_evenly, serving_fairness, serving_policy
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -44,7 +44,8 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
     """
     serving = serving_policy(store)
     name = policy or (serving if serving in POLICIES else DEFAULT_POLICY)
-    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed))
+    fairness = serving_fairness(store) if name == serving else None
+    strategy: Strategy = PolicyStrategy(make_policy(name, seed=seed, fairness=fairness))
     if serves_evenly(store):
         strategy = EvenStrategy(strategy)
     state = Snapshot.read(store)

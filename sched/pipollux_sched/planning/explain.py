@@ -27,6 +27,7 @@ from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.utils.text import seconds, spell_moment
 from pipollux_sched.views.changes import change_under_way
+from pipollux_sched.views.cluster import serving_fairness
 from pipollux_sched.views.explanation import (
     Alternative,
     ExplanationView,
@@ -35,6 +36,8 @@ from pipollux_sched.views.explanation import (
     NextChange,
 )
 from pipollux_sched.views.models import JobView
+
+from .fair_words import fair_limit
 
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
 """What is free on every node, by kind of resource."""
@@ -135,7 +138,10 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     free = free_of(live.nodes, live.candidates)
     bounds = ReplicaBounds(spec.max_replicas, measured, before)
     found = standing(candidate, live.nodes, free, bounds, pin)
-    return replace(_within_team(found, live, job.name), planned_by=before)
+    promise = fair_limit(candidate, live, serving_fairness(store))
+    limits = found.limits if promise is None else (*found.limits, promise)
+    found = replace(found, limits=limits, planned_by=before)
+    return _within_team(found, live, job.name)
 
 
 def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:

@@ -16,6 +16,7 @@ from pipollux_sched.policy.baselines.fifo import FifoPolicy
 from pipollux_sched.policy.baselines.optimus import OptimusPolicy
 from pipollux_sched.policy.baselines.tiresias import TiresiasPolicy
 from pipollux_sched.policy.exact.completion_time import CompletionTime
+from pipollux_sched.policy.exact.fair_share import FairStanding, fair_standings
 from pipollux_sched.policy.exact.objective import FairSpeedup, Objective, Worth
 from pipollux_sched.policy.exact.policy import Certificate, ExactPolicy
 from pipollux_sched.policy.pollux.policy import PolluxPolicy
@@ -30,6 +31,7 @@ from .change_cost import (
     change_seconds,
     num_survivors,
 )
+from .contention import Contention
 from .job_info import JobInfo, NodeInfo, ReplicaShape, SpeedupCallable
 from .lengths import CompletedJob, LengthHistory, family_of
 from .registry import DEFAULT_POLICY, POLICIES, make_policy
@@ -48,8 +50,10 @@ __all__ = [
     "ChangeKind",
     "CompletedJob",
     "CompletionTime",
+    "Contention",
     "ExactPolicy",
     "FairSpeedup",
+    "FairStanding",
     "FifoPolicy",
     "JobInfo",
     "LengthHistory",
@@ -69,6 +73,7 @@ __all__ = [
     "best_size",
     "change_kind",
     "change_seconds",
+    "fair_standings",
     "family_of",
     "is_pinned",
     "make_policy",

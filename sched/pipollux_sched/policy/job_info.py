@@ -10,11 +10,13 @@ them in `shapes`: one entry each, with what a replica then holds and its speedup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeAlias
+
+from pipollux_perfmodel import SpeedupFunction, learn_speedups
 
 from .restart_cost import DEFAULT_RESTART_SECONDS, change_factor
 
@@ -60,6 +62,22 @@ class ReplicaShape:
     def runs_on(self, node: NodeInfo) -> bool:
         """Tell whether this shape is for the type of a node's GPUs."""
         return self.gpu_type is None or self.gpu_type == node.gpu_type
+
+
+def prepare_speedups(asked: Iterable[tuple[ReplicaShape, Any, Any]]) -> None:
+    """Have the speedups that are about to be asked for computed together for all jobs.
+
+    It changes no answer. Speedups that are no `SpeedupFunction` are computed as they are asked for.
+
+    Args:
+        asked: shapes, each with numbers of nodes and of replicas: integers, or arrays that
+            broadcast.
+    """
+    learn_speedups(
+        (shape.speedup_fn, num_nodes, num_replicas)
+        for shape, num_nodes, num_replicas in asked
+        if isinstance(shape.speedup_fn, SpeedupFunction)
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,13 @@ class JobInfo:
     """Equally likely values of `remaining_work`, where only a distribution is known (`lengths`);
     `remaining_work` is then None."""
     work_done: float = 0.0
-    """Seconds of training of one replica that the job has done, where `work_left` is known."""
+    """Seconds of training of one replica that the job has done, at the pace of this moment."""
+    mean_jobs: float | None = None
+    """Number of jobs that were unfinished, averaged over its life so far, at least 1; None: as many
+    as there are now."""
+    allowed_replicas: int | None = None
+    """The most replicas that its user allows, where `max_replicas` is lower until it has been
+    measured on more; None: `max_replicas`."""
     family: str = ""
     """Jobs of one family are about as long as each other (`lengths`); empty: of none."""
     requested_replicas: int | None = None
@@ -149,8 +173,12 @@ class JobInfo:
                 f"work_left: {self.work_left} must be values of at least 0, and none where "
                 f"remaining_work is known ({self.remaining_work})"
             )
-        if self.requested_replicas is not None and self.requested_replicas < 1:
-            raise ValueError(f"requested_replicas: {self.requested_replicas} must be at least 1")
+        if self.mean_jobs is not None and not self.mean_jobs >= 1:
+            raise ValueError(f"mean_jobs: {self.mean_jobs} must be at least 1 or None")
+        for name in ("requested_replicas", "allowed_replicas"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}: {count} must be at least 1")
 
     @property
     def likely_work(self) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pipollux_sched.policy.baselines.fifo import FifoPolicy
 from pipollux_sched.policy.baselines.optimus import OptimusPolicy
 from pipollux_sched.policy.baselines.tiresias import TiresiasPolicy
+from pipollux_sched.policy.exact.completion_time import CompletionTime
 from pipollux_sched.policy.exact.policy import ExactPolicy
 from pipollux_sched.policy.pollux.policy import PolluxPolicy
 from pipollux_sched.policy.sia.policy import SiaPolicy
@@ -32,15 +33,19 @@ POLICIES: Mapping[str, Factory] = {
 """Every policy with its defaults, by name."""
 
 
-def make_policy(name: str = DEFAULT_POLICY, *, seed: int = 0) -> Policy:
+def make_policy(
+    name: str = DEFAULT_POLICY, *, seed: int = 0, fairness: float | None = None
+) -> Policy:
     """Return a new policy.
 
     Args:
         name: one of `POLICIES`.
         seed: of its random numbers; deterministic policies ignore it.
+        fairness: F of `CompletionTime.fairness`, a promise that only "exact" makes; None: none.
 
     Raises:
-        ValueError: no policy has this name; the message names the known ones.
+        ValueError: no policy has this name, and the message names the known ones; or it cannot
+            promise fairness.
 
     Example:
         >>> type(make_policy("pollux", seed=3)).__name__
@@ -50,4 +55,11 @@ def make_policy(name: str = DEFAULT_POLICY, *, seed: int = 0) -> Policy:
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
-    return POLICIES[name](seed)
+    if fairness is None:
+        return POLICIES[name](seed)
+    if name != "exact":
+        raise ValueError(
+            f"fairness: {fairness} is a promise of the policy exact, not of {name}; leave it out, "
+            "or take the policy exact"
+        )
+    return ExactPolicy(CompletionTime(fairness=fairness))

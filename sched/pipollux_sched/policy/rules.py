@@ -35,7 +35,7 @@ def is_pinned(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
 
 def must_move(job: JobInfo, allocation: Sequence[Any], nodes: Nodes) -> bool:
     """Tell whether a job must leave its nodes: one is gone, not healthy, or draining."""
-    usable = usable_nodes(nodes)
+    usable = usable_nodes({name: nodes[name] for name in allocation if name in nodes})
     stays = all(name in usable for name in allocation)
     return not stays and not is_pinned(job, allocation, nodes)
 

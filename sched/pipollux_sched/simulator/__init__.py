@@ -46,6 +46,7 @@ from pipollux_sched.simulator.engine.metrics import (
     measure,
 )
 from pipollux_sched.simulator.engine.outcome import JobOutcome, SimulationOutcome, outcome
+from pipollux_sched.simulator.engine.team_metrics import TeamMetrics, measure_teams
 from pipollux_sched.simulator.workload.arrivals import JobArrival, read_workload, write_workload
 from pipollux_sched.simulator.workload.generate import generate
 
@@ -53,6 +54,7 @@ from .experiment import Experiment, Workload, make_nodes, node_events
 from .known_length import KnownLength
 from .parallel import run_pairs
 from .workload.arrivals import scale_load
+from .workload.terms import JobTerms
 
 __all__ = [
     "A100_40G",
@@ -75,6 +77,7 @@ __all__ = [
     "JobArrival",
     "JobModel",
     "JobOutcome",
+    "JobTerms",
     "KnownLength",
     "NodeEvent",
     "Options",
@@ -89,6 +92,7 @@ __all__ = [
     "SimulationError",
     "SimulationMetrics",
     "SimulationOutcome",
+    "TeamMetrics",
     "TraceApplication",
     "TraceError",
     "TraceJobModel",
@@ -102,6 +106,7 @@ __all__ = [
     "load_applications",
     "make_nodes",
     "measure",
+    "measure_teams",
     "merge_events",
     "node_events",
     "outages",

@@ -33,6 +33,8 @@ class Workload:
 
     name: str
     jobs: tuple[JobArrival, ...]
+    applications: Mapping[str, Application] = field(default_factory=dict)
+    """Those that are not found by name alone."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Experiment:
     """Of the policy."""
     fit: Fit = fit_perf_params
     """How jobs of the traces fit their model to measured step times."""
+    fairness: float | None = None
+    """What the policy "exact" promises (`CompletionTime.fairness`); None: nothing."""
     _applications: dict[str, Application] = field(default_factory=dict, init=False, repr=False)
     _isolated: list[IsolatedTimes] = field(default_factory=list, init=False, repr=False)
 
@@ -65,7 +69,8 @@ class Experiment:
             ValueError: one is not known, its traces are missing or wrong, or no node holds one of
                 its replicas.
         """
-        names = {job.application for job in workload.jobs}
+        own = workload.applications
+        names = {job.application for job in workload.jobs} - own.keys()
         gpu_types = {node.gpu_type for node in self.nodes.values()}
         devices = devices_of(gpu_types) if names & GPT_MODELS.keys() else (A100_40G,)
         missing = names - self._applications.keys()
@@ -73,7 +78,7 @@ class Experiment:
         for application in loaded.values():
             check_room(application, self.nodes)
         self._applications.update(loaded)
-        return {name: self._applications[name] for name in names}
+        return {**{name: self._applications[name] for name in names}, **own}
 
     def run(
         self,
@@ -97,7 +102,8 @@ class Experiment:
             SimulationError: the policy broke a rule, or some job never gets to run.
         """
         applications = self.applications(workload)
-        made = make_policy(policy, seed=self.seed)
+        fairness = self.fairness if policy == "exact" else None
+        made = make_policy(policy, seed=self.seed, fairness=fairness)
         known = Experience() if experience is None else experience
         nodes = dict(self.nodes)
         cluster = Cluster(workload.jobs, applications, nodes, made, self.options, known)
@@ -112,6 +118,7 @@ class Experiment:
             policy=policy,
             seed=self.seed,
             known_length=self.options.known_length,
+            teams=self.options.teams,
         )
 
 

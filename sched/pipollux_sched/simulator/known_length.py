@@ -34,6 +34,8 @@ class KnownLength:
     """Of the errors of the estimates."""
     learned: bool = False
     """Whether it learns lengths from the jobs that have completed (`policy.lengths`)."""
+    declared: bool = False
+    """Whether jobs that declare their length are believed, exactly."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not 1 <= self.factor < math.inf:
@@ -44,19 +46,22 @@ class KnownLength:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> KnownLength:
-        """Read `exact`, `none`, `learned`, or a factor.
+        """Read `exact`, `none`, `learned`, `declared`, or a factor.
+
+        `declared` is learned for the jobs that do not declare their length.
 
         Raises:
             ValueError: it is none of them.
         """
-        if text in ("exact", "none", "learned"):
-            return cls(1.0 if text == "exact" else None, seed, learned=text == "learned")
+        if text in ("exact", "none", "learned", "declared"):
+            learned, declared = text in ("learned", "declared"), text == "declared"
+            return cls(1.0 if text == "exact" else None, seed, learned, declared)
         try:
             factor = float(text)
         except ValueError:
             raise ValueError(
-                f"known_length: {text!r} must be exact, none, learned, or a factor of at least 1, "
-                "the largest error of estimates"
+                f"known_length: {text!r} must be exact, none, learned, declared, or a factor of "
+                "at least 1, the largest error of estimates"
             ) from None
         return cls(factor, seed)
 
@@ -79,7 +84,8 @@ class KnownLength:
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         if self.factor is None:
-            return "learned" if self.learned else "none"
+            told = "declared" if self.declared else "learned"
+            return told if self.learned else "none"
         return "exact" if self.factor == 1 else f"{self.factor:g}"
 
 

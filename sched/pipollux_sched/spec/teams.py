@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -75,6 +75,26 @@ class TeamSpec(_TeamsModel):
     """Who may submit for it; none: everyone."""
 
 
+class OwnedJob(Protocol):
+    """What teams need to know of a job."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def team(self) -> str | None:
+        """The team that it names."""
+
+    @property
+    def user(self) -> str | None:
+        """Whose it is."""
+
+    @property
+    def priority(self) -> str | None:
+        """The class of priority that it names."""
+
+
 class PrioritySpec(_TeamsModel):
     """A class of jobs: Kubernetes' PriorityClass, Kueue's WorkloadPriorityClass."""
 
@@ -125,7 +145,7 @@ class TeamsSpec(_TeamsModel):
         values = [{k: v for k, v in team.model_dump().items() if k in own} for team in self.teams]
         return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice)
 
-    def team_of(self, job: JobSpec) -> str:
+    def team_of(self, job: OwnedJob) -> str:
         """Return the team that a job counts to: its own, else its user's first, else the default.
 
         A team that has been removed since the job was submitted counts as none.
@@ -136,17 +156,16 @@ class TeamsSpec(_TeamsModel):
         of_user = [team.name for team in self.teams if job.user and job.user in team.users]
         return [*of_user, self.default][0]
 
-    def priority_of(self, job: JobSpec) -> tuple[int, bool]:
+    def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
         """Return a job's priority, and whether it preempts; 0 for a class that is gone."""
         found = next((entry for entry in self.priorities if entry.name == job.priority), None)
         return (found.value, found.preemption) if found else (0, True)
 
-    def check(self, job: JobSpec) -> None:
-        """Refuse a job that these teams never let run.
+    def check_names(self, job: OwnedJob) -> None:
+        """Refuse a job whose team or class of priority is not known.
 
         Raises:
-            SpecError: its team or priority is unknown, its user is not in the team, or its least
-                is more than the team may ever hold.
+            SpecError: it names what is, and what is known.
         """
         where = f"job '{job.name}'"
         known = [team.name for team in self.teams]
@@ -160,6 +179,16 @@ class TeamsSpec(_TeamsModel):
                 f"{where}: priority: '{job.priority}' is not known; known are "
                 f"{', '.join(classes) or 'none'}"
             )
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse a job that these teams never let run.
+
+        Raises:
+            SpecError: its team or priority is unknown, its user is not in the team, or its least
+                is more than the team may ever hold.
+        """
+        self.check_names(job)
+        where = f"job '{job.name}'"
         team = next((t for t in self.teams if t.name == self.team_of(job)), None)
         if team is None:
             team = TeamSpec(name=self.team_of(job))

@@ -88,6 +88,19 @@ class Overview:
         with self._database.read() as session:
             return [CompletedRecord(*row) for row in session.execute(query)][::-1]
 
+    def hint_times(self) -> dict[str, float]:
+        """Return when the last hints of each job came, in seconds since the epoch."""
+        with self._database.read() as session:
+            return {
+                row.job: row.time for row in session.execute(select(HintsRow.job, HintsRow.time))
+            }
+
+    def ended_since(self, moment: float) -> list[tuple[float, float]]:
+        """Return when each job that ended after a moment was submitted, and when it ended."""
+        query = select(JobRow.submitted_at, JobRow.ended_at).where(JobRow.ended_at > moment)
+        with self._database.read() as session:
+            return [(row[0], row[1] or moment) for row in session.execute(query)]
+
     def generation_counts(self) -> GenerationCounts:
         """Return the starts and restarts of all jobs, including deleted ones."""
         with self._database.read() as session:

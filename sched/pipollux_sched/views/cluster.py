@@ -83,6 +83,13 @@ def serving_policy(store: Store) -> str:
     return str(served[-1].get("policy", "")).removesuffix("Policy").lower() if served else ""
 
 
+def serving_fairness(store: Store) -> float | None:
+    """Return what the present or last policy promises (`CompletionTime.fairness`)."""
+    served = store.latest_events(1, types=["cluster"])
+    promised = served[-1].get("fairness") if served else None
+    return float(promised) if isinstance(promised, int | float) else None
+
+
 def serves_evenly(store: Store) -> bool:
     """Tell whether the present or last scheduler gives a job as many replicas on each node."""
     served = store.latest_events(1, types=["cluster"])

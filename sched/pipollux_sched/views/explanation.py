@@ -27,6 +27,7 @@ class LimitKind(StrEnum):
     NOT_WORTH_IT = "not_worth_it"
     MIN_REPLICAS = "min_replicas"
     TEAM = "team"
+    FAIRNESS = "fairness"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.policy import NodeInfo
+from pipollux_sched.policy import Contention, NodeInfo
 from pipollux_sched.simulator import (
     JOB_COLUMNS,
     IsolatedTimes,
@@ -21,7 +21,6 @@ from pipollux_sched.simulator import (
     outcome,
     scale_load,
 )
-from pipollux_sched.simulator.engine.isolated import Contention
 from pipollux_sched.simulator.results.table import HEADERS, cells
 from tests.sched.simulator.simulator_cases import Give, Steady, simulate
 

@@ -98,7 +98,14 @@ class Assignment:
             self._clear(job)
             if chosen[job] == NOTHING or not self.give(job, chosen[job]):
                 self._put(job, least)
+            elif not self.keeps(job):
+                self._clear(job)
+                self._put(job, least)
         self.fill(chosen, keep=True)
+
+    def keeps(self, job: int) -> bool:
+        """Tell whether a job that was promised something has it: only broken promises cost."""
+        return self.placed[job].gain >= 0
 
     def stay(self) -> bool:
         """Leave every job where it is; return whether that is possible."""

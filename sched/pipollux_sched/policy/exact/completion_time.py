@@ -51,6 +51,7 @@ are packed: of a node with C slots C − w + 1 for replicas of at most w.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,8 +60,9 @@ import numpy as np
 from pipollux_sched.policy.placement.node_choice import Floats
 
 from .configurations import NOTHING, Instance, JobConfigurations
+from .fair_share import claims
 from .objective import Worth
-from .promise import Behind, Promises, keep, least_configurations
+from .promise import Behind, Floor, Promises, grant, keep, least_configurations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ class CompletionTime:
     """Seconds after submission from which on `part` is promised."""
     quantum: float = 600.0
     """Seconds for which a job that had to wait keeps its least configuration."""
+    fairness: float | None = None
+    """F: no job is to end later than F times as late as on its equal share (`fair_share`), where
+    that can be; None: no such promise, and only `part` is promised."""
 
     def __post_init__(self) -> None:
         for name in ("rank_power", "part"):
@@ -89,9 +94,17 @@ class CompletionTime:
         for name in ("horizon", "patience", "quantum"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
+        if self.fairness is not None and not 1 <= self.fairness < math.inf:
+            raise ValueError(
+                f"fairness: {self.fairness} must be a finite factor of at least 1, as in 1.25 for "
+                "jobs that end at most a quarter later than on an equal share; or None"
+            )
 
     def promise(self, instance: Instance) -> Promises:
-        """Return the jobs that are behind, and where their least configurations fit."""
+        """Return the jobs that are promised something, and where that fits."""
+        if self.fairness is not None:
+            # Of each equal share a part of at least 1/F: that is more than `part` of the least.
+            return grant(instance, claims(instance, self.fairness, self.quantum), self.part)
         found = (self._behind(instance, job) for job in range(len(instance.jobs)))
         return keep(instance, [entry for entry in found if entry is not None], self.part)
 
@@ -100,7 +113,7 @@ class CompletionTime:
         unit = np.array([_unit_cost(instance, configs) for configs in instance.jobs])
         powers = [(rank**self.rank_power).mean() for rank in _ranks(instance.jobs, unit)]
         weights = unit * np.array(powers)
-        return _Worth(self, instance.jobs, weights, frozenset(promises.places))
+        return _Worth(self, instance.jobs, weights, promises)
 
     def _behind(self, instance: Instance, number: int) -> Behind | None:
         """Return the job if it is to get or keep its least configuration before others get more."""
@@ -122,10 +135,10 @@ class _Worth:
         objective: CompletionTime,
         jobs: Sequence[JobConfigurations],
         weights: Floats,
-        promised: frozenset[int],
+        promises: Promises,
     ) -> None:
         self._objective, self._jobs, self._weights = objective, jobs, weights
-        self._promised = promised
+        self._promises = promises
         best = [configs.speedup.max(initial=0.0) for configs in jobs]
         self._everything = 1.0 + float(weights @ np.array(best))
 
@@ -138,13 +151,19 @@ class _Worth:
         if configs.stay is not None:
             kept[configs.stay] = 1.0
         gains = gains * kept
-        if job in self._promised:
+        if job in self._promises.places:
+            floor = self._promises.floors.get(job, Floor())
+            least = np.full(len(gains), floor.moved)
+            if configs.stay is not None:
+                least[configs.stay] = floor.stays
+            gains[configs.speedup < least] -= self._everything
             gains[NOTHING] = -self._everything
         return gains
 
     def moved(self, job: int, speedup: float, *, live: bool = False) -> float:
         kept = self._kept(job, np.array([speedup]), live=live)[0]
-        return float(self._weights[job] * speedup * kept)
+        broken = speedup < self._promises.floors.get(job, Floor()).moved
+        return float(self._weights[job] * speedup * kept) - broken * self._everything
 
     def _kept(self, job: int, speedups: Floats, *, live: bool) -> Floats:
         """Return the share of its time that an allocation trains, if it starts with a change."""

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipollux_sched.policy.allocation import shape_of
 from pipollux_sched.policy.change_cost import possible_survivors
-from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape, prepare_speedups
 from pipollux_sched.policy.order import by_arrival, by_safety
 from pipollux_sched.policy.placement.node_choice import (
     Bools,
@@ -125,6 +125,18 @@ class Nodes:
         reach: Ints = self._keep("reach", shape, self._reach)
         return reach
 
+    def sizes(self, shape: ReplicaShape, job: JobInfo) -> tuple[Ints, Ints]:
+        """Return the numbers of nodes, the fewest, and of replicas that a job may have: (C,)."""
+        reach = self.reach(shape)
+        least = job.least_replicas
+        most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
+        key = "sizes", (least, most, shape.gpu_type, frozenset(shape.resources.items()))
+        if key not in self._kept:
+            replicas = np.arange(least, most + 1)
+            self._kept[key] = np.searchsorted(reach, replicas) + 1, replicas
+        found: tuple[Ints, Ints] = self._kept[key]
+        return found
+
     def per_node(self, shape: ReplicaShape) -> int:
         """Return how many replicas of a shape the largest node, rented or not, holds."""
         per_node: int = self._keep("per_node", shape, self._per_node)
@@ -209,11 +221,28 @@ def build_instance(
     if closed:
         held = {name: base_allocations.get(name, ()) for name in order}
         _close(places, list(closed), held, jobs, nodes)
+    _prepare({name: jobs[name] for name in order}, base_allocations, nodes, places)
     configs = [
         _job_configurations(name, jobs[name], base_allocations.get(name, ()), nodes, places, index)
         for name in order
     ]
     return Instance(places, configs, pinned, len(jobs))
+
+
+def _prepare(
+    jobs: Mapping[Any, JobInfo],
+    allocations: Mapping[Any, Sequence[Any]],
+    nodes: Mapping[Any, NodeInfo],
+    places: Nodes,
+) -> None:
+    """Have all speedups that configurations need computed together."""
+    asked: list[tuple[ReplicaShape, Any, Any]] = []
+    for name, job in jobs.items():
+        asked.extend((shape, *places.sizes(shape, job)) for shape in counting_shapes(job))
+        held = allocations.get(name, ())
+        if held:
+            asked.append((shape_of(job, held, nodes), len(set(held)), len(held)))
+    prepare_speedups(asked)
 
 
 def _build_nodes(
@@ -345,12 +374,9 @@ _NOTHING_PART = _part(0, [0], [0], [0.0])
 
 
 def _shape_configurations(number: int, shape: ReplicaShape, job: JobInfo, places: Nodes) -> _Part:
-    reach = places.reach(shape)
-    most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
-    replicas = np.arange(job.least_replicas, most + 1)
+    num_nodes, replicas = places.sizes(shape, job)
     if not replicas.size:
         return _part(number, [], [], [])
-    num_nodes = np.searchsorted(reach, replicas) + 1
     speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=np.float64)
     speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
     # What takes more and is not faster is never chosen.

@@ -69,6 +69,11 @@ class ExactPolicy:
     def __init__(self, objective: Objective | None = None) -> None:
         self._objective = CompletionTime() if objective is None else objective
 
+    @property
+    def fairness(self) -> float | None:
+        """What its objective promises (`CompletionTime.fairness`); None: nothing."""
+        return getattr(self._objective, "fairness", None)
+
     allocate_job = staticmethod(place_arrival)
 
     def optimize(
@@ -126,7 +131,7 @@ def _solve(
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
     best = _arrange(instance, worth, gains, chosen)
-    if not all(best.placed[job].nodes for job in promises.places):
+    if not all(best.keeps(job) for job in promises.places):
         kept = Assignment(instance, worth, gains)
         kept.fill_promised(promises.places, chosen)
         kept.improve()

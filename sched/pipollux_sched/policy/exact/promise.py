@@ -34,6 +34,7 @@ from pipollux_sched.policy.placement.node_choice import (
 )
 
 from .configurations import Instance, JobConfigurations
+from .fair_share import FairClaim
 
 _ATTEMPTS = 8
 """Nodes at most on which room is made for one job."""
@@ -64,6 +65,15 @@ class Place(NamedTuple):
     nodes: NodeCounts
 
 
+class Floor(NamedTuple):
+    """The least speedups that keep a promise."""
+
+    stays: float = 0.0
+    """Of a job that stays as it is."""
+    moved: float = 0.0
+    """Of one whose allocation changes."""
+
+
 @dataclass(frozen=True)
 class Promises:
     """Allocations that must be kept before any gain counts."""
@@ -72,6 +82,8 @@ class Promises:
     """By job; all of them fit at once, beside the pinned jobs."""
     closed: tuple[int, ...] = ()
     """Nodes that take no new jobs."""
+    floors: dict[int, Floor] = field(default_factory=dict)
+    """By job, what keeps its promise; of a job without one, any allocation does."""
 
 
 def least_configurations(instance: Instance, job: int) -> list[Least]:
@@ -117,6 +129,26 @@ def keep(instance: Instance, behind: Sequence[Behind], part: float) -> Promises:
     for entry in sorted(waiting, key=lambda entry: (-entry.seconds, entry.job)):
         ledger.promise(entry.job)
     return Promises(ledger.places, tuple(ledger.closed))
+
+
+def grant(instance: Instance, claims: Sequence[FairClaim], part: float) -> Promises:
+    """Promise jobs the speedups that they claim, as many as fit, in the order of the claims.
+
+    A job for which that is too much is promised the most that there is room for, and one for which
+    there is no room is served as in `keep`: others make way for its least, or a node drains.
+
+    Args:
+        instance: jobs and nodes.
+        claims: the jobs, the most urgent first.
+        part: the share of nodes that may be closed; one always may be.
+    """
+    if not claims or not instance.nodes.names:
+        return Promises()
+    ledger = _Ledger(instance, max(1, int(part * len(instance.nodes.names))))
+    for claim in claims:
+        ledger.grant(claim)
+    floors = {claim.job: ledger.floor(claim) for claim in claims if claim.job in ledger.places}
+    return Promises(ledger.places, tuple(ledger.closed), floors)
 
 
 class _Ledger:
@@ -166,6 +198,54 @@ class _Ledger:
             self._hopeless.add(key)
         if leasts:
             self._close(job, leasts[0])
+
+    def grant(self, claim: FairClaim) -> None:
+        """Promise a job what it claims, or the most that there is room for."""
+        place = self._kept(claim) or self._found(claim.job, claim.wanted)
+        if place is None:
+            self.promise(claim.job)
+        else:
+            self._put(claim.job, place)
+
+    def floor(self, claim: FairClaim) -> Floor:
+        """Return what keeps a promise: no more than what there is room for."""
+        shape, nodes = self.places[claim.job]
+        configs = self._instance.jobs[claim.job]
+        replicas = sum(count for _, count in nodes)
+        has = float(configs.shapes[shape].speedup_fn(len(nodes), replicas))
+        if nodes == configs.base and shape == configs.shape[-1]:
+            return Floor(min(claim.stays, has), claim.moved)
+        return Floor(claim.stays, min(claim.moved, has))
+
+    def _kept(self, claim: FairClaim) -> Place | None:
+        """Return what a job holds if that is enough and there is room."""
+        configs = self._instance.jobs[claim.job]
+        stay = configs.stay
+        if stay is None or configs.speedup[stay] < claim.stays:
+            return None
+        shape = int(configs.shape[stay])
+        need = self._nodes.need(configs.shapes[shape])
+        return Place(shape, configs.base) if self._capacity.accepts(configs.base, need) else None
+
+    def _found(self, job: int, speedup: float) -> Place | None:
+        """Return room for the cheapest configuration that has a speedup, or else the fastest."""
+        configs = self._instance.jobs[job]
+        slots = (
+            configs.replicas * np.array([shape.slots for shape in configs.shapes])[configs.shape]
+        )
+        wanted = [self._wanted(job, Least(n, 0, 0)) for n in range(len(configs.shapes))]
+        most = np.array([self._capacity.most(need, allowed) for need, allowed in wanted])
+        fits = (configs.speedup > 0) & (configs.replicas <= most[configs.shape])
+        enough = np.flatnonzero(fits & (configs.speedup >= speedup))
+        less = np.flatnonzero(fits & (configs.speedup < speedup))
+        order = [*enough[np.argsort(slots[enough], kind="stable")]]
+        order += [*less[np.argsort(-configs.speedup[less], kind="stable")]]
+        for config in order:
+            number = int(configs.shape[config])
+            nodes = self._capacity.find(*wanted[number], int(configs.replicas[config]))
+            if nodes is not None:
+                return Place(number, nodes)
+        return None
 
     def _wanted(self, job: int, least: Least) -> tuple[Ints, Bools]:
         shape = self._instance.jobs[job].shapes[least.shape]

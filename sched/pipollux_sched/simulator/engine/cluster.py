@@ -11,29 +11,38 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from pipollux_sched.errors import PipolluxError
 from pipollux_sched.policy import (
     Allocation,
+    Contention,
     JobInfo,
     NodeInfo,
     Policy,
     shape_of,
     violations,
 )
-from pipollux_sched.simulator.applications.base import Application
+from pipollux_sched.policy.teams.team_policy import TeamPolicy
+from pipollux_sched.simulator.applications.base import Application, JobModel
 from pipollux_sched.simulator.known_length import EXACT_LENGTHS, KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
+from pipollux_sched.spec.teams import TeamsSpec
 
 from .experience import Experience
 from .failures import NodeEvent
-from .job import SimulatedJob, job_info
+from .job import SimulatedJob
+from .job_infos import simulated_info
+from .waiting import place_waiting
 
 Watch: TypeAlias = Callable[[float, int], None]
 """Called after every round with the time in the simulation and the number of completed jobs."""
+
+
+_MOMENT = 1e-6
+"""Seconds that pass at least between two looks at the jobs."""
 
 
 class SimulationError(PipolluxError):
@@ -62,8 +71,15 @@ class Options:
     """What the policy knows of the remaining work of jobs."""
     inherit_models: bool = False
     """Whether a job is planned for by what earlier ones of its family measured (`Experience`)."""
+    at_changes: bool = False
+    """Whether the policy is also asked whenever a job arrives or completes, and a node comes or
+    goes, and jobs that start are left alone until they train, as the scheduler does."""
+    teams: TeamsSpec | None = None
+    """Quotas around the policy; None: there are no teams."""
     most_days: float = 60.0
     """A simulation that takes longer is stopped: some job will never run."""
+    on_arrival: bool = False
+    """Whether every arrival is a round, too, as in a scheduler; else jobs wait for the next one."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "checkpoint_seconds", "most_days"):
@@ -130,6 +146,8 @@ class Cluster:
             )
         if not self.workload or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
+        self._heirs: set[str] = set()
+        """Jobs that began with the model of an earlier one."""
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
         self._now = 0.0
@@ -138,6 +156,8 @@ class Cluster:
         self._done: list[SimulatedJob] = []
         self._events = sorted(self.options.node_events, key=lambda event: event.time)
         self._policy_seconds: list[float] = []
+        self._teams = None if self.options.teams is None else self.options.teams.for_policy()
+        self._notices: Mapping[str, float] = {}
 
     def run(self, watch: Watch | None = None) -> Result:
         """Simulate until all jobs are done.
@@ -150,7 +170,7 @@ class Cluster:
         """
         while self._waiting or self._active:
             self._skip_idle_rounds()
-            self._advance_to(self._now + self.options.interval)
+            self._advance_to_round()
             self._round()
             if watch is not None:
                 watch(self._now, len(self._done))
@@ -166,9 +186,41 @@ class Cluster:
     def _skip_idle_rounds(self) -> None:
         if self._active or not self._waiting:
             return
+        if self.options.at_changes:
+            self._now = max(self._now, self._waiting[0].time)
+            return
         # The round that takes the next arrival in is the first at or after it.
         rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
         self._now = max(self._now, rounds * self.options.interval)
+
+    def _advance_to_round(self) -> None:
+        """Let time pass until the policy is to be asked again."""
+        interval = self.options.interval
+        end = self._now + interval
+        if not self.options.at_changes:
+            if self.options.on_arrival:
+                end = (math.floor(self._now / interval + 1e-9) + 1) * interval
+                end = min([end, *(max(row.time, self._now) for row in self._waiting[:1])])
+            self._advance_to(end)
+            return
+        moments = [queue[0].time for queue in (self._waiting, self._events) if queue]
+        moments += [due for due in self._notices.values() if due > self._now]
+        end = max(min([end, *moments]), self._now)
+        num_done = len(self._done)
+        while self._now < end and len(self._done) == num_done:
+            # Time must not stand still where a job's change is as good as now.
+            self._advance_to(min(end, max(self._next_change(), self._now + _MOMENT)))
+        self._advance_to(self._now)
+
+    def _next_change(self) -> float:
+        slowed = self._slowed()
+        return min(
+            (
+                job.next_change(self._pace(job, slowed), self._gpu_type(job))
+                for job in self._active.values()
+            ),
+            default=math.inf,
+        )
 
     def _advance_to(self, until: float) -> None:
         """Let time pass; nodes come and go at their exact times."""
@@ -181,8 +233,7 @@ class Cluster:
     def _train(self, until: float) -> None:
         slowed = self._slowed()
         for job in self._active.values():
-            pace = 1.0 - self.options.interference * (job.name in slowed)
-            job.advance(until, pace, self._gpu_type(job))
+            job.advance(until, self._pace(job, slowed), self._gpu_type(job))
         for name in [name for name, job in self._active.items() if job.completed is not None]:
             self._done.append(done := self._active.pop(name))
             self.experience.add(done)
@@ -196,6 +247,9 @@ class Cluster:
         distributed = {name: nodes for name, nodes in members.items() if len(nodes) > 1}
         count = Counter(node for nodes in distributed.values() for node in nodes)
         return {name for name, nodes in distributed.items() if any(count[n] > 1 for n in nodes)}
+
+    def _pace(self, job: SimulatedJob, slowed: Collection[str]) -> float:
+        return 1.0 - self.options.interference * (job.name in slowed)
 
     def _gpu_type(self, job: SimulatedJob) -> str:
         return self._all_nodes[job.members[0]].gpu_type if job.members else ""
@@ -215,40 +269,44 @@ class Cluster:
             row = self._waiting.pop(0)
             app = self.applications[row.application]
             model = app.new_model(row.batch_size if self._fixed else None)
-            if self.options.inherit_models:
-                self.experience.bequeath(row.name, model)
-            self._active[row.name] = SimulatedJob(
-                row,
-                app,
-                model,
-                self.options.restart_seconds,
-                self.options.rescale_seconds,
-                self.options.checkpoint_seconds if self.options.node_events else math.inf,
-                clock=self._now,
-            )
+            if self.options.inherit_models and self.experience.bequeath(row, model):
+                self._heirs.add(row.name)
+            self._active[row.name] = self._job(row, app, model)
+
+    def _job(self, row: JobArrival, app: Application, model: JobModel) -> SimulatedJob:
+        """Return a job that has arrived, with its own prices of changes where it has them."""
+        options, terms = self.options, row.terms
+        restart, rescale = terms.restart_seconds, terms.rescale_seconds
+        return SimulatedJob(
+            row,
+            app,
+            model,
+            options.restart_seconds if restart is None else restart,
+            options.rescale_seconds if rescale is None else rescale,
+            options.checkpoint_seconds if options.node_events else math.inf,
+            clock=self._now,
+            start_seconds=terms.start_seconds,
+        )
 
     def _round(self) -> None:
         self._arrive()
         if not self._active or not self.nodes:
             return
-        infos = {
-            name: job_info(
-                job,
-                self._now,
-                self.options.known_length,
-                self.experience.lengths,
-                fixed=self._fixed,
-            )
-            for name, job in self._active.items()
-        }
+        mean_jobs = self._mean_jobs()
+        infos = {name: self._info(job, mean_jobs.get(name)) for name, job in self._active.items()}
         base = {
             name: Allocation(job.nodes, job.shape)
             for name, job in self._active.items()
             if job.nodes
         }
-        template = self.nodes[min(self.nodes)]
+        if self.options.at_changes and self._teams is None:
+            heirs = {name for name in self._heirs & infos.keys() if self._is_new(name)}
+            for name, held in place_waiting(self.policy, infos, self.nodes, base, heirs).items():
+                self._carry_out(self._active[name], infos[name], held)
+                base[name] = held
+                infos[name] = self._info(self._active[name], mean_jobs.get(name))
         begin = time.perf_counter()
-        answer, _ = self.policy.optimize(infos, self.nodes, base, template)
+        answer = self._ask(infos, base)
         self._policy_seconds.append(time.perf_counter() - begin)
         # Where sharing a node has a price, the policy may choose to pay it.
         crowding = self.options.interference > 0
@@ -257,6 +315,47 @@ class Cluster:
             raise SimulationError(f"at {self._now:g} s the policy broke a rule: {broken[0]}")
         for name, job in self._active.items():
             self._carry_out(job, infos[name], answer.get(name, ()))
+
+    def _info(self, job: SimulatedJob, mean_jobs: float | None) -> JobInfo:
+        options = self.options
+        info = simulated_info(
+            job,
+            self._now,
+            options.known_length,
+            self.experience.lengths,
+            fixed=self._fixed,
+            teams=options.teams,
+            mean_jobs=mean_jobs,
+        )
+        if options.at_changes and job.starting:
+            return replace(info, preemptible=False)
+        return info
+
+    def _ask(
+        self, infos: Mapping[str, JobInfo], base: Mapping[str, Allocation]
+    ) -> Mapping[str, Sequence[str]]:
+        """Return the policy's answer, within the quotas of teams if there are any."""
+        template = self.nodes[min(self.nodes)]
+        if self._teams is None:
+            return self.policy.optimize(infos, self.nodes, base, template)[0]
+        asked = TeamPolicy(self.policy, self._teams, self._now, self._notices)
+        answer = asked.solve(infos, self.nodes, base, template)
+        self._notices = answer.notices
+        return answer.allocations
+
+    def _is_new(self, name: str) -> bool:
+        return self._active[name].started is None
+
+    def _mean_jobs(self) -> dict[str, float]:
+        """Return how many jobs were unfinished, averaged over the life of each active one."""
+        ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
+        ends += [(job.arrival.time, self._now) for job in self._active.values()]
+        contention = Contention(ends)
+        return {
+            name: max(contention.mean(job.arrival.time, self._now), 1.0)
+            for name, job in self._active.items()
+            if self._now > job.arrival.time
+        }
 
     def _carry_out(self, job: SimulatedJob, info: JobInfo, nodes: Sequence[str]) -> None:
         shape = shape_of(info, nodes, self.nodes) if nodes else None

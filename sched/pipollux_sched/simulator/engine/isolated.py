@@ -13,8 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from pipollux_sched.policy import NodeInfo, ReplicaShape
 from pipollux_sched.simulator.applications.base import Application, RunningJob
 
@@ -103,32 +101,6 @@ def _rate(app: Application, way: RunningJob, epoch: int) -> float:
     sqr, var = app.gradients(way.batch_size, epoch)
     gain = (var + sqr) / (var * app.init_batch_size / way.batch_size + sqr)
     return float(gain / (optim + way.accum_steps * accum))
-
-
-class Contention:
-    """How many jobs were unfinished over time.
-
-    Args:
-        lifetimes: (arrival, completion) of every job.
-
-    Example:
-        >>> Contention([(0.0, 10.0), (5.0, 10.0)]).mean(0.0, 10.0)
-        1.5
-    """
-
-    def __init__(self, lifetimes: Sequence[tuple[float, float]]) -> None:
-        ends = np.array(lifetimes, dtype=float).reshape(-1, 2)
-        changes = np.concatenate([ends[:, 0], ends[:, 1]])
-        steps = np.repeat([1.0, -1.0], len(ends))
-        order = np.argsort(changes, kind="stable")
-        self._times = changes[order]
-        counts = np.cumsum(steps[order])
-        self._area = np.concatenate([[0.0], np.cumsum(np.diff(self._times) * counts[:-1])])
-
-    def mean(self, begin: float, end: float) -> float:
-        """Return the number of unfinished jobs from `begin` to `end`, averaged over time."""
-        low, high = np.interp([begin, end], self._times, self._area)
-        return float((high - low) / (end - begin))
 
 
 def _packed(replicas: int, rooms: Sequence[int]) -> tuple[int, ...]:

@@ -22,13 +22,10 @@ from pipollux_sched.policy import (
     Allocation,
     ChangeKind,
     JobInfo,
-    LengthHistory,
     ReplicaShape,
     change_kind,
-    family_of,
 )
 from pipollux_sched.simulator.applications.base import Application, JobModel, RunningJob
-from pipollux_sched.simulator.known_length import KnownLength
 from pipollux_sched.simulator.workload.arrivals import JobArrival
 
 _SLACK = 1e-9
@@ -60,6 +57,8 @@ class SimulatedJob:
         rescale_seconds: time for which replicas that stay pause in a live change; None: every
             change is a restart.
         checkpoint_seconds: training time after which it saves; what came later is lost with a node.
+        clock: the time up to which it has been simulated.
+        start_seconds: what a start from nothing takes; None: as much as a restart.
     """
 
     arrival: JobArrival
@@ -69,7 +68,7 @@ class SimulatedJob:
     rescale_seconds: float | None = None
     checkpoint_seconds: float = math.inf
     clock: float = 0.0
-    """The time up to which it has been simulated."""
+    start_seconds: float | None = None
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
@@ -81,6 +80,8 @@ class SimulatedJob:
     started: float | None = None
     completed: float | None = None
     num_starts: int = 0
+    num_moves: int = 0
+    """Restarts that went straight from one allocation to another, as which a price is measured."""
     num_rescales: int = 0
     """Live changes."""
     attained_service: float = 0.0
@@ -109,6 +110,15 @@ class SimulatedJob:
         return max(self.num_starts - 1, 0)
 
     @property
+    def starting(self) -> bool:
+        """Whether it holds slots and does not train yet, or replicas are to join it."""
+        return bool(self.nodes) and (self._delay > 0 or self._join_at < math.inf)
+
+    @property
+    def _start_seconds(self) -> float:
+        return self.restart_seconds if self.start_seconds is None else self.start_seconds
+
+    @property
     def last_epoch(self) -> int:
         """Number of epochs after which it is done."""
         batch_size = self.running.batch_size if self.running else self.app.init_batch_size
@@ -134,7 +144,7 @@ class SimulatedJob:
     def _restart(self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None) -> None:
         """Stop, and if there are nodes start on them; the time of a restart begins."""
         self._close_interval(now)
-        self._live = False
+        self._live, moves = False, bool(self.nodes)
         self.nodes, self.shape = tuple(nodes), shape if nodes else None
         self.members, self._join_at = self.nodes, math.inf
         self.running = None
@@ -144,8 +154,9 @@ class SimulatedJob:
             return
         self.slots_per_replica = shape.slots
         self.num_starts += 1
+        self.num_moves += moves
         self.started = now if self.started is None else self.started
-        self._delay = self.restart_seconds
+        self._delay = self.restart_seconds if moves else self._start_seconds
 
     def _rescale(self, now: float, nodes: Sequence[Any]) -> None:
         """Let replicas leave at once, and others start, while those that stay go on."""
@@ -161,7 +172,7 @@ class SimulatedJob:
         if not coming:
             self._join_at = math.inf
         elif not coming <= starting or self._join_at == math.inf:
-            self._join_at = now + self.restart_seconds
+            self._join_at = now + self._start_seconds
         self.nodes = tuple(nodes)
 
     def _join(self) -> None:
@@ -188,6 +199,22 @@ class SimulatedJob:
         self.progress, self.epoch = self._saved
         self._unsaved_seconds = 0.0
         self._restart(now, (), None)
+
+    def next_change(self, pace: float, gpu_type: str) -> float:
+        """Return when it will start to train, gain a replica or end its epoch, if let alone.
+
+        Args:
+            pace: as in `advance`.
+            gpu_type: as in `advance`.
+        """
+        if self.shape is None or self.completed is not None:
+            return math.inf
+        if self._delay > 0:
+            return min(self.clock + self._delay, self._join_at)
+        placement = tuple(Counter(self.members).values())
+        rate = self._rate(self.model.configure(self.shape, placement, gpu_type)) * pace
+        left = max(self.app.progress(self.epoch + 1) - self.progress, 0.0)
+        return min(self.clock + left / rate, self._join_at)
 
     def advance(self, until: float, pace: float, gpu_type: str) -> None:
         """Train up to a moment, or to the end if that comes first.
@@ -275,63 +302,3 @@ class SimulatedJob:
             stages = self.shape.num_stages
             self.history.append(Interval(self._since, now, self.nodes, stages, self._live))
         self._since = now
-
-
-def job_info(
-    job: SimulatedJob,
-    now: float,
-    known_length: KnownLength,
-    history: LengthHistory,
-    *,
-    fixed: bool,
-) -> JobInfo:
-    """Return what a policy may know of a simulated job.
-
-    Args:
-        job: the job.
-        now: seconds since the workload's begin.
-        known_length: what the policy knows of its remaining work.
-        history: the lengths of completed jobs.
-        fixed: whether the policy leaves the user's batch size alone.
-    """
-    own, *others = job.model.shapes()
-    if fixed:
-        most = job.app.max_replicas(job.arrival.batch_size)
-    else:
-        most = min(max(2 * job.model.max_profiled_replicas, 1), job.app.max_replicas())
-    return JobInfo(
-        resources=own.resources,
-        speedup_fn=own.speedup_fn,
-        creation_timestamp=job.arrival.time,
-        min_replicas=0,
-        max_replicas=most,
-        num_stages=own.num_stages,
-        age=now - job.arrival.time,
-        num_restarts=job.num_restarts,
-        restart_seconds=job.restart_seconds,
-        num_rescales=job.num_rescales,
-        rescale_seconds=job.rescale_seconds,
-        gpu_type=own.gpu_type,
-        shapes=tuple(others),
-        attained_service=job.attained_service,
-        remaining_work=known_length.estimate(job.name, _remaining_work(job)),
-        **(_learned_length(job, history) if known_length.learned else {}),
-        requested_replicas=min(job.arrival.num_replicas, most) if fixed else None,
-    )
-
-
-def _learned_length(job: SimulatedJob, history: LengthHistory) -> dict[str, Any]:
-    """Return what is known of its length, as fields of `JobInfo`."""
-    family, goodput = family_of(job.name), job.model.base_goodput()
-    trained = job.progress * job.app.init_batch_size
-    left = history.work_left(family, trained, goodput)
-    return {"family": family, "work_left": left, "work_done": trained / goodput if left else 0.0}
-
-
-def _remaining_work(job: SimulatedJob) -> float | None:
-    """Return the seconds that one replica would still train at the efficiency of this moment."""
-    base = job.model.base_goodput()
-    if base <= 0:
-        return None
-    left = job.app.progress(job.last_epoch) - job.progress
-    return max(left, 0.0) * job.app.init_batch_size / base

@@ -76,8 +76,9 @@ def measure(outcome: SimulationOutcome) -> SimulationMetrics:
         gpu_utilization=held / (gpus * makespan),
         policy_seconds=float(calls.sum()),
         policy_calls=len(calls),
-        policy_seconds_median=float(np.median(calls)),
-        policy_seconds_max=float(calls.max()),
+        # What really happened was decided elsewhere.
+        policy_seconds_median=float(np.median(calls)) if calls.size else 0.0,
+        policy_seconds_max=float(calls.max(initial=0.0)),
         finish_time_fairness=float(fairness.mean()),
         finish_time_fairness_p99=float(np.percentile(fairness, 99)),
         finish_time_fairness_worst=float(fairness.max()),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipollux_sched.policy import Contention
 from pipollux_sched.simulator.applications.base import Application
 from pipollux_sched.simulator.known_length import EXACT_LENGTHS, KnownLength
+from pipollux_sched.spec.teams import TeamsSpec
 
 from .cluster import Result
-from .isolated import Contention, IsolatedTimes
+from .isolated import IsolatedTimes
 from .job import Interval, SimulatedJob
 
 
@@ -19,6 +21,7 @@ class JobOutcome:
 
     name: str
     application: str
+    """Of a job of a history its family."""
     arrived: float
     started: float
     """First start."""
@@ -35,6 +38,8 @@ class JobOutcome:
     """Seconds that it would have taken alone on its equal share (`isolated`)."""
     history: tuple[Interval, ...]
     """Its allocations over time."""
+    team: str = ""
+    """That it counts to; empty: there are no teams."""
 
     @property
     def jct(self) -> float:
@@ -83,6 +88,7 @@ def outcome(
     policy: str,
     seed: int,
     known_length: KnownLength = EXACT_LENGTHS,
+    teams: TeamsSpec | None = None,
 ) -> SimulationOutcome:
     """Return what a result comes to, with how long each job would have taken alone.
 
@@ -94,6 +100,7 @@ def outcome(
         policy: name.
         seed: of the simulation.
         known_length: what the policy knew of the remaining work of jobs.
+        teams: say which team a job counts to; None: there are none.
     """
     contention = Contention([(job.arrival.time, _completed(job)) for job in result.jobs])
 
@@ -105,7 +112,7 @@ def outcome(
         workload=workload,
         policy=policy,
         seed=seed,
-        jobs=tuple(_job_outcome(job, alone(job)) for job in result.jobs),
+        jobs=tuple(_job_outcome(job, alone(job), teams) for job in result.jobs),
         slots={name: node.resources.get("slots", 0) for name, node in result.nodes.items()},
         policy_seconds=result.policy_seconds,
         known_length=known_length,
@@ -118,11 +125,11 @@ def _completed(job: SimulatedJob) -> float:
     return job.completed
 
 
-def _job_outcome(job: SimulatedJob, isolated: float) -> JobOutcome:
+def _job_outcome(job: SimulatedJob, isolated: float, teams: TeamsSpec | None) -> JobOutcome:
     completed = _completed(job)
     return JobOutcome(
         name=job.name,
-        application=job.arrival.application,
+        application=job.arrival.terms.family or job.arrival.application,
         arrived=job.arrival.time,
         started=completed if job.started is None else job.started,
         completed=completed,
@@ -132,4 +139,5 @@ def _job_outcome(job: SimulatedJob, isolated: float) -> JobOutcome:
         lost_progress=job.lost_progress,
         isolated=isolated,
         history=tuple(job.history),
+        team="" if teams is None else teams.team_of(job.arrival),
     )

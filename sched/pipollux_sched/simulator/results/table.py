@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipollux_sched.simulator.engine.metrics import SimulationMetrics
+from pipollux_sched.simulator.engine.outcome import SimulationOutcome
+from pipollux_sched.simulator.engine.team_metrics import measure_teams
 
 
 class _Column(NamedTuple):
@@ -32,6 +34,7 @@ _COLUMNS = (
 
 
 _TOLD = {"exact": "exactly", "none": "not at all", "learned": "what completed jobs tell"}
+_TOLD["declared"] = "as jobs declared, else what completed jobs tell"
 
 HEADERS = ("Workload", "Policy", *(column.header for column in _COLUMNS))
 """Of `cells`."""
@@ -64,6 +67,20 @@ def metrics_table(rows: Sequence[SimulationMetrics]) -> Table:
     for row in rows:
         table.add_row(*map(Text, cells(row)))
     return table
+
+
+def teams_table(outcomes: Sequence[SimulationOutcome]) -> Table | None:
+    """Return a table with a row for every team in every simulation; None: there are no teams."""
+    table = Table(title="Teams", title_justify="left", header_style="bold")
+    for header in ("Workload", "Policy", "Team"):
+        table.add_column(header)
+    for header in ("Jobs", "Average JCT", "Slot-hours"):
+        table.add_column(header, justify="right")
+    for outcome in outcomes:
+        for team in measure_teams(outcome):
+            figures = str(team.jobs), _seconds(team.avg_jct_s), f"{team.slot_hours:.1f}"
+            table.add_row(*map(Text, (outcome.workload, outcome.policy, team.team, *figures)))
+    return table if table.row_count else None
 
 
 def _seconds(value: float) -> str:

@@ -1,7 +1,7 @@
 """Workloads: arrival times of jobs, and their users' requests; read and written as CSV.
 
 The columns are those of the public Pollux workloads (`name,time,application,num_replicas,
-batch_size`), so these can be read unchanged.
+batch_size`), so these can be read unchanged. `team`, `user` and `priority` may follow.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from pipollux_sched.policy import family_of
+
+from .terms import JobTerms
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,40 @@ class JobArrival:
     """The user's request where sizes are fixed."""
     batch_size: int
     """The user's batch size where it is fixed."""
+    team: str | None = None
+    """The team whose quota it counts to; None: its user's, else the default one."""
+    user: str | None = None
+    """Whose job it is."""
+    priority: str | None = None
+    """Name of its class of priority; None: the priority 0."""
+    terms: JobTerms = field(default_factory=JobTerms)
+    """What else is known of it."""
 
     def __post_init__(self) -> None:
-        for field in ("name", "application"):
-            if not getattr(self, field):
-                raise ValueError(f"{field}: '' must not be empty")
+        for key in ("name", "application"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}: '' must not be empty")
         if not (math.isfinite(self.time) and self.time >= 0):
             raise ValueError(f"time: {self.time} must be finite seconds >= 0")
-        for field in ("num_replicas", "batch_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} must be at least 1")
+        for key in ("num_replicas", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}: {getattr(self, key)} must be at least 1")
+
+    @property
+    def family(self) -> str:
+        """The family whose jobs are about as long."""
+        return self.terms.family or family_of(self.name)
+
+    @property
+    def lineage(self) -> Any:
+        """What jobs share of which each begins with what the last one measured."""
+        return self.terms.lineage or family_of(self.name)
 
 
-COLUMNS = tuple(field.name for field in fields(JobArrival))
+COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+"""That a workload has."""
+OWNER_COLUMNS = ("team", "user", "priority")
+"""That it may have."""
 
 
 def read_workload(path: Path | str) -> tuple[JobArrival, ...]:
@@ -87,10 +113,13 @@ def write_workload(path: Path | str, jobs: Iterable[JobArrival]) -> None:
     """
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        jobs = list(jobs)
+        owned = [name for name in OWNER_COLUMNS if any(getattr(job, name) for job in jobs)]
+        writer.writerow((*COLUMNS, *owned))
         for job in jobs:
             time = int(job.time) if job.time == int(job.time) else repr(job.time)
-            writer.writerow((job.name, time, job.application, job.num_replicas, job.batch_size))
+            row = job.name, time, job.application, job.num_replicas, job.batch_size
+            writer.writerow((*row, *(getattr(job, name) or "" for name in owned)))
 
 
 def _check_header(path: Path, header: Sequence[str]) -> None:
@@ -121,8 +150,10 @@ def _read_row(path: Path, row: int, entry: dict[str, str | None]) -> JobArrival:
             raise ValueError(
                 f"{where(column)}: {text[column]!r} must be a whole number from 1 on"
             ) from None
+    team, user, priority = ((entry.get(name) or "").strip() or None for name in OWNER_COLUMNS)
     try:
-        return JobArrival(text["name"], time, text["application"], *counts)
+        sizes = counts[0], counts[1]
+        return JobArrival(text["name"], time, text["application"], *sizes, team, user, priority)
     except ValueError as error:
         # The message begins with the field, which is the column.
         raise ValueError(f"{path}, row {row}, column {error}") from None

@@ -1,0 +1,175 @@
+"""What a promise of fairness costs: completion times and fairness over F.
+
+    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others] [--found]
+
+DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
+30 s; a round every 60 s and at every arrival, and jobs begin with what the last completed one of
+their family measured, both as under the scheduler. What was simulated is kept in DIR, a file each,
+and not simulated again; with --found nothing is simulated. Prints Markdown.
+
+Beside the worst job and the 99th percentile of all, those of the jobs that could be in time at all:
+a job could not whose completion time alone on the empty cluster is above 1.25 times what `isolated`
+says of its equal share, because a start, measuring on one GPU first, or doubling takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipollux_sched.simulator import (
+    Experiment,
+    KnownLength,
+    Options,
+    SimulationOutcome,
+    Workload,
+    make_nodes,
+    measure,
+    read_workload,
+)
+from pipollux_sched.simulator.engine.experience import Experience
+
+WORKLOADS = (1, 2, 3, 6)
+CURVE = (2.0, 1.5, 1.1)
+"""Beside none and 1.25, on the first and the last workload."""
+PROMISE = 1.25
+"""By which the table of all policies judges jobs."""
+
+
+class Case(NamedTuple):
+    """One simulation."""
+
+    policy: str
+    told: str
+    fairness: float | None
+    number: int
+
+    @property
+    def file(self) -> str:
+        """Name of the file that its result is kept in."""
+        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}.json"
+
+
+def cases(only: str) -> Iterator[Case]:
+    """Yield the simulations of a part, or of all parts."""
+    for fairness in (None, PROMISE) if only in ("", "first") else ():
+        for told in ("exact", "learned"):
+            yield from (Case("exact", told, fairness, number) for number in WORKLOADS)
+    for number in (WORKLOADS[-1], WORKLOADS[0]) if only in ("", "curve") else ():
+        for told in ("exact", "learned"):
+            yield from (Case("exact", told, fairness, number) for fairness in CURVE)
+    for number in (WORKLOADS[0], WORKLOADS[-1]) if only in ("", "others") else ():
+        yield Case("sia", "none", None, number)
+
+
+def main() -> None:
+    """Simulate what is missing, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--only", choices=("first", "curve", "others"), default="")
+    parser.add_argument("--found", action="store_true")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    if not options.found:
+        for case in cases(options.only):
+            if not (options.results / case.file).exists():
+                save(options.results / case.file, simulate(options.data, case))
+    found = {
+        case: json.loads(path.read_text())
+        for case in cases("")
+        if (path := options.results / case.file).exists()
+    }
+    print(table(found))
+
+
+def save(target: Path, row: dict[str, Any]) -> None:
+    """Keep a result, whole or not at all."""
+    beside = target.with_suffix(".part")
+    beside.write_text(json.dumps(row))
+    beside.replace(target)
+
+
+def simulate(data: Path, case: Case) -> dict[str, Any]:
+    """Return the metrics of one simulation, and of every job its fairness."""
+    options = Options(
+        known_length=KnownLength.parse(case.told), on_arrival=True, inherit_models=True
+    )
+    nodes = make_nodes({"": (16, 4)})
+    experiment = Experiment(nodes, options, data / "traces", fairness=case.fairness)
+    path = data / "workloads" / f"workload-{case.number}.csv"
+    workload = Workload(path.stem, tuple(read_workload(path)))
+    outcome = experiment.run(workload, case.policy)
+    alone = floors(experiment, workload, outcome)
+    jobs = [
+        (job.name, job.isolated, job.jct, alone[job.name], job.num_restarts) for job in outcome.jobs
+    ]
+    return {**measure(outcome).to_dict(), "jobs": jobs}
+
+
+def floors(
+    experiment: Experiment, workload: Workload, outcome: SimulationOutcome
+) -> dict[str, float]:
+    """Return how long each job takes alone on the empty cluster, by the policy without a promise.
+
+    It begins with what another of its application measured if one had completed when it arrived.
+    """
+    unfair = replace(experiment, fairness=None)
+    known: dict[tuple[str, bool], float] = {}
+    for job in workload.jobs:
+        if (job.application, False) not in known:
+            experience = Experience()
+            for heir in (False, True):
+                one = Workload("alone", (replace(job, time=1.0),))
+                (alone,) = unfair.run(one, "exact", experience=experience).jobs
+                known[job.application, heir] = alone.jct
+    ended: dict[str, float] = {}
+    for done in outcome.jobs:
+        first = ended.get(done.application, float("inf"))
+        ended[done.application] = min(first, done.completed)
+    return {
+        job.name: known[job.application, ended[job.application] < job.arrived]
+        for job in outcome.jobs
+    }
+
+
+HEAD = (
+    *("workload", "policy", "told", "F", "average JCT, s", "p99 JCT", "restarts"),
+    *("mean rho", "p99 rho", "worst rho", "rho > 1", "rho > F", "p99, could", "worst, could"),
+    "rho > F, could",
+)
+
+
+def table(found: dict[Case, dict[str, Any]]) -> str:
+    """Return a line for every simulation; F is 1.25 where nothing is promised."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    told = {"exact": "exactly", "learned": "learned", "none": "–"}
+    order = sorted(found, key=lambda c: (c.number, c.policy, c.told, -(c.fairness or 99)))
+    for case in order:
+        row = found[case]
+        base = found.get(case._replace(fairness=None, policy="exact"), row)
+        against = f" ({row['avg_jct_s'] / base['avg_jct_s'] - 1:+.1%})" if case.fairness else ""
+        bound = case.fairness or PROMISE
+        rho = np.array([jct / isolated for _, isolated, jct, _, _ in row["jobs"]])
+        could = np.array([alone <= bound * isolated for _, isolated, _, alone, _ in row["jobs"]])
+        cells = [
+            *(str(case.number), case.policy, told[case.told], f"{case.fairness or 'off'}"),
+            *(f"{row['avg_jct_s']:.0f}{against}", f"{row['p99_jct_s']:.0f}"),
+            *(f"{row['restarts_per_job']:.1f}", f"{rho.mean():.2f}"),
+            *(f"{np.percentile(rho, 99):.2f}", f"{rho.max():.2f}", f"{(rho > 1).mean():.0%}"),
+            f"{(rho > bound).sum()} of {rho.size}",
+            *(f"{np.percentile(rho[could], 99):.2f}", f"{rho[could].max():.2f}"),
+            f"{(rho[could] > bound).sum()} of {could.sum()}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The promise of fairness in words: where a job stands beside its equal share."""
+
+from __future__ import annotations
+
+from pipollux_sched.allocator.job_infos import node_template
+from pipollux_sched.allocator.snapshot import Snapshot
+from pipollux_sched.allocator.strategy import Candidate
+from pipollux_sched.policy import FairStanding, fair_standings
+from pipollux_sched.utils.text import count, seconds
+from pipollux_sched.views.explanation import Limit, LimitKind
+
+
+def fair_limit(job: Candidate, state: Snapshot, fairness: float | None) -> Limit | None:
+    """Return what a promise of fairness means for a job; None: there is none, or it is pinned.
+
+    Args:
+        job: the job.
+        state: all jobs and nodes.
+        fairness: what the policy promises (`CompletionTime.fairness`); None: nothing.
+    """
+    if fairness is None or not state.nodes:
+        return None
+    jobs = {one.name: one.info for one in state.candidates}
+    held = {one.name: one.held for one in state.candidates if one.allocation}
+    template = node_template(state.nodes)
+    stands = fair_standings(jobs, state.nodes, held, template, fairness).get(job.name)
+    return None if stands is None else Limit(LimitKind.FAIRNESS, spell_standing(stands, fairness))
+
+
+def spell_standing(stands: FairStanding, fairness: float) -> str:
+    """Spell where a job stands, as a sentence."""
+    share = f"its equal share of {_slots(stands.share.slots)}"
+    if stands.knows_length:
+        late = f"with it from now on it ends {stands.fairness:.2f} times as late as on it alone"
+    else:
+        late = f"what it has done by now took {stands.fairness:.2f} times as long as on it alone"
+    if stands.comes_first:
+        return f"It gets {share} first: {late}, of {fairness:g} times that are promised."
+    spare = seconds(stands.slack - stands.margin)
+    return (
+        f"Others may come before {share} for {spare} yet: {late}, of {fairness:g} times that are "
+        "promised."
+    )
+
+
+def _slots(number: float) -> str:
+    whole = round(number)
+    return count(whole, "slot") if abs(number - whole) < 0.05 else f"{number:.1f} slots"

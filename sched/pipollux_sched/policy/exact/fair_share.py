@@ -1,0 +1,255 @@
+"""How far each job is from what its equal share of the cluster would have come to.
+
+Finish-time fairness (Themis, NSDI'20) is rho = completion time / completion time alone on an equal
+share. A promise of F >= 1 is that rho <= F for every job. Symbols, in seconds, of one job:
+
+    a    its age
+    N    jobs that are unfinished, averaged over its life: so far as it was, from now on as now
+    s    its speedup on 1/N of the nodes that it can run on, in its best shape
+    W    work that it has done, in seconds of one replica; L: work left
+    c    what a start takes
+    T    c + (W + L) / s           its whole time alone on an equal share
+    E    a + c' + L / s            its age when it ends if it has its equal share from now on; c' is
+                                   c, or 0 if it runs
+    slack    F · T − E − reserve   how long it may go without before the promise breaks
+
+Of the slack that work to come gives, (F − 1) · L / s, only `COUNTED` counts. Where L is not known,
+the shortest of its likely values stands for it (`JobInfo.work_left`), or 0. With 0 the promise is
+on progress: by now the job has done at least what it would have done on its equal share in a life
+1/F as long. If that holds at its end it implies rho <= F, whatever the length was.
+
+A job that would have less than the least that it runs on has it for a part of the time: s is then
+the speedup of its least, times the share of the least that 1/N is.
+
+`claims` tells which jobs have no slack left. Each claims a speedup that brings it home in time, at
+most `MOST_SHARES` times that of its equal share; the one whose rho is to be the greatest at the
+next decision comes first. One that runs counts as a turn later than it is, and so keeps its place
+for about as long before the next one that does not fit beside it has its turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pipollux_sched.policy.job_info import JobInfo, NodeInfo, ReplicaShape
+
+from .configurations import Instance, JobConfigurations, build_instance
+
+RESERVE = 60.0
+"""Seconds that a promise keeps back: the next decision is as late, and models are not exact."""
+COUNTED = 0.5
+"""Share of the slack of work to come that counts: how well a job scales changes as it trains."""
+MOST_SHARES = 1.25
+"""A late job claims at most so many times the speedup of its equal share."""
+TURN = 0.2
+"""A job's turn is no longer than this share of its time alone."""
+WORTH = 2.0
+"""A job is made to change if that saves it so many times what the change costs."""
+_TOLERANCE = 1e-9
+
+
+class EqualShare(NamedTuple):
+    """What one of N jobs gets of a cluster."""
+
+    speedup: float
+    replicas: int
+    slots: float
+    """Of which a job that runs on more has its least for a part of the time."""
+
+
+@dataclass(frozen=True)
+class FairStanding:
+    """A job beside its equal share; the module's text has the symbols."""
+
+    share: EqualShare
+    alone: float
+    """T."""
+    finish: float
+    """E."""
+    time_left: float
+    """From now to F · T, less the start that the job may need, and less the reserve."""
+    slack: float
+    margin: float
+    """With so little slack the job comes first."""
+    left: float
+    """L."""
+    knows_length: bool
+    """Whether L is known for certain."""
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether it is served before completion times count."""
+        return self.slack <= self.margin
+
+    @property
+    def fairness(self) -> float:
+        """rho, if it has its equal share from now on."""
+        return self.finish / self.alone
+
+
+class FairClaim(NamedTuple):
+    """A job that has no slack left, and the speedups that keep its promise."""
+
+    job: int
+    """Index into the instance's jobs."""
+    wanted: float
+    """That it is to have, in time for the reserve."""
+    stays: float
+    """With so much it is in time if it stays as it is."""
+    moved: float
+    """With so much it is in time if its allocation changes."""
+    urgency: float
+    """The greatest comes first."""
+
+
+def standing(
+    instance: Instance, number: int, fairness: float, quantum: float
+) -> FairStanding | None:
+    """Return how far a job is from its equal share; None: it has no speedup anywhere.
+
+    Args:
+        instance: jobs and nodes.
+        number: index of the job.
+        fairness: F.
+        quantum: the longest turn of a job, in seconds.
+    """
+    configs = instance.jobs[number]
+    job, left = configs.job, min(configs.job.likely_work, default=0.0)
+    share = _lifetime_share(instance, configs, left)
+    if not share.speedup > 0:
+        return None
+    start = 0.0 if configs.runs else job.restart_seconds
+    to_come = left / share.speedup
+    alone = max(job.restart_seconds + job.work_done / share.speedup + to_come, 1.0)
+    finish = job.age + start + to_come
+    deadline = fairness * alone - RESERVE
+    return FairStanding(
+        share=share,
+        alone=alone,
+        finish=finish,
+        time_left=deadline - job.age - start,
+        slack=deadline - finish - (1 - COUNTED) * (fairness - 1) * to_come,
+        margin=_margin(configs, share, min(quantum, TURN * alone)),
+        left=left,
+        knows_length=job.remaining_work is not None,
+    )
+
+
+def _lifetime_share(instance: Instance, configs: JobConfigurations, left: float) -> EqualShare:
+    """Return the equal share by the jobs over a job's life, so far and to come."""
+    job, now = configs.job, max(instance.num_jobs, 1)
+    share = equal_share(instance, configs, now)
+    if job.mean_jobs is None or not share.speedup > 0:
+        return share
+    to_come = left / share.speedup
+    life = job.age + to_come
+    mean = (job.mean_jobs * job.age + now * to_come) / life if life > 0 else now
+    return equal_share(instance, configs, mean)
+
+
+def _margin(configs: JobConfigurations, share: EqualShare, turn: float) -> float:
+    """Return the slack with which a job comes first."""
+    job = configs.job
+    later = RESERVE + job.restart_seconds
+    # It may have to grow towards its equal share, as it was measured on less.
+    doublings = max(math.ceil(math.log2(share.replicas / job.max_replicas)), 0)
+    return later * (1 + doublings) + (turn if configs.runs else 0.0)
+
+
+def fair_standings(
+    jobs: Mapping[Any, JobInfo],
+    nodes: Mapping[Any, NodeInfo],
+    base_allocations: Mapping[Any, Sequence[Any]],
+    node_template: NodeInfo,
+    fairness: float,
+    quantum: float = 600.0,
+) -> dict[Any, FairStanding]:
+    """Return how far jobs are from their equal shares; those that are pinned have no standing.
+
+    Args:
+        jobs: all jobs that are not done, by name.
+        nodes: all nodes, by name.
+        base_allocations: what runs now.
+        node_template: a node as could be rented.
+        fairness: F.
+        quantum: the longest turn of a job, in seconds.
+    """
+    instance = build_instance(jobs, nodes, base_allocations, node_template)
+    found = (
+        (configs.name, standing(instance, number, fairness, quantum))
+        for number, configs in enumerate(instance.jobs)
+    )
+    return {name: stands for name, stands in found if stands is not None}
+
+
+def equal_share(instance: Instance, configs: JobConfigurations, num_jobs: float) -> EqualShare:
+    """Return what a job gets of the cluster as one of a number of jobs, in its best shape."""
+    found = [EqualShare(0.0, 1, 0.0)]
+    found += [_share(instance, configs, shape, num_jobs) for shape in configs.shapes]
+    return max(found, key=lambda share: share.speedup)
+
+
+def _share(
+    instance: Instance, configs: JobConfigurations, shape: ReplicaShape, num_jobs: float
+) -> EqualShare:
+    nodes, job = instance.nodes, configs.job
+    per_node, part = nodes.per_node(shape), nodes.share(shape)
+    if not per_node or not part:
+        return EqualShare(0.0, 1, 0.0)
+    most = job.allowed_replicas or job.max_replicas
+    most = most if shape.max_replicas is None else min(most, shape.max_replicas)
+    equal = 1.0 / (part * num_jobs)
+    # Slightly more, so that a third of 48 slots is 16.
+    replicas = max(min(int(equal + _TOLERANCE), most), job.least_replicas)
+    speedup = float(shape.speedup_fn(-(-replicas // per_node), replicas))
+    part_of_time = min(equal / replicas, 1.0)
+    return EqualShare(speedup * part_of_time, replicas, min(equal, replicas) * shape.slots)
+
+
+def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:
+    """Return the jobs that have no slack left, the most urgent first.
+
+    Args:
+        instance: jobs and nodes.
+        fairness: F.
+        quantum: the longest turn of a job, in seconds.
+    """
+    found = list(_claims(instance, fairness, quantum))
+    return sorted(found, key=lambda claim: (-claim.urgency, claim.job))
+
+
+def _claims(instance: Instance, fairness: float, quantum: float) -> Iterator[FairClaim]:
+    for number, configs in enumerate(instance.jobs):
+        stands = standing(instance, number, fairness, quantum)
+        if stands is not None and stands.comes_first:
+            turn = min(quantum, TURN * stands.alone) if configs.runs else 0.0
+            later = RESERVE + configs.job.restart_seconds + turn
+            urgency = (stands.finish + later) / stands.alone
+            yield FairClaim(number, *_claimed(stands, configs, fairness), urgency)
+
+
+def _claimed(
+    stands: FairStanding, configs: JobConfigurations, fairness: float
+) -> tuple[float, float, float]:
+    """Return the speedups of a claim."""
+    share, job = stands.share.speedup, configs.job
+    least = 0.0 if stands.knows_length else share / fairness
+    change = job.change_seconds(live=configs.live_shape is not None)
+    late = stands.time_left + RESERVE
+    wanted = max(_in_time(stands.left, stands.time_left, MOST_SHARES * share), share * bool(least))
+    stays = max(_in_time(stands.left, late, share), least)
+    moved = max(_in_time(stands.left, late - change * configs.runs, MOST_SHARES * share), least)
+    if configs.stay is not None:
+        has = float(configs.speedup[configs.stay])
+        left = stands.left if stands.knows_length else max(stands.left, job.work_done)
+        if left / max(has, _TOLERANCE) - left / max(wanted, _TOLERANCE) < WORTH * change:
+            stays = min(stays, has)
+    return wanted, stays, moved
+
+
+def _in_time(left: float, seconds: float, most: float) -> float:
+    """Return the speedup at which work is done in time, or the most."""
+    return most if seconds * most <= left else left / seconds

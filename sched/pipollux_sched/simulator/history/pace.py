@@ -1,0 +1,34 @@
+"""How fast a job really trained, relative to its own model.
+
+    pace = samples that it trained / Σ (goodput of its model where it ran · seconds that it trained)
+
+It holds what a model of step times does not know: validation, waiting for data, the end of its
+processes, work that was lost and done again, a machine that does other things besides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .application import HistoryApplication
+from .records import PastJob
+
+
+def pace_of(job: PastJob, app: HistoryApplication) -> float:
+    """Return the pace of a job; 1 where it ran in a way that its model does not know.
+
+    Args:
+        job: from a history.
+        app: its model.
+    """
+    predicted = 0.0
+    for one in job.generations:
+        if one.first_step_at is None or not one.nodes:
+            continue
+        ends = (one.stopping_at, one.ended_at, job.until)
+        seconds = min(end for end in ends if end is not None) - one.first_step_at
+        if one.num_stages not in app.speedups:
+            return 1.0
+        placement = tuple(Counter(one.nodes).values())
+        predicted += app.goodput(app.configure(one.num_stages, placement)) * max(seconds, 0.0)
+    return job.samples / predicted if predicted > 0 else 1.0

@@ -1,0 +1,202 @@
+"""No job later than F times its equal share: claims, what keeps them, and jobs of every width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipollux_sched.policy import (
+    CompletionTime,
+    ExactPolicy,
+    JobInfo,
+    NodeInfo,
+    fair_standings,
+    make_policy,
+    shape_of,
+    violations,
+)
+from pipollux_sched.policy.exact.configurations import build_instance
+from pipollux_sched.policy.exact.fair_share import claims
+from pipollux_sched.simulator import (
+    Cluster,
+    IsolatedTimes,
+    JobArrival,
+    KnownLength,
+    Options,
+    SimulationOutcome,
+    make_nodes,
+    outcome,
+)
+from tests.sched.policy.policy_cases import TEMPLATE, all_allocations, random_case, scaling
+from tests.sched.simulator.simulator_cases import Steady
+
+FAIR = CompletionTime(fairness=1.25)
+
+
+def aged(seed: int, *, mixed: bool) -> Any:
+    """A small case whose jobs have done more or less of what they were due."""
+    rng = np.random.default_rng(seed)
+    case = random_case(seed, max_nodes=3, max_jobs=3, mixed=mixed)
+    jobs = {
+        name: replace(
+            job,
+            age=float(rng.integers(0, 20000)),
+            work_done=float(rng.integers(0, 20000)),
+            remaining_work=float(rng.integers(10, 20000)) if rng.random() < 0.5 else None,
+            mean_jobs=float(rng.uniform(1, 4)),
+        )
+        for name, job in case.jobs.items()
+    }
+    return replace(case, jobs=jobs)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("seed", range(25))
+def test_the_most_urgent_job_has_what_keeps_its_promise_if_that_can_be(
+    seed: int, mixed: bool
+) -> None:
+    """Against all feasible allocations; and no answer breaks a rule or depends on anything else."""
+    case = aged(seed, mixed=mixed)
+    policy = ExactPolicy(FAIR)
+    answer, _ = policy.optimize(case.jobs, case.nodes, case.base, TEMPLATE)
+    assert violations(case.jobs, case.nodes, case.base, answer) == []
+    assert policy.optimize(case.jobs, case.nodes, case.base, TEMPLATE)[0] == answer
+    instance = build_instance(case.jobs, case.nodes, case.base, TEMPLATE)
+    found = claims(instance, 1.25, FAIR.quantum)
+    if not found:
+        return
+    name = instance.jobs[found[0].job].name
+
+    def speedup(held: Any) -> float:
+        shape = shape_of(case.jobs[name], held, case.nodes)
+        return float(shape.speedup_fn(len(set(held)), len(held))) if held else 0.0
+
+    best = max(speedup(allocation[name]) for allocation in all_allocations(case))
+    stayed = list(answer[name]) == list(case.base.get(name, ()))
+    needed = found[0].stays if stayed else found[0].moved
+    assert speedup(answer[name]) >= min(needed, best) - 1e-9
+
+
+@given(
+    st.floats(1.0, 3.0),
+    st.floats(0.1, 8.0),
+    st.floats(1.0, 60.0),
+    st.lists(st.tuples(st.floats(1.0, 500.0), st.floats(0.0, 8.0)), min_size=1, max_size=30),
+)
+def test_progress_in_time_is_the_end_in_time(
+    fairness: float, share: float, start: float, parts: list[tuple[float, float]]
+) -> None:
+    """Wherever a job ends, if its progress was due by then its rho is within the promise."""
+    age = work = 0.0
+    for seconds, speedup in parts:
+        age, work = age + seconds, work + seconds * speedup
+        if work >= share * (age / fairness - start):
+            assert age / (start + work / share) <= fairness * (1 + 1e-9)
+
+
+def test_a_standing_is_what_the_formulas_say() -> None:
+    job = JobInfo(
+        *({"slots": 1}, scaling(0.0), 0.0, 1, 8), age=1000.0, work_done=1200.0,
+        remaining_work=2400.0, mean_jobs=2.0, restart_seconds=30.0,
+    )  # fmt: skip
+    nodes = {"a": NodeInfo({"slots": 8})}
+    jobs = {"a": job, "b": replace(job, creation_timestamp=1.0)}
+    found = fair_standings(jobs, nodes, {"a": ["a"] * 4}, TEMPLATE, 1.25)
+    # Two jobs on 8 slots: 4 each, so 30 + 3600 / 4 seconds alone.
+    assert found["a"].share.slots == 4
+    assert found["a"].alone == pytest.approx(930.0)
+    assert found["a"].finish == pytest.approx(1600.0)
+    assert found["b"].finish == pytest.approx(1630.0)  # it has to start first
+    # 60 s are kept back, and only half of what the work to come gives counts.
+    assert found["a"].slack == pytest.approx(1.25 * 930 - 60 - 1600 - 0.5 * 0.25 * 600)
+    assert found["a"].comes_first
+
+
+def loop(fairness: float | None, widths: list[int], hours: float = 4.0) -> dict[str, float]:
+    """Return the greatest age / (start + progress / share) of jobs that never end, after 1 h."""
+    nodes = {name: NodeInfo({"slots": 8}) for name in "ab"}
+    jobs = {
+        f"{n}-{width}": JobInfo(
+            {"slots": width}, scaling(0.0), float(n), 1, 1, num_stages=width,
+            mean_jobs=float(len(widths)),
+        )
+        for n, width in enumerate(widths)
+    }  # fmt: skip
+    share = {n: min(16 / len(jobs) / job.num_stages, 1.0) for n, job in jobs.items()}
+    base: dict[str, list[str]] = {}
+    worst = dict.fromkeys(jobs, 0.0)
+    policy = ExactPolicy(CompletionTime(fairness=fairness))
+    for minute in range(int(hours * 60)):
+        jobs = {name: replace(job, age=60.0 * minute) for name, job in jobs.items()}
+        answer, _ = policy.optimize(jobs, nodes, base, nodes["a"])
+        assert violations(jobs, nodes, base, answer) == []
+        held = {name: list(found) for name, found in answer.items() if found}
+        for name, found in held.items():
+            seconds = 60.0 if base.get(name) == found else 30.0
+            job = jobs[name]
+            jobs[name] = replace(
+                job,
+                work_done=job.work_done + seconds,
+                attained_service=job.attained_service + 60.0 * job.num_stages,
+            )
+        base = held
+        for name, job in jobs.items():
+            if minute >= 60:
+                rho = 60.0 * (minute + 1) / (30.0 + job.work_done / share[name])
+                worst[name] = max(worst[name], rho)
+    return worst
+
+
+@pytest.mark.parametrize("widths", [[1, 1, 2, 2, 4, 4, 8, 8], [8, 8, 8, 8]])
+def test_jobs_of_one_to_eight_stages_all_have_their_share_in_time(widths: list[int]) -> None:
+    """More is needed at once than fits; a decision and a start late at most, 90 of 3600 s."""
+    assert max(loop(None, widths).values()) > 2
+    assert max(loop(1.25, widths).values()) <= 1.25 * (1 + 90 / 3600)
+
+
+class Trained(Steady):
+    """Some epochs of 100 seconds of one replica."""
+
+    def __init__(self, name: str, max_epochs: int) -> None:
+        self.name, self.max_epochs = name, max_epochs
+
+
+APPLICATIONS = {"short": Trained("short", 10), "long": Trained("long", 80)}
+
+
+def simulated(fairness: float | None, known_length: str) -> SimulationOutcome:
+    """Simulate a long job beside a stream of short ones on four slots."""
+    jobs = [JobArrival("long", 0.0, "long", 1, 10)]
+    jobs += [JobArrival(f"short-{n}", 10.0 + 400.0 * n, "short", 1, 10) for n in range(40)]
+    nodes = make_nodes({"": (1, 4)})
+    options = Options(known_length=KnownLength.parse(known_length), on_arrival=True)
+    policy = make_policy(fairness=fairness)
+    result = Cluster(jobs, APPLICATIONS, nodes, policy, options).run()
+    alone = IsolatedTimes(nodes, options.restart_seconds)
+    return outcome(result, APPLICATIONS, alone, workload="w", policy="exact", seed=0)
+
+
+@pytest.mark.parametrize("known_length", ["exact", "none"])
+def test_a_long_job_beside_a_stream_of_short_ones_ends_in_time(known_length: str) -> None:
+    without = simulated(None, known_length)
+    assert max(job.finish_time_fairness for job in without.jobs) > 1.5
+    fair = simulated(1.25, known_length)
+    assert max(job.finish_time_fairness for job in fair.jobs) <= 1.25
+
+
+@pytest.mark.parametrize("fairness", [0.9, float("inf"), float("nan")])
+def test_a_promise_is_a_factor_of_at_least_1(fairness: float) -> None:
+    with pytest.raises(ValueError, match=r"fairness: .* must be a finite factor of at least 1"):
+        make_policy(fairness=fairness)
+
+
+def test_other_policies_promise_nothing() -> None:
+    with pytest.raises(
+        ValueError, match=r"fairness: 1.25 is a promise of the policy exact, not of"
+    ):
+        make_policy("sia", fairness=1.25)
