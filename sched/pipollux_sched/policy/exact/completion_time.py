@@ -187,10 +187,12 @@ def _ranks(jobs: Sequence[JobConfigurations], unit: Floats) -> list[Floats]:
     ]
     ranks = _others_with_more(left)
     for members in _families(jobs):
+        oldest_first = sorted(members)  # as in `left`: ties count for the same jobs
+        inside = _others_with_more([left[job] for job in oldest_first])
+        among = dict(zip(oldest_first, inside, strict=True))
         # As long as each other: the one that has done most has least left.
-        inside = _others_with_more([left[job] for job in members])
-        for place, (job, among) in enumerate(zip(members, inside, strict=True)):
-            ranks[job] += len(members) - 1 - place - among
+        for place, job in enumerate(members):
+            ranks[job] += len(members) - 1 - place - among[job]
     return [1.0 + rank for rank in ranks]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipollux_sched.policy import CompletionTime, ExactPolicy, JobInfo, NodeInfo
@@ -13,6 +13,19 @@ from pipollux_sched.policy.exact.promise import Promises
 
 NODE = NodeInfo({"slots": 4})
 work = st.integers(0, 6).map(lambda n: 100.0 * n)
+
+
+def member(number: int, left: float) -> JobInfo:
+    """Return a job of a family whose members have all done nothing."""
+    return JobInfo(
+        {"slots": 1},
+        lambda nodes, replicas: replicas,  # noqa: ARG005  # as every speedup function
+        float(number),
+        0,
+        1,
+        work_left=(left,),
+        family="a",
+    )
 
 
 @st.composite
@@ -43,7 +56,7 @@ def instance_of(jobs: list[JobInfo]) -> Instance:
 
 
 def weight(jobs: list[JobInfo], number: int, power: float) -> float:
-    """Return u_j · E[rank_j^a] by the definition."""
+    """Return u_j · E[rank_j^a] by the definition, one job after the other."""
     instance = instance_of(jobs)
     units = [_unit_cost(instance, configs) for configs in instance.jobs]
     mine = jobs[number]
@@ -66,6 +79,7 @@ def weight(jobs: list[JobInfo], number: int, power: float) -> float:
     return units[number] * float(np.mean(powers))
 
 
+@example([member(0, 0.0), member(1, 0.0)], 0.5)  # ties, in the order of their ages
 @given(infos(), st.sampled_from([0.5, 0.75, 1.0]))
 def test_weights_are_the_mean_powers_of_ranks(jobs: list[JobInfo], power: float) -> None:
     instance = instance_of(jobs)
