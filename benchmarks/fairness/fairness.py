@@ -99,7 +99,7 @@ def save(target: Path, row: dict[str, Any]) -> None:
 def simulate(data: Path, case: Case) -> dict[str, Any]:
     """Return the metrics of one simulation, and of every job its fairness."""
     options = Options(
-        known_length=KnownLength.parse(case.told), on_arrival=True, inherit_models=True
+        known_length=KnownLength.parse(case.told), decides_at="arrivals", inherit_models=True
     )
     nodes = make_nodes({"": (16, 4)})
     experiment = Experiment(nodes, options, data / "traces", fairness=case.fairness)

@@ -17,6 +17,7 @@ from tests.hybrid.replicas import run_replicas
 from tests.hybrid.telemetry.inheriting_job import NUM_LAYERS, Told, num_parameters, train
 from tests.programs import free_port
 from tests.sched.processes import processes_of
+from tests.sched.sane_hints import SANE
 from tests.sched.scripts import LIVE, TOY
 from tests.sched.supervised import Service
 from tests.sched.test_scheduler import CLUSTER, Wish, scheduler_on, training
@@ -36,16 +37,6 @@ PROFILE: dict[str, Any] = {
     "numLayers": NUM_LAYERS,
     "numParameters": num_parameters(WIDTH),
     "rows": [ROW],
-}
-PERF = {"alpha_c": 0.02, "beta_c": 0.004, "alpha_n": 0.05, "beta_n": 0.01, "alpha_r": 0.02}
-PERF |= {"beta_r": 0.003, "gamma": 1.8}
-HINTS: dict[str, Any] = {
-    "initBatchSize": 32,
-    "maxBatchSize": 1024,
-    "localBszBounds": [8, 128],
-    "maxProfiledReplicas": 2,
-    "gradParams": {"norm": 0.002, "var": 0.04},
-    "perfParams": PERF,
 }
 
 
@@ -78,7 +69,7 @@ def run_job(service: Service, name: str, replicas: int, width: int = WIDTH) -> l
 def test_a_job_begins_with_what_its_predecessor_measured(service: Service) -> None:
     """All replicas know it; the largest number that was measured is told from the first hints on,
     and what is handed down is what both have measured."""
-    complete(service, "toy-1", {**HINTS, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
+    complete(service, "toy-1", {**SANE, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
     told = run_job(service, "toy-2", 2)
     for replica in told:
         (row,) = replica.at_first
@@ -94,7 +85,7 @@ def test_a_job_begins_with_what_its_predecessor_measured(service: Service) -> No
 
 @pytest.mark.exhaustive
 def test_another_model_of_the_family_goes_on_without(service: Service) -> None:
-    complete(service, "toy-1", {**HINTS, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
+    complete(service, "toy-1", {**SANE, "maxProfiledReplicas": 4, "stepProfile": PROFILE})
     other, silent = run_job(service, "toy-3", 2, WIDTH + 1)
     assert len(other.at_first) == len(silent.at_first) == 1
     assert (silent.at_last, silent.lines) == ([], [])  # one of them says so
@@ -107,7 +98,7 @@ def test_another_model_of_the_family_goes_on_without(service: Service) -> None:
 
 
 def test_a_job_without_predecessor_or_scheduler_begins_as_ever(service: Service) -> None:
-    complete(service, "toy-1", {**HINTS, "stepProfile": PROFILE})
+    complete(service, "toy-1", {**SANE, "stepProfile": PROFILE})
     (told,) = run_job(service, "else-1", 1)
     assert (told.at_first, told.at_last, told.lines) == ([], [], [])
     assert service.store.hints()["else-1"]["maxProfiledReplicas"] == 1
@@ -127,7 +118,7 @@ def test_processes_are_told_by_their_own_token_alone(service: Service) -> None:
     heir = service.submit("toy-2", ["node-a"])
     nothing = {"predecessor": None, "step_profile": None}
     assert heir.get("/jobs/toy-2/inheritance?generation=1").json() == nothing
-    complete(service, "toy-1", {**HINTS, "stepProfile": PROFILE})
+    complete(service, "toy-1", {**SANE, "stepProfile": PROFILE})
     answer = heir.get("/jobs/toy-2/inheritance?generation=1")
     assert answer.status_code == 200
     assert answer.json()["predecessor"] == "toy-1"
@@ -149,7 +140,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def test_the_next_job_starts_as_large_as_pays(directory: Path, tmp_path: Path) -> None:
     """One of another family starts with one replica, as nothing is known of it."""
     hints = tmp_path / "hints.json"
-    hints.write_text(json.dumps({**HINTS, "stepProfile": PROFILE}))
+    hints.write_text(json.dumps({**SANE, "stepProfile": PROFILE}))
     policy = PolluxPolicy()
 
     def toy(name: str, *args: str, **fields: Any) -> JobSpec:

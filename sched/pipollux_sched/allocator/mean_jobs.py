@@ -26,9 +26,4 @@ def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, 
         return {}
     lives = [(job.submitted_at, max(job.submitted_at, now)) for job in jobs]
     lives += store.overview.ended_since(min(begin for begin, _ in lives))
-    contention = Contention(lives)
-    return {
-        job.name: max(contention.mean(job.submitted_at, now), 1.0)
-        for job in jobs
-        if now > job.submitted_at
-    }
+    return Contention(lives).means({job.name: job.submitted_at for job in jobs}, now)

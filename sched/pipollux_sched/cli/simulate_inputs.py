@@ -18,6 +18,7 @@ from .simulate_options import FitName, SimulatedClusterFlags, SimulatedJobFlags
 if TYPE_CHECKING:
     from pipollux_sched.policy import NodeInfo
     from pipollux_sched.simulator import (
+        DecidesAt,
         Experiment,
         JobArrival,
         Options,
@@ -172,10 +173,15 @@ def _options(
         node_events=events,
         known_length=KnownLength.parse(usual.known_length if known is None else known, seed),
         inherit_models=usual.inherits if inherits is None else inherits,
-        at_changes=history is not None,
+        decides_at=_decides_at(cluster, history),
         teams=_teams(cluster, history),
-        on_arrival=cluster.on_arrival,
     )
+
+
+def _decides_at(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> DecidesAt:
+    if history is not None:
+        return "changes"
+    return "arrivals" if cluster.on_arrival else "rounds"
 
 
 class _UsualOptions(NamedTuple):

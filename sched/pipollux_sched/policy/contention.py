@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,3 +31,17 @@ class Contention:
         """Return the number of unfinished jobs from `begin` to `end`, averaged over time."""
         low, high = np.interp([begin, end], self._times, self._area)
         return float((high - low) / (end - begin))
+
+    def means(self, arrivals: Mapping[str, float], now: float) -> dict[str, float]:
+        """Return the number of unfinished jobs, averaged over the life so far of each of some jobs.
+
+        Args:
+            arrivals: when each job arrived, by name; one of this moment has no average.
+            now: the same for all.
+        """
+        old = {name: arrival for name, arrival in arrivals.items() if arrival < now}
+        begins = np.array([*old.values()])
+        low = np.interp(begins, self._times, self._area)
+        high = np.interp(now, self._times, self._area)
+        means = np.maximum((high - low) / (now - begins), 1.0)  # the job itself, at least
+        return dict(zip(old, means.tolist(), strict=True))

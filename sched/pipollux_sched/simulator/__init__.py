@@ -28,7 +28,14 @@ from pipollux_sched.simulator.applications.traces import (
     TraceError,
     read_applications,
 )
-from pipollux_sched.simulator.engine.cluster import Cluster, Options, Result, SimulationError, Watch
+from pipollux_sched.simulator.engine.cluster import (
+    Cluster,
+    DecidesAt,
+    Options,
+    Result,
+    SimulationError,
+    Watch,
+)
 from pipollux_sched.simulator.engine.failures import (
     FAILURES,
     SPOT,
@@ -68,6 +75,7 @@ __all__ = [
     "Application",
     "Cluster",
     "Constants",
+    "DecidesAt",
     "Device",
     "Experiment",
     "FixedBatchModel",

@@ -80,14 +80,14 @@ def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(
         GoodputFunction(SEVEN._replace(alpha_c=s, beta_c=s / 40, gamma=1 + s), (1.0, 9 * s), 32)
         for s in seconds
     ]
-    bounds = [
+    bounds: list[dict[str, Any]] = [
         {"max_batch_size": 2048, "atomic_bsz_range": (8, 200 + number % 3), "accumulation": True}
         for number in range(30)
     ]
-    alone = [fn.optimize(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]  # type: ignore[arg-type]
+    alone = [fn.optimize(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]
     for most in (1, 20, 10_000):
         monkeypatch.setattr(stacks, "_MOST_COLUMNS", most)
-        asked = [fn.search(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]  # type: ignore[arg-type]
+        asked = [fn.search(NODES, REPLICAS, **b) for fn, b in zip(functions, bounds, strict=True)]
         for found, one in zip(search_all(asked), alone, strict=True):
             for values, expected in zip(found, one, strict=True):
                 np.testing.assert_array_equal(values, expected)
@@ -133,7 +133,7 @@ def test_a_goodput_of_its_own_is_asked_alone() -> None:
 
 
 def test_plans_within_memory_are_as_alone() -> None:
-    functions = []
+    functions: list[tuple[GoodputFunction, dict[str, Any]]] = []
     for number in range(4):
         layers = LayerProfile.from_layers(
             [Layer(0.0, 1.0 + number, 0.0, 2.0, activation_bytes=3.0)] * 6
@@ -142,9 +142,9 @@ def test_plans_within_memory_are_as_alone() -> None:
         goodput_fn = GoodputFunction(SEVEN, (1.0, 8.0), 32)
         bounds = {"max_batch_size": 512, "num_microbatches": (4, 8), "memory_limit": 2000.0}
         functions.append((goodput_fn, {**bounds, "plans": plans}))
-    found = search_all([fn.search(NODES, REPLICAS, **b) for fn, b in functions])  # type: ignore[arg-type]
+    found = search_all([fn.search(NODES, REPLICAS, **b) for fn, b in functions])
     for (goodput_fn, b), one in zip(functions, found, strict=True):
-        alone = goodput_fn.optimize(NODES, REPLICAS, **b)  # type: ignore[arg-type]
+        alone = goodput_fn.optimize(NODES, REPLICAS, **b)
         np.testing.assert_array_equal(one.goodput, alone.goodput)
         np.testing.assert_array_equal(one.plan, alone.plan)
         np.testing.assert_array_equal(one.num_stages, alone.num_stages)

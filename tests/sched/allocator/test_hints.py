@@ -15,17 +15,8 @@ from pipollux_sched.allocator.strategy import Candidate, PolicyStrategy
 from pipollux_sched.policy import POLICIES, NodeInfo, make_policy
 from pipollux_sched.spec.hints import read_hints
 from pipollux_sched.spec.job import JobSpec
+from tests.sched.sane_hints import PERF, SANE
 
-PERF = {"alpha_c": 0.02, "beta_c": 0.004, "alpha_n": 0.05, "beta_n": 0.01, "alpha_r": 0.02}
-PERF |= {"beta_r": 0.003, "gamma": 1.8}
-SANE: dict[str, Any] = {
-    "initBatchSize": 32,
-    "maxBatchSize": 1024,
-    "localBszBounds": [8, 128],
-    "maxProfiledReplicas": 2,
-    "gradParams": {"norm": 0.002, "var": 0.04},
-    "perfParams": PERF,
-}
 NODES = {name: NodeInfo({"slots": 4}) for name in ("a", "b")}
 
 

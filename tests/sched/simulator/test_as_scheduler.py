@@ -35,7 +35,9 @@ TEAMS = {
 
 def run(policy: Any, *jobs: JobArrival, **options: Any) -> Result:
     """Simulate as a scheduler decides; only changes lead to decisions."""
-    chosen = Options(**{"interval": 1e5, "restart_seconds": 1.0, "at_changes": True, **options})
+    chosen = Options(
+        **{"interval": 1e5, "restart_seconds": 1.0, "decides_at": "changes", **options}
+    )
     return Cluster(jobs, {"steady": Steady()}, NODES, policy, chosen).run()
 
 

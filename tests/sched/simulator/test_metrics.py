@@ -119,6 +119,11 @@ def test_contention_is_the_mean_of_what_overlaps(lifetimes: list[tuple[float, fl
     for begin, end in lifetimes:
         overlap = sum(max(min(e, end) - max(b, begin), 0.0) for b, e in lifetimes)
         assert contention.mean(begin, end) == pytest.approx(overlap / (end - begin), rel=1e-6)
+    now = max(end for _, end in lifetimes)
+    means = contention.means({str(n): begin for n, (begin, _) in enumerate(lifetimes)}, now)
+    for number, (begin, _) in enumerate(lifetimes):
+        assert means[str(number)] == pytest.approx(max(contention.mean(begin, now), 1.0))
+    assert contention.means({"new": now}, now) == {}
 
 
 def arrivals(number: int) -> list[JobArrival]:

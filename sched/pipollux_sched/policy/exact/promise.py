@@ -213,7 +213,8 @@ class _Ledger:
         configs = self._instance.jobs[claim.job]
         replicas = sum(count for _, count in nodes)
         has = float(configs.shapes[shape].speedup_fn(len(nodes), replicas))
-        if nodes == configs.base and shape == configs.shape[-1]:
+        stay = configs.stay
+        if stay is not None and (shape, nodes) == (configs.shape[stay], configs.base):
             return Floor(min(claim.stays, has), claim.moved)
         return Floor(claim.stays, min(claim.moved, has))
 

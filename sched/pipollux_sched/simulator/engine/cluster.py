@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from pipollux_sched.errors import PipolluxError
 from pipollux_sched.policy import (
@@ -39,7 +39,7 @@ from .waiting import place_waiting
 
 Watch: TypeAlias = Callable[[float, int], None]
 """Called after every round with the time in the simulation and the number of completed jobs."""
-
+DecidesAt: TypeAlias = Literal["rounds", "arrivals", "changes"]
 
 _MOMENT = 1e-6
 """Seconds that pass at least between two looks at the jobs."""
@@ -71,15 +71,14 @@ class Options:
     """What the policy knows of the remaining work of jobs."""
     inherit_models: bool = False
     """Whether a job is planned for by what earlier ones of its family measured (`Experience`)."""
-    at_changes: bool = False
-    """Whether the policy is also asked whenever a job arrives or completes, and a node comes or
-    goes, and jobs that start are left alone until they train, as the scheduler does."""
+    decides_at: DecidesAt = "rounds"
+    """When the policy is asked: in every round; in rounds and at "arrivals"; at "changes", that is
+    whenever a job arrives or completes, and a node comes or goes, or an interval later, where jobs
+    that start are left alone until they train, as a scheduler does."""
     teams: TeamsSpec | None = None
     """Quotas around the policy; None: there are no teams."""
     most_days: float = 60.0
     """A simulation that takes longer is stopped: some job will never run."""
-    on_arrival: bool = False
-    """Whether every arrival is a round, too, as in a scheduler; else jobs wait for the next one."""
 
     def __post_init__(self) -> None:
         for name in ("interval", "checkpoint_seconds", "most_days"):
@@ -148,6 +147,7 @@ class Cluster:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._heirs: set[str] = set()
         """Jobs that began with the model of an earlier one."""
+        self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
         self._now = 0.0
@@ -186,7 +186,7 @@ class Cluster:
     def _skip_idle_rounds(self) -> None:
         if self._active or not self._waiting:
             return
-        if self.options.at_changes:
+        if self._at_changes:
             self._now = max(self._now, self._waiting[0].time)
             return
         # The round that takes the next arrival in is the first at or after it.
@@ -197,8 +197,8 @@ class Cluster:
         """Let time pass until the policy is to be asked again."""
         interval = self.options.interval
         end = self._now + interval
-        if not self.options.at_changes:
-            if self.options.on_arrival:
+        if not self._at_changes:
+            if self.options.decides_at == "arrivals":
                 end = (math.floor(self._now / interval + 1e-9) + 1) * interval
                 end = min([end, *(max(row.time, self._now) for row in self._waiting[:1])])
             self._advance_to(end)
@@ -299,7 +299,7 @@ class Cluster:
             for name, job in self._active.items()
             if job.nodes
         }
-        if self.options.at_changes and self._teams is None:
+        if self._at_changes and self._teams is None:
             heirs = {name for name in self._heirs & infos.keys() if self._is_new(name)}
             for name, held in place_waiting(self.policy, infos, self.nodes, base, heirs).items():
                 self._carry_out(self._active[name], infos[name], held)
@@ -317,17 +317,16 @@ class Cluster:
             self._carry_out(job, infos[name], answer.get(name, ()))
 
     def _info(self, job: SimulatedJob, mean_jobs: float | None) -> JobInfo:
-        options = self.options
         info = simulated_info(
             job,
             self._now,
-            options.known_length,
+            self.options.known_length,
             self.experience.lengths,
             fixed=self._fixed,
-            teams=options.teams,
+            teams=self.options.teams,
             mean_jobs=mean_jobs,
         )
-        if options.at_changes and job.starting:
+        if self._at_changes and job.starting:
             return replace(info, preemptible=False)
         return info
 
@@ -350,12 +349,8 @@ class Cluster:
         """Return how many jobs were unfinished, averaged over the life of each active one."""
         ends = [(job.arrival.time, job.completed or self._now) for job in self._done]
         ends += [(job.arrival.time, self._now) for job in self._active.values()]
-        contention = Contention(ends)
-        return {
-            name: max(contention.mean(job.arrival.time, self._now), 1.0)
-            for name, job in self._active.items()
-            if self._now > job.arrival.time
-        }
+        arrivals = {name: job.arrival.time for name, job in self._active.items()}
+        return Contention(ends).means(arrivals, self._now)
 
     def _carry_out(self, job: SimulatedJob, info: JobInfo, nodes: Sequence[str]) -> None:
         shape = shape_of(info, nodes, self.nodes) if nodes else None

@@ -174,7 +174,7 @@ def simulated(fairness: float | None, known_length: str) -> SimulationOutcome:
     jobs = [JobArrival("long", 0.0, "long", 1, 10)]
     jobs += [JobArrival(f"short-{n}", 10.0 + 400.0 * n, "short", 1, 10) for n in range(40)]
     nodes = make_nodes({"": (1, 4)})
-    options = Options(known_length=KnownLength.parse(known_length), on_arrival=True)
+    options = Options(known_length=KnownLength.parse(known_length), decides_at="arrivals")
     policy = make_policy(fairness=fairness)
     result = Cluster(jobs, APPLICATIONS, nodes, policy, options).run()
     alone = IsolatedTimes(nodes, options.restart_seconds)

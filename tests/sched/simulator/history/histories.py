@@ -22,22 +22,12 @@ from pipollux_sched.simulator import (
 from pipollux_sched.simulator.history.application import HistoryApplication
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
+from tests.sched.sane_hints import SANE
 from tests.sched.store.stores import Clock, serve_nodes
 
-HINTS: dict[str, Any] = {
-    "initBatchSize": 32,
+HINTS = {
+    **{key: SANE[key] for key in ("initBatchSize", "localBszBounds", "gradParams", "perfParams")},
     "maxBatchSize": 512,
-    "localBszBounds": [8, 128],
-    "gradParams": {"norm": 0.002, "var": 0.04},
-    "perfParams": {
-        "alpha_c": 0.02,
-        "beta_c": 0.004,
-        "alpha_n": 0.05,
-        "beta_n": 0.01,
-        "alpha_r": 0.02,
-        "beta_r": 0.003,
-        "gamma": 1.8,
-    },
 }
 """Of a job that trains 205 samples a second on one replica."""
 NODES = {"node-a": 2, "node-b": 2, "node-c": 4}
@@ -87,7 +77,7 @@ def simulated(
         ASSUMED,
         known_length=KnownLength.parse("declared"),
         inherit_models=True,
-        at_changes=True,
+        decides_at="changes",
     )
     return Experiment(node_infos(), options).run(Workload("life", tuple(rows), apps), policy)
 

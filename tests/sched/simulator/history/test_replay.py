@@ -44,7 +44,7 @@ def as_scheduler(history: SchedulerHistory) -> Options:
         history.restart_seconds,
         known_length=KnownLength.parse("declared"),
         inherit_models=True,
-        at_changes=True,
+        decides_at="changes",
         teams=history.teams,
     )
 
