@@ -102,20 +102,23 @@ def _choose_geometric(
     columns = np.flatnonzero(possible)
     if not columns.size:
         return
+    all_bounds = bounds
     replicas, bounds = num_replicas[columns], bounds.at(columns)
     # They follow from bounds and R alone, which jobs often have in common.
     first, inverse = bounds.distinct(replicas)
     distinct = _propose(bounds.at(first), replicas[first], multiple)
-    candidates = _Candidates(*(np.take(values, inverse, axis=1) for values in distinct))
-    goodput = goodput_of(columns, *candidates)
-    allowed = bounds.allow(replicas, *candidates)
-    best = np.argmax(np.where(allowed, goodput, -1.0), axis=0)
     if bounds.needs_two_batches:
+        up = _Candidates(*(np.take(part[:_NUM_CANDIDATES], inverse, axis=1) for part in distinct))
+        goodput = goodput_of(columns, *up)
         # AdaptDL's choice, which ignores the largest batch size, wherever that is allowed.
-        in_range = bounds.allow_atomic(candidates.atomic_bsz[:_NUM_CANDIDATES])
-        theirs = np.argmax(np.where(in_range, goodput[:_NUM_CANDIDATES], 0.0), axis=0)
-        best = np.where(np.take_along_axis(allowed, theirs[None], 0)[0], theirs, best)
-    _store(choice, columns, best, goodput, allowed, candidates)
+        theirs = np.argmax(np.where(bounds.allow_atomic(up.atomic_bsz), goodput, 0.0), axis=0)
+        here = theirs, np.arange(len(columns))
+        allowed = bounds.allow(replicas, up.atomic_bsz[here], up.accum_steps[here])
+        _store(choice, columns, theirs, goodput, allowed[None], up)
+        left = np.flatnonzero(~allowed)
+        columns, inverse = columns[left], inverse[left]
+    candidates = _Candidates(*(np.take(part, inverse, axis=1) for part in distinct))
+    _try(choice, all_bounds, num_replicas, goodput_of, columns, candidates)
 
 
 def _refine(
@@ -175,7 +178,7 @@ def _store(
 ) -> None:
     """Write the best candidate of each column into the choice, where it is allowed."""
     here = best, np.arange(len(columns))
-    found = allowed[here]
+    found = np.broadcast_to(allowed, goodput.shape)[here]
     for chosen, values in zip(choice, (goodput, *candidates), strict=True):
         chosen[columns[found]] = np.broadcast_to(values, goodput.shape)[here][found]
 

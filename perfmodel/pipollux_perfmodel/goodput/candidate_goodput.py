@@ -69,6 +69,8 @@ class CandidateGoodput:
     ) -> None:
         params = stack_params(all_params, num_columns)
         self._simple = is_simple(params)
+        # Without gradient and noise, so unknown, a larger batch is assumed to gain nothing.
+        self._is_known = all(gradient.sqr > 0 or gradient.var > 0 for gradient in all_gradients)
         self._num_microbatches = num_microbatches
         factors: list[Numbers] = [1.0]
         if self._simple:
@@ -89,16 +91,16 @@ class CandidateGoodput:
         """Return goodput, shape (candidates, columns)."""
         asked = self._at(columns)
         init, sqr, var = asked.init_batch_size, asked.sqr, asked.var
-        batch_size = asked.replicas * atomic_bsz * (accum_steps + 1.0)
+        batch_size = asked.replicas * (atomic_bsz * (accum_steps + 1.0))
         total = self._total_time(asked, atomic_bsz, accum_steps)
-        # efficiency · batch size = (var + sqr) / (var/scale + sqr) · init, without dividing twice
-        noise = var * init + sqr * batch_size
-        if noise.size and noise.min() > 0:
-            progress = (var + sqr) * batch_size / noise
+        # efficiency · batch size = (var + sqr) / (var/scale + sqr) · init
+        noise = sqr * batch_size + var * init
+        goodput: Floats
+        if self._is_known:
+            goodput = (init * (var + sqr)) * batch_size / (noise * total)
         else:
-            known = np.where(noise > 0, noise, 1)
-            progress = np.where(noise > 0, (var + sqr) * batch_size / known, 1)
-        goodput: Floats = init * progress / total
+            progress = (var + sqr) * batch_size / np.where(noise > 0, noise, 1)
+            goodput = init * np.where(noise > 0, progress, 1) / total
         return goodput
 
     def _at(self, columns: Integers) -> _Columns:

@@ -183,9 +183,10 @@ class _JobSearch:
             chosen = chosen[better]
             for kept, values in zip(best[:3], choice, strict=True):
                 kept[chosen] = values[better]
-            best.num_microbatches[chosen] = part.columns.num_microbatches
-            best.num_stages[chosen] = self._all_params[part.plan].num_stages
-            best.plan[chosen] = part.plan
+            if len(search.plans) * len(search.num_microbatches) > 1:
+                best.num_microbatches[chosen] = part.columns.num_microbatches
+                best.num_stages[chosen] = self._all_params[part.plan].num_stages
+                best.plan[chosen] = part.plan
 
     def optimum(self) -> Optimum:
         """Return the best that was kept, for the allocations as they were asked for."""
@@ -246,5 +247,8 @@ def _distinct(
     if not len(replicas):
         return nodes, replicas, np.zeros(0, np.intp)
     width = int(replicas.max()) + 1
-    codes, inverse = np.unique(nodes * width + replicas, return_inverse=True)
+    codes = nodes * width + replicas
+    if (codes[1:] > codes[:-1]).all():
+        return nodes, replicas, np.arange(len(codes))
+    codes, inverse = np.unique(codes, return_inverse=True)
     return codes // width, codes % width, inverse

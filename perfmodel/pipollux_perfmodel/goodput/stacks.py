@@ -19,8 +19,11 @@ from .batch_bounds import BatchBounds, Integers, stack_bounds
 from .batch_size import BatchChoice, choose, has_few
 from .candidate_goodput import CandidateGoodput
 
-_MOST_COLUMNS = 512
+_MOST_COLUMNS = 1024
 """Of one evaluation, unless one job has more: a hundred candidates of each are 0.4 MB a number."""
+_KEPT_BYTES = 16 << 20
+"""After so much was allocated at one go and freed, glibc's malloc keeps as much of what is freed.
+Else it gives the arrays of each stack back to the system, and has them mapped anew for the next."""
 
 
 class ColumnSearch(NamedTuple):
@@ -38,12 +41,12 @@ class ColumnSearch(NamedTuple):
 
 def search_columns(searches: Sequence[ColumnSearch]) -> list[BatchChoice]:
     """Return the best batch sizes of every search, as if each were asked for alone."""
+    if len(searches) > 1:
+        np.empty(_KEPT_BYTES, np.uint8)
     answers: dict[int, BatchChoice] = {}
     for stack in _stacks(searches):
-        parts = [searches[index] for index in stack]
-        ends = np.cumsum([len(part.num_replicas) for part in parts])
-        columns = zip(*(np.split(values, ends[:-1]) for values in _search(parts)), strict=True)
-        answers.update(zip(stack, map(BatchChoice._make, columns), strict=True))
+        found = _search([searches[index] for index in stack])
+        answers.update(zip(stack, found, strict=True))
     return [answers[index] for index in range(len(searches))]
 
 
@@ -73,7 +76,7 @@ def _rules(search: ColumnSearch) -> tuple[Hashable, ...]:
     return count, bounds.rules, has_few(bounds, count), has_few(bounds, 1)
 
 
-def _search(parts: Sequence[ColumnSearch]) -> BatchChoice:
+def _search(parts: Sequence[ColumnSearch]) -> list[BatchChoice]:
     num_columns = [len(part.num_replicas) for part in parts]
     nodes = np.concatenate([part.num_nodes for part in parts])
     replicas = np.concatenate([part.num_replicas for part in parts])
@@ -88,4 +91,7 @@ def _search(parts: Sequence[ColumnSearch]) -> BatchChoice:
         count,
     )
     bounds = stack_bounds([part.bounds for part in parts], num_columns)
-    return choose(bounds, replicas, count, goodput_of)
+    found = choose(bounds, replicas, count, goodput_of)
+    ends = np.cumsum(num_columns)[:-1]
+    columns = zip(*(np.split(values, ends) for values in found), strict=True)
+    return [BatchChoice(*values) for values in columns]

@@ -59,6 +59,11 @@ class ReplicaShape:
         """Slots that one replica holds, at least 1; `num_stages` where `resources` names none."""
         return max(self.resources.get("slots", self.num_stages), 1)
 
+    @cached_property
+    def holds(self) -> tuple[str | None, frozenset[tuple[str, int]]]:
+        """GPU type and resources: shapes with the same fit the same nodes."""
+        return self.gpu_type, frozenset(self.resources.items())
+
     def runs_on(self, node: NodeInfo) -> bool:
         """Tell whether this shape is for the type of a node's GPUs."""
         return self.gpu_type is None or self.gpu_type == node.gpu_type

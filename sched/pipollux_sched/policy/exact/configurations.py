@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class JobConfigurations:
         """The index of the configuration to stay as it is, if there is one."""
         return len(self.replicas) - 1 if self.base else None
 
-    @property
+    @cached_property
     def live(self) -> Bools:
         """Tell which configurations a survivor can reach: (C,)."""
         live: Bools = (self.replicas > 0) & (self.shape == self.live_shape)
@@ -130,7 +131,7 @@ class Nodes:
         reach = self.reach(shape)
         least = job.least_replicas
         most = min(job.most_replicas(shape), int(reach[-1]) if reach.size else 0)
-        key = "sizes", (least, most, shape.gpu_type, frozenset(shape.resources.items()))
+        key = "sizes", (least, most, shape.holds)
         if key not in self._kept:
             replicas = np.arange(least, most + 1)
             self._kept[key] = np.searchsorted(reach, replicas) + 1, replicas
@@ -148,7 +149,7 @@ class Nodes:
         return share
 
     def _keep(self, what: str, shape: ReplicaShape, find: Callable[[ReplicaShape], Any]) -> Any:
-        key = what, (shape.gpu_type, frozenset(shape.resources.items()))
+        key = what, shape.holds
         if key not in self._kept:
             self._kept[key] = find(shape)
         return self._kept[key]
@@ -378,7 +379,8 @@ def _shape_configurations(number: int, shape: ReplicaShape, job: JobInfo, places
     if not replicas.size:
         return _part(number, [], [], [])
     speedups = np.asarray(shape.speedup_fn(num_nodes, replicas), dtype=np.float64)
-    speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
+    if speedups.shape != replicas.shape or not np.isfinite(speedups).all():
+        speedups = np.nan_to_num(np.broadcast_to(speedups, replicas.shape))
     # What takes more and is not faster is never chosen.
     best = np.maximum.accumulate(np.concatenate([[0.0], speedups[:-1]]))
     worth = speedups > best

@@ -13,7 +13,8 @@ O(units · Σ_j items_j). Items that are in no optimum are dropped first (chapte
 
 a choice that takes item c of job j is worth D − (top_j − score_jc) at most. So an item with
 top_j − score_jc > D − L can go, and every optimal choice remains. At the price where D is least,
-D − L is mostly below what one job gains by a few units; of dozens of items a handful remains.
+D − L is mostly below what one job gains by a few units; of dozens of items a handful remains. What
+the cheapest of each job's take together is spent in any case, so g counts from there on.
 """
 
 from __future__ import annotations
@@ -56,14 +57,19 @@ def knapsack(
         keep[np.argsort(cost[keep], kind="stable")]
         for keep, cost in zip(promising(costs, values, capacity), costs, strict=True)
     ]
-    reached: list[Floats] = [np.zeros(capacity + 1)]
-    for keep, cost, value in zip(kept, costs, values, strict=True):
-        reached.append(_add_job(reached[-1], cost[keep], value[keep]))
+    # Every job takes its cheapest at least, so that only what is beyond needs to be counted.
+    beyond = [cost[keep] - cost[keep[0]] for keep, cost in zip(kept, costs, strict=True)]
+    worth = [value[keep] for keep, value in zip(kept, values, strict=True)]
+    spent = sum(int(cost[keep[0]]) for keep, cost in zip(kept, costs, strict=True))
+    units = min(capacity - spent, sum(int(cost[-1]) for cost in beyond))
+    reached: list[Floats] = [np.zeros(units + 1)]
+    for cost, value in zip(beyond, worth, strict=True):
+        reached.append(_add_job(reached[-1], cost, value))
     left = int(reached[-1].argmax())
     total = float(reached[-1][left])
     chosen = []
     for job in reversed(range(len(costs))):
-        cost, value = costs[job][kept[job]], values[job][kept[job]]
+        cost, value = beyond[job], worth[job]
         before = np.where(cost <= left, reached[job][np.maximum(left - cost, 0)], -np.inf)
         # The very sums of which the greatest was kept.
         pick = int((before + value == reached[job + 1][left]).argmax())

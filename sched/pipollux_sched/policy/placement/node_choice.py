@@ -30,8 +30,10 @@ def amounts(infos: Iterable[ReplicaShape | NodeInfo], kinds: Sequence[str]) -> I
 
 def num_fitting(need: Ints, free: Ints) -> Ints:
     """Return how many replicas fit: need (T,), free (..., T) -> (...,)."""
-    asked = need > 0
-    counts: Ints = (free[..., asked] // need[asked]).min(axis=-1)
+    first, *others = np.flatnonzero(need)
+    counts: Ints = free[..., first] // need[first]
+    for kind in others:
+        counts = np.minimum(counts, free[..., kind] // need[kind])
     return np.maximum(counts, 0)
 
 
