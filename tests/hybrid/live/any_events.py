@@ -35,6 +35,8 @@ class RunEvents:
         self._plan, self._folder = plan, folder
         self.name = os.environ.get("NAME") or f"first-{pipollux.replica_rank()}"
         """Of this replica."""
+        self.process = f"{self.name}.{context().env.stage}"
+        """Of this process."""
         self.late = False
         """Whether the pass under way is the last one of its iteration."""
         self._mine: tuple[str, bool] | None = None
@@ -43,7 +45,7 @@ class RunEvents:
         assert live is not None
         self._watch = live._watch
         write_once(folder / f"id-{self._watch.replica}", self.name)
-        if "DIES" in os.environ:
+        if os.environ.get("DIES", "").endswith(f".{context().env.stage}"):
             threading.Thread(target=self._die_as_newcomer, daemon=True).start()
 
     @property
@@ -103,6 +105,7 @@ class RunEvents:
             if operation.kind == "joins":
                 name = f"later-{number}-{i}-{operation.point}"
                 if operation.point:
+                    name += f".{operation.stage}"
                     doomed.append(name)
                 elif len(current) + coming + len(joins) < MOST_REPLICAS:
                     joins.append(name)
@@ -114,7 +117,7 @@ class RunEvents:
                     leaves.append(replica)
                 else:
                     dies.append(replica)
-                    points.append((operation.point, operation.late))
+                    points.append((operation.point, operation.late, operation.stage))
         return Happening(
             place=place,
             member=self.membership.number,
@@ -127,10 +130,11 @@ class RunEvents:
         )
 
     def _begin(self, happening: Happening) -> None:
-        for replica, point in zip(happening.dies, happening.points, strict=True):
-            if replica == self._watch.replica:
-                self._mine = point
-                if point[0] == "forming":
+        me = self._watch.replica, context().env.stage
+        for replica, (point, late, stage) in zip(happening.dies, happening.points, strict=True):
+            if (replica, stage) == me:
+                self._mine = point, late
+                if point == "forming":
                     threading.Thread(target=self._die_while_forming, daemon=True).start()
         if any(happening.shape) and context().env.rank == 0:
             context().component(Metrics)._proposal = self._allowed(*happening.shape)
@@ -151,7 +155,7 @@ class RunEvents:
             return missing
         for past in self._happened:
             for name in past.doomed:
-                there = self._id(name) in wanted and name.endswith("formed")
+                there = self._id(name) in wanted and "formed" in name
                 if not there and not (self._folder / f"gone-{name}").exists():
                     return f"{name} is not gone"
         return ""
@@ -206,7 +210,7 @@ class RunEvents:
             self._die()
 
     def _die_as_newcomer(self) -> None:
-        formed = os.environ["DIES"] == "formed"
+        formed = os.environ["DIES"].startswith("formed")
         while not (self._watch.parked and not formed):
             forming = self._watch.forming
             if formed and forming is not None and forming.formed:

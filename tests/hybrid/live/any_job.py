@@ -16,7 +16,7 @@ from tests.waiting import until
 __all__ = ["AnyJob"]
 
 Line = dict[str, Any]
-KILLED = -9
+KILLED, BROKEN = -9, 1
 
 
 class AnyJob(ChangingJob):
@@ -31,37 +31,43 @@ class AnyJob(ChangingJob):
     script = Path(__file__).with_name("any_training.py")
 
     def __init__(self, folder: Path, repository: Path, plan: RunPlan) -> None:
-        super().__init__(folder, repository, PLAN=plan.to_json())
+        super().__init__(folder, repository, PLAN=plan.to_json(), PROCESSES=str(plan.processes))
         self.plan = plan
-        self.names: dict[str, Forked] = {}
+        self.names: dict[str, list[Forked]] = {}
+        """The processes of each replica, by stage."""
         self.happened: list[Happening] = []
 
     def run(self) -> None:
         """Run to the end; start those that join, and have those leave that are to."""
         self.begin(self.plan.replicas)
-        self.names |= {f"first-{rank}": x for rank, x in enumerate(self.programs)}
+        for rank in range(self.plan.replicas):
+            first = rank * self.processes
+            self.names[f"first-{rank}"] = self.programs[first : first + self.processes]
         until(self._go_on, "the end of all replicas")
 
     def _go_on(self) -> bool:
-        for name, program in self.names.items():
-            assert program.poll() in (None, 0, KILLED), f"{name} has failed\n{self.told()}"
-            if program.poll() == KILLED:
+        for name, programs in self.names.items():
+            codes = {program.poll() for program in programs}
+            # With one of its processes a replica ends as a whole.
+            expected = {None, 0, KILLED, *([BROKEN] if KILLED in codes else [])}
+            assert codes <= expected, f"{name} has failed\n{self.told()}"
+            if KILLED in codes and None not in codes:
                 (self.results / f"gone-{name}").touch()
         path = self.results / f"event-{len(self.happened)}"
         if path.exists():
             happening = Happening.from_json(path.read_text())
             self.happened.append(happening)
             for name in happening.joins:
-                self.names[name] = self.add(NAME=name)
+                self.names[name] = self.add_stages(NAME=name)
             for name in happening.doomed:
-                self.names[name] = self.add(NAME=name, DIES=name.rpartition("-")[2])
+                self.names[name] = self.add_stages(NAME=name, DIES=name.rpartition("-")[2])
             for replica in happening.leaves:
                 self.rendezvous.ask_to_leave(replica)
         return all(program.poll() is not None for program in self.programs)
 
     def told(self) -> str:
         """Return what happened, and what the replicas have said."""
-        said = [f"{name} {x.poll()}: {x.errors}" for name, x in self.names.items()]
+        said = [f"{name} {x.poll()}: {x.errors}" for name, y in self.names.items() for x in y]
         return "\n".join([*map(str, self.happened), *said])
 
     # --- what must be ------------------------------------------------------------------------
@@ -72,8 +78,14 @@ class AnyJob(ChangingJob):
         Returns:
             The first iterations with another number of replicas, and that number.
         """
-        iterations = self._iterations()
-        self._check_ends(iterations)
+        stages = [self._check_stage(stage) for stage in range(self.processes)]
+        assert all(changes == stages[0] for changes in stages), stages
+        return stages[0]
+
+    def _check_stage(self, stage: int) -> list[tuple[int, int]]:
+        """Check the processes that run one stage of the replicas."""
+        iterations = self._iterations(stage)
+        self._check_ends(iterations, stage)
         self._forget_own_decisions(iterations)
         changes: list[tuple[int, int]] = []
         for number, (place, lines) in enumerate(iterations.items()):
@@ -82,23 +94,26 @@ class AnyJob(ChangingJob):
             if not changes or changes[-1][1] != replicas:
                 changes.append((number, replicas))
         self._check_samples(iterations)
-        self._check_steps(iterations)
+        self._check_steps(iterations, stage)
         assert changes[-1][1] == len(self._expected_members()), changes
         return changes
 
-    def _check_ends(self, iterations: dict[LoopPlace, list[Line]]) -> None:
+    def _check_ends(self, iterations: dict[LoopPlace, list[Line]], stage: int) -> None:
         ids = self._ids()
         dead = {path.name.removeprefix("died-") for path in self.results.glob("died-*")}
         assert {replica for x in self.happened for replica in x.dies} >= dead - {
             replica for replica, name in ids.items() for x in self.happened if name in x.doomed
         }
         for replica, name in ids.items():
-            code = KILLED if replica in dead else 0
-            assert self.names[name].poll() == code, f"{name} ended otherwise"
-        ended = {path.name.removeprefix("ended-") for path in self.results.glob("ended-*")}
+            codes = sorted(program.poll() for program in self.names[name])
+            broken = [KILLED, *[BROKEN] * (self.processes - 1)]
+            expected = broken if replica in dead else [0] * self.processes
+            assert codes == expected, f"{name} ended otherwise"
+        paths = list(self.results.glob(f"ended-*.{stage}"))
+        ended = {path.name.removeprefix("ended-").rpartition(".")[0] for path in paths}
         assert ended == self._expected_members()
         if self.plan.accumulates:
-            totals = {path.read_text() for path in self.results.glob("ended-*")}
+            totals = {path.read_text() for path in paths}
             assert [json.loads(text) for text in totals] == [self._totals(iterations)]
 
     def _expected_members(self) -> set[str]:
@@ -122,19 +137,19 @@ class AnyJob(ChangingJob):
     def _ids(self) -> dict[str, str]:
         return {x.name.removeprefix("id-"): x.read_text() for x in self.results.glob("id-*")}
 
-    def lines(self) -> list[Line]:
-        """Return what all replicas wrote of their passes and steps."""
-        files = sorted(self.results.glob("log-*.jsonl"))
+    def lines_of(self, stage: int) -> list[Line]:
+        """Return what all replicas wrote of the passes and steps of one stage."""
+        files = sorted(self.results.glob(f"log-*.{stage}.jsonl"))
         found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [{**line, "place": LoopPlace(*line["place"])} for line in found]
 
-    def _iterations(self) -> dict[LoopPlace, list[Line]]:
+    def _iterations(self, stage: int) -> dict[LoopPlace, list[Line]]:
         """Return the passes that count, in order: those of the last membership at each place.
 
         What was begun in one before was void, or else nobody would have begun it again.
         """
         found: dict[LoopPlace, list[Line]] = defaultdict(list)
-        for line in self.lines():
+        for line in self.lines_of(stage):
             if "done" not in line:
                 found[line["place"]].append(line)
         last = {place: max(x["member"] for x in lines) for place, lines in found.items()}
@@ -191,11 +206,11 @@ class AnyJob(ChangingJob):
                     assert found == whole, (epoch, number)
         assert not taken
 
-    def _check_steps(self, iterations: dict[LoopPlace, list[Line]]) -> None:
+    def _check_steps(self, iterations: dict[LoopPlace, list[Line]], stage: int) -> None:
         """Check that every step led from one state to another, which all replicas have."""
         done: dict[LoopPlace, list[Line]] = defaultdict(list)
         begun: dict[LoopPlace, list[Line]] = defaultdict(list)
-        for line in self.lines():
+        for line in self.lines_of(stage):
             (done if "done" in line else begun)[line["place"]].append(line)
         places = list(iterations)
         for place, following in zip(places, [*places[1:], None], strict=True):

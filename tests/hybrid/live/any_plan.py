@@ -34,6 +34,8 @@ class RunOperation:
     """Where it dies; a newcomer only where this is not empty."""
     late: bool = False
     """Whether it dies in the last pass of the iteration, not in the first."""
+    stage: int = 0
+    """Of its process that dies, where each stage has one."""
     shape: tuple[int, int, int] = (0, 0, 0)
     """What the goodput model proposes: samples, accumulation steps, micro-batches."""
 
@@ -64,8 +66,8 @@ class Happening:
     """Ids of those that are to leave."""
     dies: tuple[str, ...]
     """Ids of those that are to die."""
-    points: tuple[tuple[str, bool], ...]
-    """Where each of them does, and whether late."""
+    points: tuple[tuple[str, bool, int], ...]
+    """Where each of them does, whether late, and of which stage the process is."""
     doomed: tuple[str, ...]
     """Names of those newcomers that die before they take part."""
     shape: tuple[int, int, int]
@@ -82,7 +84,7 @@ class Happening:
             joins=tuple(data["joins"]),
             leaves=tuple(data["leaves"]),
             dies=tuple(data["dies"]),
-            points=tuple((point, late) for point, late in data["points"]),
+            points=tuple((point, late, stage) for point, late, stage in data["points"]),
             doomed=tuple(data["doomed"]),
             shape=tuple(data["shape"]),
         )
@@ -107,9 +109,16 @@ class RunPlan:
     stages: int
     microbatches: int
     """0: the library chooses."""
+    schedule: str
+    """Of the engine that has a process for each stage; empty: one process has all stages."""
     saves: str
     """Whether checkpoints are written all the time: no, yes, or background."""
     events: tuple[RunEvent, ...]
+
+    @property
+    def processes(self) -> int:
+        """Of each replica."""
+        return self.stages if self.schedule else 1
 
     @property
     def max_batch_size(self) -> int:

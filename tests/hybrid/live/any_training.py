@@ -92,6 +92,10 @@ class Passes(pipollux.State):
         self.count = json.load(fileobj)
 
 
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
 Loader = pipollux.AdaptiveDataLoader[Any] | pipollux.AdaptiveBPTTIterator
 
 
@@ -165,6 +169,7 @@ class Script:
             self.optimizer,
             num_stages=plan.stages,
             num_microbatches=plan.microbatches or None,
+            schedule=plan.schedule or None,
             lr_scheduler=self.schedule,
         )
         self.average = pipollux.register_for_checkpointing("average", AveragedModel(self.module))
@@ -173,9 +178,12 @@ class Script:
         self.accum = pipollux.Accumulator()
         parameter = next(iter(self.module.parameters()))
         parameter.register_hook(lambda *_: self.events.at("backward"))  # type: ignore[no-untyped-call]  # torch's
+        if plan.processes > 1:  # in the middle of its micro-batches
+            for layer in self.module:
+                layer.register_forward_hook(lambda *_: self._passes_forward())
         self.optimizer.register_step_pre_hook(lambda *_: self.events.at("step"))
         self.metrics = context().component(Metrics)
-        self._log = (RESULTS / f"log-{self.events.name}.jsonl").open("a")
+        self._log = (RESULTS / f"log-{self.events.process}.jsonl").open("a")
         self._before: Tensor | None = None
         self._micro = 0
 
@@ -190,7 +198,7 @@ class Script:
                 with self.accum.synchronized():
                     totals = {name: float(value) for name, value in self.accum.items()}
             self.events.forget(epoch >= self.plan.epochs)
-        (RESULTS / f"ended-{self.events.name}").write_text(json.dumps(totals))
+        (RESULTS / f"ended-{self.events.process}").write_text(json.dumps(totals))
 
     def _loop(self, epoch: int, number: int, loop: str) -> None:
         loaders = {"other": self.other, "evaluate": self.checked, "closing": self.closing}
@@ -235,9 +243,12 @@ class Script:
     def _step(self, place: LoopPlace, numbers: Tensor, *, ends: bool) -> None:
         began_at = self.metrics.step
         self.optimizer.zero_grad()
-        output = self.model(numbers)
-        self.events.at("forward")
-        F.cross_entropy(output.flatten(0, -2), numbers.flatten() % 3).backward()
+        if self.plan.processes > 1:
+            self.model.train_step(numbers, numbers % 3, loss_of)
+        else:
+            output = self.model(numbers)
+            self.events.at("forward")
+            loss_of(output, numbers % 3).backward()
         self.events.at("between")
         self.optimizer.step()
         self.schedule.step()
@@ -246,6 +257,10 @@ class Script:
             self.average.update_parameters(self.module)
         if self.metrics.step > began_at:
             self._write({**self._told(place), "done": self._digest()})
+
+    def _passes_forward(self) -> None:
+        if self.model.training:
+            self.events.at("forward")
 
     def _follows(self, loader: Loader, batch: Any) -> bool:
         """Whether windows of a text are right of those before, unless they are said to be new."""
@@ -266,6 +281,7 @@ class Script:
             "place": place,
             "member": self.events.membership.number,
             "rank": pipollux.replica_rank(),
+            "stage": context().env.stage,
             "of": pipollux.num_replicas(),
             "step": self.metrics.step,
         }
@@ -282,10 +298,11 @@ class Script:
 
 def main() -> None:
     hurry()
-    pipollux.init_process_group("gloo", timeout=60.0)
+    plan = RunPlan.from_json(os.environ["PLAN"])
+    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=plan.processes)
     random.seed(1)
     np.random.seed(1)
-    Script(RunPlan.from_json(os.environ["PLAN"])).run()
+    Script(plan).run()
 
 
 if __name__ == "__main__":

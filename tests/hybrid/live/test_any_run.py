@@ -19,6 +19,7 @@ from tests.hybrid.live.any_job import AnyJob
 from tests.hybrid.live.any_plan import LoopPlace, RunEvent, RunOperation, RunPlan
 
 POINTS = ["forward", "backward", "between", "step", "after", "outside", "syncing", "forming"]
+SCHEDULES = ["1f1b", "gpipe", "interleaved"]
 LOOPS = [
     *[("train",), ("train", "again"), ("train", "evaluate"), ("other", "evaluate", "train")],
     *[("partly", "evaluate"), ("other", "partly", "again")],
@@ -41,7 +42,8 @@ def draw_plan(draw: random.Random) -> RunPlan:
         )
         for _ in range(draw.randint(1, 5))
     )
-    crew = Crew(draw, replicas, largest, "partly" not in loops)
+    stages, schedule = draw.choice([(1, ""), (2, ""), (2, draw.choice(SCHEDULES))])
+    crew = Crew(draw, replicas, largest, "partly" not in loops, stages if schedule else 1)
     return RunPlan(
         replicas=replicas,
         kind=draw.choice(["indices", "indices", "text", "stream"]),
@@ -51,8 +53,9 @@ def draw_plan(draw: random.Random) -> RunPlan:
         largest=largest,
         loops=loops,
         epochs=epochs,
-        stages=draw.randint(1, 2),
+        stages=stages,
         microbatches=draw.randint(0, 4),
+        schedule=schedule,
         saves=draw.choice(["no", "no", "yes", "background"]),
         events=tuple(
             RunEvent(
@@ -74,11 +77,14 @@ class Crew:
         count: Replicas at first.
         largest: Samples that a replica takes at once; 0: the batch size is fixed.
         mortal: Whether replicas may die: in a loop that is left by `break` nobody can go on.
+        processes: Of each replica.
     """
 
-    def __init__(self, draw: random.Random, count: int, largest: int, mortal: bool) -> None:
+    def __init__(
+        self, draw: random.Random, count: int, largest: int, mortal: bool, processes: int
+    ) -> None:
         self._draw, self._count, self._largest = draw, count, largest
-        self._mortal = mortal
+        self._mortal, self._processes = mortal, processes
 
     def operation(self) -> RunOperation:
         """Return what happens next."""
@@ -90,7 +96,7 @@ class Crew:
             # One that dies before it takes part is missed some seconds later only.
             point = draw.choice([*[""] * 18, "parked", "formed"])
             self._count += not point
-            return RunOperation(kind, point=point)
+            return RunOperation(kind, point=point, stage=self._stage())
         if kind == "reshapes":
             shape = draw.randint(1, self._largest), draw.randint(0, 2), draw.randint(1, 4)
             return RunOperation(kind, shape=shape)
@@ -98,7 +104,12 @@ class Crew:
         rank = draw.randint(0, 3)
         if kind == "leaves":
             return RunOperation(kind, rank)
-        return RunOperation(kind, rank, draw.choice(POINTS), late=draw.random() < 0.5)
+        late = draw.random() < 0.5
+        return RunOperation(kind, rank, draw.choice(POINTS), late=late, stage=self._stage())
+
+    def _stage(self) -> int:
+        """Return the stage of the process that dies."""
+        return self._draw.randrange(self._processes)
 
 
 def check(plan: RunPlan, repository: Path) -> list[tuple[int, int]]:
