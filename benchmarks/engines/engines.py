@@ -19,6 +19,7 @@ alone, the other one waits in a collective. What counts are ratios of neighbouri
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -82,10 +83,10 @@ class Classify(nn.Module):
         return self.head(x.mean(1) if x.dim() == 3 else x)
 
 
-def mlp() -> tuple[list[nn.Module], TensorDataset]:
-    """Six blocks of width 512, batches of 512."""
+def mlp(batch: int = 512) -> tuple[list[nn.Module], TensorDataset]:
+    """Six blocks of width 512."""
     layers = [*(FeedForward(512) for _ in range(6)), Classify(512)]
-    return layers, TensorDataset(torch.randn(512, 512), torch.randint(CLASSES, (512,)))
+    return layers, TensorDataset(torch.randn(batch, 512), torch.randint(CLASSES, (batch,)))
 
 
 def transformer() -> tuple[list[nn.Module], TensorDataset]:
@@ -95,9 +96,14 @@ def transformer() -> tuple[list[nn.Module], TensorDataset]:
     return layers, TensorDataset(texts, texts[:, 0])
 
 
-CHUNKS = {"mlp": [2, 1, 1, 3], "transformer": [2, 1, 1, 2]}
+CHUNKS = {"mlp": [2, 1, 1, 3], "mlp-2048": [2, 1, 1, 3], "transformer": [2, 1, 1, 2]}
 """Layers of each of four chunks, of which each stage has two."""
-MODELS = {"mlp": (mlp, [3, 4]), "transformer": (transformer, [3, 3])}
+MODELS = {
+    "mlp": (mlp, [3, 4]),
+    "mlp-2048": (functools.partial(mlp, 2048), [3, 4]),
+    "transformer": (transformer, [3, 3]),
+}
+"""What makes each, and how many of its layers each stage has."""
 
 
 def make(name: str) -> tuple[nn.Sequential, torch.optim.Optimizer, TensorDataset]:

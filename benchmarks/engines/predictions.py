@@ -63,7 +63,7 @@ def measure(name: str, schedule: str, rounds: int, count: int) -> StepProfile:
 
 
 def medians(profile: StepProfile) -> Times:
-    data = profile.fit_data(2, "never", 2)
+    data = profile.fit_data(2, "never", 2, context().pipeline.order)
     if data is None:
         raise SystemExit("no step was measured: give more rounds")
     keys = zip(data.atomic_bsz, data.num_microbatches, strict=True)
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=7, help="steps of a configuration in a round")
-    parser.add_argument("--model", default="transformer", choices=list(MODELS))
+    parser.add_argument("--model", default="transformer", choices=list(BATCHES))
     parser.add_argument("--schedule", default="1f1b", choices=("1f1b", "interleaved", "gpipe"))
     options = parser.parse_args()
     torch.set_num_threads(1)
