@@ -1,11 +1,13 @@
 """What a promise of fairness costs: completion times and fairness over F.
 
-    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others] [--found]
+    python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|live]
+        [--found]
 
 DATA holds `traces` and `workloads` of Pollux's public artifact. 16 nodes of 4 GPUs, a start takes
 30 s; a round every 60 s and at every arrival, and jobs begin with what the last completed one of
-their family measured, both as under the scheduler. What was simulated is kept in DIR, a file each,
-and not simulated again; with --found nothing is simulated. Prints Markdown.
+their family measured, both as under the scheduler. "live" is with live changes at 1 s. What was
+simulated is kept in DIR, a file each, and not simulated again; with --found nothing is simulated.
+Prints Markdown.
 
 Beside the worst job and the 99th percentile of all, those of the jobs that could be in time at all:
 a job could not whose completion time alone on the empty cluster is above 1.25 times what `isolated`
@@ -38,6 +40,8 @@ from pipollux_sched.simulator.engine.experience import Experience
 WORKLOADS = (1, 2, 3, 6)
 CURVE = (2.0, 1.5, 1.1)
 """Beside none and 1.25, on the first and the last workload."""
+LIVE = 1.0
+"""Seconds of a live change."""
 PROMISE = 1.25
 """By which the table of all policies judges jobs."""
 
@@ -49,11 +53,14 @@ class Case(NamedTuple):
     told: str
     fairness: float | None
     number: int
+    rescale_seconds: float | None = None
+    """Of a live change; None: every change is a restart."""
 
     @property
     def file(self) -> str:
         """Name of the file that its result is kept in."""
-        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}.json"
+        live = "" if self.rescale_seconds is None else f"-live-{self.rescale_seconds:g}"
+        return f"{self.policy}-{self.told}-{self.fairness or 'off'}-{self.number}{live}.json"
 
 
 def cases(only: str) -> Iterator[Case]:
@@ -66,6 +73,9 @@ def cases(only: str) -> Iterator[Case]:
             yield from (Case("exact", told, fairness, number) for fairness in CURVE)
     for number in (WORKLOADS[0], WORKLOADS[-1]) if only in ("", "others") else ():
         yield Case("sia", "none", None, number)
+    for fairness in (None, PROMISE) if only in ("", "live") else ():
+        for told in ("exact", "learned"):
+            yield from (Case("exact", told, fairness, number, LIVE) for number in WORKLOADS)
 
 
 def main() -> None:
@@ -73,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--only", choices=("first", "curve", "others"), default="")
+    parser.add_argument("--only", choices=("first", "curve", "others", "live"), default="")
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -99,7 +109,10 @@ def save(target: Path, row: dict[str, Any]) -> None:
 def simulate(data: Path, case: Case) -> dict[str, Any]:
     """Return the metrics of one simulation, and of every job its fairness."""
     options = Options(
-        known_length=KnownLength.parse(case.told), decides_at="arrivals", inherit_models=True
+        known_length=KnownLength.parse(case.told),
+        decides_at="arrivals",
+        inherit_models=True,
+        rescale_seconds=case.rescale_seconds,
     )
     nodes = make_nodes({"": (16, 4)})
     experiment = Experiment(nodes, options, data / "traces", fairness=case.fairness)
@@ -140,7 +153,7 @@ def floors(
 
 
 HEAD = (
-    *("workload", "policy", "told", "F", "average JCT, s", "p99 JCT", "restarts"),
+    *("workload", "policy", "told", "a live change", "F", "average JCT, s", "p99 JCT", "restarts"),
     *("mean rho", "p99 rho", "worst rho", "rho > 1", "rho > F", "p99, could", "worst, could"),
     "rho > F, could",
 )
@@ -150,16 +163,17 @@ def table(found: dict[Case, dict[str, Any]]) -> str:
     """Return a line for every simulation; F is 1.25 where nothing is promised."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     told = {"exact": "exactly", "learned": "learned", "none": "–"}
-    order = sorted(found, key=lambda c: (c.number, c.policy, c.told, -(c.fairness or 99)))
+    order = sorted(found, key=_place)
     for case in order:
         row = found[case]
+        price = "a restart" if case.rescale_seconds is None else f"{case.rescale_seconds:g} s"
         base = found.get(case._replace(fairness=None, policy="exact"), row)
         against = f" ({row['avg_jct_s'] / base['avg_jct_s'] - 1:+.1%})" if case.fairness else ""
         bound = case.fairness or PROMISE
         rho = np.array([jct / isolated for _, isolated, jct, _, _ in row["jobs"]])
         could = np.array([alone <= bound * isolated for _, isolated, _, alone, _ in row["jobs"]])
         cells = [
-            *(str(case.number), case.policy, told[case.told], f"{case.fairness or 'off'}"),
+            *(str(case.number), case.policy, told[case.told], price, f"{case.fairness or 'off'}"),
             *(f"{row['avg_jct_s']:.0f}{against}", f"{row['p99_jct_s']:.0f}"),
             *(f"{row['restarts_per_job']:.1f}", f"{rho.mean():.2f}"),
             *(f"{np.percentile(rho, 99):.2f}", f"{rho.max():.2f}", f"{(rho > 1).mean():.0%}"),
@@ -169,6 +183,12 @@ def table(found: dict[Case, dict[str, Any]]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _place(case: Case) -> tuple[object, ...]:
+    """Return what a case comes after in the table."""
+    promise = -(case.fairness or 99)
+    return case.rescale_seconds or 0, case.number, case.policy, case.told, promise
 
 
 if __name__ == "__main__":
