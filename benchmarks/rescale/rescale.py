@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -36,6 +37,7 @@ JOB = Path(__file__).with_name("job.py")
 LIMIT = 300.0
 LARGE = 40
 """Layers from which steps take so long that fewer of them are waited for."""
+TOLD = re.compile(r"(\d+) replicas? trains? from step \d+ on, after a pause of ([\d.]+) s")
 CHANGES = {(1, 2): "1 to 2", (2, 3): "2 to 3", (3, 2): "3 to 2", (2, 1): "2 to 1"}
 
 
@@ -105,6 +107,37 @@ def pauses(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def stumbles(folder: Path) -> dict[str, list[float]]:
+    """Return what `pauses` would say of steps at which nothing changed, by number of replicas."""
+    longest: dict[tuple[int, int], float] = {}
+    for path in folder.iterdir():
+        for replicas, same in itertools.groupby(steps_of(path), lambda step: step.group):
+            steps = list(same)
+            # The first one's beginning is the change's end.
+            took = [(b.number, b.time - a.time) for a, b in itertools.pairwise(steps[1:])]
+            if not took:
+                continue
+            usual = statistics.median(seconds for _, seconds in took)
+            for number, seconds in took:
+                key = (replicas, number)
+                longest[key] = max(longest.get(key, 0.0), seconds - usual)
+    found = defaultdict(list)
+    for (replicas, _), seconds in sorted(longest.items()):
+        found[f"no change, {replicas} of them"].append(seconds)
+    return found
+
+
+def told(log: Path) -> dict[str, list[float]]:
+    """Return the pauses as the job tells them: of replica 0, from the end of its step on."""
+    found, before = defaultdict(list), 1
+    for replicas, seconds in TOLD.findall(log.read_text()):
+        name = CHANGES.get((before, int(replicas)))
+        before = int(replicas)
+        if name is not None:
+            found[f"{name}, as the job tells it"].append(float(seconds))
+    return found
+
+
 class LiveJob:
     """A job whose replicas are started one by one.
 
@@ -124,7 +157,7 @@ class LiveJob:
         stages: int = 2,
         processes: int = 1,
     ) -> None:
-        self.times, self._log = folder / "times", folder / "log"
+        self.times, self.log = folder / "times", folder / "log"
         self.times.mkdir()
         self.rendezvous = MeetingFolder(folder / "rendezvous")
         meeting = str(self.rendezvous.folder)
@@ -138,7 +171,7 @@ class LiveJob:
     def start(self) -> None:
         """Start a replica."""
         port, command = free_port(), [sys.executable, str(JOB)]
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             for rank in range(self._processes):
                 told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._processes}
                 told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -226,6 +259,7 @@ def measure_deaths(layers: int, rounds: int, processes: int = 1) -> dict[str, li
 
 
 def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str, list[float]]:
+    """Return the pauses of changes, and what a step without one looks like by the same measure."""
     with tempfile.TemporaryDirectory() as name, LiveJob(Path(name), layers, tree) as job:
         job.start()
         job.settle(1)
@@ -236,7 +270,7 @@ def measure_live(layers: int, rounds: int, tree: Path | None = None) -> dict[str
             for replicas in (2, 1):
                 job.leave()
                 job.settle(replicas)
-        return pauses(job.times)
+        return {**pauses(job.times), **told(job.log), **stumbles(job.times)}
 
 
 def measure_in_turn(layers: int, rounds: int, tree: Path) -> None:

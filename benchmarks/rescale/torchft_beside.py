@@ -47,9 +47,9 @@ class TorchftJob(LiveJob):
     def __init__(
         self, folder: Path, layers: int, python: Path, settings: tuple[str, ...], gradients: str
     ) -> None:
-        self.times, self._log = folder / "times", folder / "log"
+        self.times, self.log = folder / "times", folder / "log"
         self.times.mkdir()
-        self._layers, self._python = layers, python
+        self._layers, self._processes, self._python = layers, 1, python
         self.running: list[subprocess.Popen[bytes]] = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -67,7 +67,7 @@ class TorchftJob(LiveJob):
         self._lighthouse = self._run([*lighthouse, "--min_replicas=1", *settings], "lighthouse")
 
     def _run(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
-        with self._log.with_name(name).open("ab") as log:
+        with self.log.with_name(name).open("ab") as log:
             return subprocess.Popen(command, env=self._env, stdout=log, stderr=log)
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class TorchftJob(LiveJob):
 
     def tracebacks(self) -> list[str]:
         """Return the ends of the logs of those that have failed."""
-        texts = [path.read_text(errors="replace") for path in self._log.parent.glob("log-*")]
+        texts = [path.read_text(errors="replace") for path in self.log.parent.glob("log-*")]
         ends = [text.rstrip().splitlines()[-10:] for text in texts]
         return [
             "\n".join(end) for end in ends if end and end[-1].partition(":")[0].endswith("Error")
