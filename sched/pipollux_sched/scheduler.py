@@ -140,6 +140,7 @@ class Scheduler:
             "PIPOLLUX_HINTS_INTERVAL": f"{hints_interval:g}",
             "PIPOLLUX_CHECKPOINT_INTERVAL": f"{checkpoint_interval:g}",
             "PIPOLLUX_HEARTBEAT_INTERVAL": f"{heartbeat_timeout / 6:g}",
+            "PIPOLLUX_FROZEN_TIMEOUT": f"{heartbeat_timeout:g}",
         }
         self._metrics = SchedulerMetrics()
         self._resources = ExitStack()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -199,19 +200,27 @@ def test_a_process_of_a_newcomer_is_killed(directory: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("replica", "stage"), [(1, 1), (0, 0), (0, 1)])
-def test_a_process_of_one_of_two_replicas_is_killed(
-    directory: Path, tmp_path: Path, replica: int, stage: int
+@pytest.mark.parametrize(
+    ("replica", "stage", "how"),
+    [
+        *((1, 1, signal.SIGKILL), (0, 0, signal.SIGKILL), (0, 1, signal.SIGKILL)),
+        # The scheduler hears nothing of it: its own replica's first process does.
+        (1, 1, signal.SIGSTOP),
+    ],
+)
+def test_a_process_of_one_of_two_replicas_is_killed_or_frozen(
+    directory: Path, tmp_path: Path, replica: int, stage: int, how: signal.Signals
 ) -> None:
     """The other one goes on in the same generation, and the place is filled again."""
     policy = Wish()
-    with scheduler_on(directory, policy) as scheduler:
+    patience = {"heartbeat_timeout": 6.0} if how is signal.SIGSTOP else {}
+    with scheduler_on(directory, policy, **patience) as scheduler:
         policy.allocations["stages"] = [A, B]
         scheduler.submit(job(tmp_path, process_per_stage=True))
         assert scheduler.wait(trains_on(A, B), timeout=240)
         assert scheduler.wait(can_change, timeout=240)
         (killed,) = (x for x in scripts_of(directory, stage) if is_of(x, replica))
-        killed.kill()
+        killed.send_signal(how)
         assert scheduler.wait(has_replaced_one, timeout=240)
         now = scheduler.jobs()["stages"].state
         until(partial(runs, directory, 2), "the rest of the replica has ended")

@@ -88,7 +88,9 @@ def environment_settings(env: JobEnvironment) -> dict[str, object]:
         "PIPOLLUX_GENERATION": env.generation or None,
         "PIPOLLUX_TIMEOUT": env.timeout,
         "PIPOLLUX_HOST_TIMEOUT": env.host_timeout,
-        "PIPOLLUX_FROZEN_TIMEOUT": env.frozen_timeout,
+        # Under a scheduler only the processes of one replica look at each other, and it may have
+        # been started again with another one before this replica.
+        "PIPOLLUX_FROZEN_TIMEOUT": None if env.generation else env.frozen_timeout,
     }
 
 

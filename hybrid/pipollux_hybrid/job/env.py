@@ -80,8 +80,9 @@ class JobEnvironment:
     """Seconds after which a host that does not answer is lost (``PIPOLLUX_HOST_TIMEOUT``); 0: it
     is like a slow one."""
     frozen_timeout: float = 60.0
-    """Seconds after which a replica whose process gives no sign of life is lost, where others can
-    join without a scheduler (``PIPOLLUX_FROZEN_TIMEOUT``); 0: it is like a slow one."""
+    """Seconds after which a process that gives no sign of life is lost with its replica, where
+    others can join without a scheduler, and under one among the processes of a replica
+    (``PIPOLLUX_FROZEN_TIMEOUT``); 0: it is like a slow one."""
     rendezvous: Path | None = None
     """A folder in which replicas that come later find the job (``PIPOLLUX_RENDEZVOUS``)."""
     replica: int = 0

@@ -12,7 +12,7 @@ either: the same states, random numbers and positions, to the last bit.
    formed the same, they change at this very boundary.
 4. All meet once more, over the new groups, and those that stay send the newcomers their states.
    Whatever goes wrong so far, the old ones go on.
-5. They vote over the old groups, tell the newcomers, vote once more as one may be gone, and go over
+5. They vote over the old groups, tell newcomers and vote once more, as one may be gone, and go over
    to the new groups; those that left end.
 """
 
@@ -167,7 +167,9 @@ class LiveMembership:
             # Replica 0 may still write a checkpoint, and another one is to write the next.
             ctx.component(CheckpointManager).saver.wait()
         ok = self._hand_over(forming, newcomers, here)
-        agreed = self._vote(ok) and self._vote(self._announce_to_newcomers(forming, newcomers))
+        agreed = self._vote(ok)
+        if agreed and newcomers:
+            agreed = self._vote(self._announce_to_newcomers(forming))
         metrics.interrupt_steps()
         if agreed and forming.rank is None:
             self._leave()
@@ -204,9 +206,9 @@ class LiveMembership:
         votes = self._context.control.gather(torch.tensor([int(ok)]))
         return all(int(vote) for vote in votes)
 
-    def _announce_to_newcomers(self, forming: Forming, newcomers: range) -> bool:
+    def _announce_to_newcomers(self, forming: Forming) -> bool:
         """Tell those that join that it comes about; return whether they are still there."""
-        if forming.control is None or not newcomers:
+        if forming.control is None:  # this replica leaves
             return True
         try:
             forming.control.all_gather(torch.tensor([1]), MEETING_PATIENCE)

@@ -205,17 +205,17 @@ class MeetingFolder:
         coming = [x.replica for x in self.newcomers() if x.parked] if joining else []
         return (*staying, *(x for x in coming if x not in current.replicas))
 
-    def leave_sign(self, replica: str) -> None:
-        """Leave a sign that this replica's process is alive.
+    def leave_sign(self, process: str) -> None:
+        """Leave a sign that this process is alive.
 
         Raises:
             OSError: It cannot be written.
         """
-        self._write_alive(f"{_ALIVE}{replica}.json", {})
+        self._write_alive(f"{_ALIVE}{process}.json", {})
 
-    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
-        """Return the last sign of each of these replicas, None where there is none."""
-        return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in replicas}
+    def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
+        """Return the last sign of each of these processes, None where there is none."""
+        return {x: (self._read(f"{_ALIVE}{x}.json") or {}).get("beat") for x in processes}
 
     def propose(self, membership: Membership) -> None:
         """Have a membership formed; replica 0 does so.

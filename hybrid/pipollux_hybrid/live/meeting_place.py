@@ -64,15 +64,15 @@ class MeetingPlace(Protocol):
             joining: Whether anybody may join.
         """
 
-    def leave_sign(self, replica: str) -> None:
-        """Leave a sign that this replica's process is alive.
+    def leave_sign(self, process: str) -> None:
+        """Leave a sign that this process is alive.
 
         Raises:
             OSError: It cannot be left.
         """
 
-    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
-        """Return the last sign of each of these replicas, None where there is none."""
+    def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
+        """Return the last sign of each of these processes, None where there is none."""
 
     def propose(self, membership: Membership) -> None:
         """Have a membership formed; replica 0 does so where the job governs itself.

@@ -27,6 +27,8 @@ __all__ = ["SchedulerMeeting"]
 
 FOLDER = ".live-"
 """Of a generation, beside its checkpoints; its number follows."""
+ALIVE = "alive-"
+"""Begins the name of a process's sign of life there."""
 WAITS = 5.0
 """Seconds between two looks whether the scheduler still takes heartbeats."""
 
@@ -54,6 +56,7 @@ class SchedulerMeeting:
         """Where the first process of a replica, whose heartbeats the answers are, tells the others
         what it has heard."""
         self._relayed: Mapping[str, Any] = {}
+        self._beat = 0
         self._answered = threading.Event()
         self._heartbeat: Heartbeat | None = None
 
@@ -106,10 +109,8 @@ class SchedulerMeeting:
         """Take its answer; return the seconds until it wants to hear more."""
         self._heard = answer
         if self._relay is not None and answer != self._relayed:
-            aside = self._relay.with_name(f".{self._relay.name}")
             with suppress(OSError):  # the next one may go better
-                aside.write_text(json.dumps(answer))
-                aside.replace(self._relay)
+                _write(self._relay, json.dumps(answer))
                 self._relayed = answer
         self._answered.set()
         again = answer.get("again")
@@ -165,12 +166,30 @@ class SchedulerMeeting:
         del joining
         return current.replicas
 
-    def leave_sign(self, replica: str) -> None:
-        """Do nothing: heartbeats say it, and the scheduler ends what sends none."""
+    def leave_sign(self, process: str) -> None:
+        """Leave a sign of life for the other processes of this replica.
 
-    def signs(self, replicas: Iterable[str]) -> Mapping[str, object]:
-        """Return that nothing is known: the scheduler looks after frozen replicas."""
-        return dict.fromkeys(replicas)
+        Heartbeats come from the first one alone; the scheduler ends a replica that sends none.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._relay is not None and self._folder is not None:
+            self._beat += 1
+            _write(self._folder / f"{ALIVE}{process}", str(self._beat))
+
+    def signs(self, processes: Iterable[str]) -> Mapping[str, object]:
+        """Return the last signs of those of this replica; of others nothing is known."""
+        return {process: self._sign(process) for process in processes}
+
+    def _sign(self, process: str) -> str | None:
+        ours = process.partition("-")[0] == str(self._env.replica)
+        if self._relay is None or self._folder is None or not ours:
+            return None
+        try:
+            return (self._folder / f"{ALIVE}{process}").read_text()
+        except FileNotFoundError:
+            return None
 
     def propose(self, membership: Membership) -> None:
         """Refuse: the scheduler proposes."""
@@ -213,9 +232,7 @@ class SchedulerMeeting:
         place = {"number": number, "host": host, "port": port}
         self._say(store=place)
         if self._folder is not None:
-            aside = self._folder / f".store-{number}"
-            aside.write_text(json.dumps(place))
-            aside.replace(self._folder / f"store-{number}")
+            _write(self._folder / f"store-{number}", json.dumps(place))
 
     def find_store(self, number: int) -> tuple[str, int] | None:
         """Return where the replicas of a membership find each other."""
@@ -243,6 +260,13 @@ class SchedulerMeeting:
             self._says.update(what)
         if new:
             self.refresh()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def _folder(env: JobEnvironment) -> Path | None:

@@ -2,7 +2,8 @@
 
 The kernel answers for a frozen process, so its connections look well, and whoever waits for it
 waits for the group's timeout. So each replica changes something that the others see, again and
-again, and who has not changed it for long is lost. Under a scheduler heartbeats do that.
+again, and who has not changed it for long is lost. Under a scheduler heartbeats do that for the
+first process of each replica, which looks at the others of its own.
 """
 
 from __future__ import annotations

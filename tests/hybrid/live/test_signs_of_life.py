@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.live.meeting_folder import MeetingFolder
+from pipollux_hybrid.live.scheduler_meeting import SchedulerMeeting
 from pipollux_hybrid.live.signs_of_life import SignsOfLife
 
 
@@ -74,3 +77,24 @@ def test_signs_in_a_folder(tmp_path: Path) -> None:
     theirs.withdraw("b")
     assert mine.signs(["b"]) == {"b": None}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_signs_among_the_processes_of_a_replica_under_a_scheduler(tmp_path: Path) -> None:
+    """Of other replicas nothing is known: the scheduler hears their heartbeats."""
+    env = JobEnvironment.read({"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path), "PIPOLLUX_REPLICA": "7"})
+    stages = (replace(env, stage=stage, processes_per_replica=2) for stage in (0, 1))
+    first, second = map(SchedulerMeeting, stages)
+    assert first.signs(["7-1", "8"]) == {"7-1": None, "8": None}
+    second.leave_sign("7-1")
+    before = first.signs(["7-1"])
+    second.leave_sign("7-1")
+    assert first.signs(["7-1"])["7-1"] not in (None, before["7-1"])
+    SchedulerMeeting(replace(env, replica=8, processes_per_replica=2)).leave_sign("8")
+    assert first.signs(["8"]) == {"8": None}
+
+
+def test_a_replica_of_one_process_leaves_its_signs_to_heartbeats(tmp_path: Path) -> None:
+    env = JobEnvironment.read({"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path), "PIPOLLUX_REPLICA": "7"})
+    meeting = SchedulerMeeting(env)
+    meeting.leave_sign("7")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
