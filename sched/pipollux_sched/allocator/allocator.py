@@ -81,7 +81,7 @@ class Allocator:
         allocations = {job.name: job.held for job in now.candidates if job.allocation}
         before, self._leaving = (
             self._leaving,
-            autoscaler.round(jobs_of(now.candidates), now.nodes, allocations, now.busy),
+            autoscaler.round(jobs_of(now.candidates), now.nodes, allocations, now.busy, now.teams),
         )
         return set(before) != set(self._leaving)
 

@@ -24,6 +24,9 @@ from pipollux_sched.policy import (
     autoscale,
     plan_nodes,
 )
+from pipollux_sched.policy.teams.eligible import runs_within_quota
+from pipollux_sched.policy.teams.team import Teams
+from pipollux_sched.policy.teams.team_policy import TeamPolicy
 from pipollux_sched.utils.vital_thread import VitalThread
 
 from .expander import Expander
@@ -84,21 +87,35 @@ class Autoscaler:
         nodes: Mapping[str, NodeInfo],
         allocations: Mapping[str, Sequence[str]],
         busy: Collection[str],
+        teams: Teams | None = None,
     ) -> tuple[str, ...]:
         """Note one round of the policy, and ask for nodes if their number is not right.
+
+        Loans are of what is there: nodes are added, or kept in reserve, for quotas alone.
 
         Args:
             jobs: all jobs that have not ended.
             nodes: all nodes, with those marked as draining that the round before named.
             allocations: what the jobs were given.
             busy: nodes with running processes, including those of jobs on the move.
+            teams: quotas and limits; None: there are no teams.
 
         Returns:
             The nodes to mark as draining.
         """
         template = node_template(nodes)
+        policy: Policy = self._policy
+        counted = jobs
+        if teams is not None:
+            own = teams.without_loans(job.team for job in jobs.values())
+            policy = TeamPolicy(self._policy, own)
+            counted = {
+                name: job
+                for name, job in jobs.items()
+                if allocations.get(name) or runs_within_quota(own, job)
+            }
         self._state, desired = autoscale(
-            self._rules, self._state, self._policy, jobs, nodes, allocations, template
+            self._rules, self._state, policy, counted, nodes, allocations, template
         )
         before = self._plan.drain if self._plan else ()
         plan = _without(busy, plan_nodes(desired, before, jobs, nodes, allocations))

@@ -110,6 +110,8 @@ class SnapshotReader:
         jobs = store.jobs(live=True)
         unfinished = mean_jobs(store, jobs, self._clock())
         teams, history = stored_teams(store), self._lengths.read()
+        notices, now = {} if teams is None else store.teams.notices(), self._clock()
+        overdue = {name for name, due in notices.items() if due <= now}
         heirs = self._heirs.read({job.name: job.spec for job in jobs if job.name not in hints})
         candidates = [
             self._candidate(
@@ -124,6 +126,7 @@ class SnapshotReader:
                 unfinished=unfinished.get(job.name),
                 teams=teams,
                 history=history,
+                overdue=job.name in overdue,
             )
             for job in jobs
             if not job.state.suspended
@@ -140,8 +143,8 @@ class SnapshotReader:
             nodes,
             frozenset(node for job in jobs for node in job.state.nodes_in_use),
             None if teams is None else teams.for_policy(),
-            {} if teams is None else store.teams.notices(),
-            self._clock(),
+            notices,
+            now,
         )
 
     def _candidate(
@@ -158,6 +161,7 @@ class SnapshotReader:
         unfinished: float | None,
         teams: TeamsSpec | None,
         history: LengthHistory,
+        overdue: bool,
     ) -> Candidate:
         spec, believed = self._parse(job.name, job.spec, hints)
         if believed or spec.hints or (heir and not hints_worth(spec, heir.hints).speedups):
@@ -183,7 +187,7 @@ class SnapshotReader:
             job.name,
             info,
             job.state.assigned,
-            pinned=is_pinned(job.state),
+            pinned=is_pinned(job.state) and not (overdue and _may_be_ended(job.state)),
             suspended=job.phase is Phase.SUSPENDED,
             num_stages=job.state.num_stages,
             is_new=job.phase is Phase.CREATED,
@@ -234,6 +238,14 @@ def is_pinned(state: JobState) -> bool:
     if state.live.change is not None:
         return True
     return bool(state.running_on) and not state.training
+
+
+def _may_be_ended(state: JobState) -> bool:
+    """Tell whether a pinned job only starts, or waits to be started again after a failure.
+
+    Once its notice is over it has to give slots back: one that fails again and again never trains.
+    """
+    return state.intent is None and state.live.change is None
 
 
 def _rescale_seconds(state: JobState, measured: float | None) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipollux_sched.policy.teams.team import DEFAULT_NOTICE, Team, Teams
+from pipollux_sched.policy.teams.team import DEFAULT_NOTICE, DEFAULT_TURN, Team, Teams
 from pipollux_sched.utils.units import parse_duration
 from pipollux_sched.utils.validation import problem_at, problems
 from pipollux_sched.utils.yaml_file import SpecError, read_yaml_file
@@ -36,7 +36,7 @@ _Amount = Annotated[int, Field(ge=0, le=10**9)]
 _Number = Annotated[int, Field(ge=1, le=10**9)]
 
 
-def _parse_notice(value: str | float | None) -> float:
+def _parse_pause(value: str | float | None) -> float:
     """Return a duration, which may be 0."""
     if value is None:
         raise ValueError("an empty value is not a duration; give one such as 60s, or 0")
@@ -95,6 +95,20 @@ class OwnedJob(Protocol):
         """The class of priority that it names."""
 
 
+class Owner(NamedTuple):
+    """What a job's spec says of whose it is, read without the rest of it."""
+
+    name: str
+    team: str | None
+    user: str | None
+    priority: str | None
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> Owner:
+        """Return the owner of a job by its spec as the store keeps it."""
+        return cls(spec["name"], spec.get("team"), spec.get("user"), spec.get("priority"))
+
+
 class PrioritySpec(_TeamsModel):
     """A class of jobs: Kubernetes' PriorityClass, Kueue's WorkloadPriorityClass."""
 
@@ -104,6 +118,12 @@ class PrioritySpec(_TeamsModel):
     )
     preemption: bool = Field(default=True, description="true or false")
     """Whether its jobs take slots from running jobs of lower priority."""
+    users: List[UserName] = Field(default=(), description="a list of names")
+    """Whose jobs may have it; none: everyone's."""
+
+    def admits(self, user: str | None) -> bool:
+        """Tell whether a user's jobs may have it."""
+        return not self.users or user in self.users
 
 
 class TeamsSpec(_TeamsModel):
@@ -112,10 +132,14 @@ class TeamsSpec(_TeamsModel):
     teams: List[TeamSpec] = Field(description="a list of teams")
     default: Name = Field(default=DEFAULT_TEAM, description="the name of a team")
     """Team of jobs that name none, and whose user is in none."""
-    notice: Annotated[float, BeforeValidator(_parse_notice)] = Field(
+    notice: Annotated[float, BeforeValidator(_parse_pause)] = Field(
         default=DEFAULT_NOTICE, description="a duration such as 60s, or 0"
     )
     """Seconds from the notice that slots are wanted back to the moment they are taken."""
+    turn: Annotated[float, BeforeValidator(_parse_pause)] = Field(
+        default=DEFAULT_TURN, description="a duration such as 1h, or 0"
+    )
+    """Seconds for which one of several teams may borrow what cannot be divided among them."""
     priorities: List[PrioritySpec] = Field(default=(), description="a list of classes")
     """Jobs that name no class have the priority 0."""
 
@@ -143,7 +167,7 @@ class TeamsSpec(_TeamsModel):
         """Return the teams as policies see them."""
         own = set(Team.__dataclass_fields__)
         values = [{k: v for k, v in team.model_dump().items() if k in own} for team in self.teams]
-        return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice)
+        return Teams({entry["name"]: Team(**entry) for entry in values}, self.notice, self.turn)
 
     def team_of(self, job: OwnedJob) -> str:
         """Return the team that a job counts to: its own, else its user's first, else the default.
@@ -157,9 +181,15 @@ class TeamsSpec(_TeamsModel):
         return [*of_user, self.default][0]
 
     def priority_of(self, job: OwnedJob) -> tuple[int, bool]:
-        """Return a job's priority, and whether it preempts; 0 for a class that is gone."""
-        found = next((entry for entry in self.priorities if entry.name == job.priority), None)
-        return (found.value, found.preemption) if found else (0, True)
+        """Return a job's priority, and whether it preempts.
+
+        It is 0 for a class that is gone, or that its user may not use any more.
+        """
+        found = self._class_of(job)
+        return (found.value, found.preemption) if found and found.admits(job.user) else (0, True)
+
+    def _class_of(self, job: OwnedJob) -> PrioritySpec | None:
+        return next((entry for entry in self.priorities if entry.name == job.priority), None)
 
     def check_names(self, job: OwnedJob) -> None:
         """Refuse a job whose team or class of priority is not known.
@@ -184,11 +214,16 @@ class TeamsSpec(_TeamsModel):
         """Refuse a job that these teams never let run.
 
         Raises:
-            SpecError: its team or priority is unknown, its user is not in the team, or its least
-                is more than the team may ever hold.
+            SpecError: its team or priority is unknown or not for its user, or its least is more
+                than the team may ever hold.
         """
         self.check_names(job)
-        where = f"job '{job.name}'"
+        where, asked = f"job '{job.name}'", self._class_of(job)
+        if asked is not None and not asked.admits(job.user):
+            raise SpecError(
+                f"{where}: priority: '{asked.name}' is not for {job.user or 'nobody'}; its users "
+                f"are {', '.join(asked.users)}"
+            )
         team = next((t for t in self.teams if t.name == self.team_of(job)), None)
         if team is None:
             team = TeamSpec(name=self.team_of(job))
@@ -197,11 +232,18 @@ class TeamsSpec(_TeamsModel):
                 f"{where}: user: {job.user or 'nobody'} is not in team '{team.name}'; its users "
                 f"are {', '.join(team.users)}"
             )
+        if team.max_jobs == 0:
+            raise SpecError(
+                f"{where}: max_jobs of team '{team.name}' is 0, so that none of its jobs runs; "
+                "raise it, or name another team"
+            )
         least = min(job.num_stages, *job.stage_choices, job.num_stages) * job.min_replicas
         limits = {
             "max_slots_per_job": team.max_slots_per_job,
             "quota and borrow": None if team.borrow is None else team.quota + team.borrow,
-            "quota, as it is not preemptible,": None if job.preemptible else team.quota,
+            "quota (it is not preemptible, so it may not borrow)": (
+                None if job.preemptible else team.quota
+            ),
         }
         for name, most in limits.items():
             if most is not None and least > most:

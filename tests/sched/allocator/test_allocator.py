@@ -15,7 +15,7 @@ from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.allocator.snapshot import SnapshotReader, is_pinned
 from pipollux_sched.allocator.strategy import Candidate, FixedStrategy, PolicyStrategy
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
-from pipollux_sched.policy import JobInfo, NodeInfo, PolluxPolicy
+from pipollux_sched.policy import ExactPolicy, JobInfo, NodeInfo, PolluxPolicy
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
 from tests.sched.allocator.test_hints import NOTHING_FITS
@@ -326,3 +326,27 @@ def test_pinned_states(world: World) -> None:
     assert not is_pinned(replace(state, training=True))
     state = world.store.transition("toy", Exited(1, Outcome.FAILED, message="boom")).job.state
     assert is_pinned(state)
+
+
+def test_what_starts_gives_slots_back_once_its_notice_is_over(world: World) -> None:
+    """A job that fails again and again never trains, and would keep what it has borrowed."""
+    teams = {"teams": [{"name": n, "quota": 2} for n in ("text", "vision")], "notice": 60.0}
+    world.store.teams.set_spec(teams)
+    for name in ("t0", "t1", "t2", "t3"):
+        world.submit(name, team="text")
+        world.store.transition(name, Allocate(["ab"[int(name[1]) // 2]], "free"))
+    world.store.teams.set_notices({"t2": world.now + 60})
+    world.store.transition("t2", Exited(1, Outcome.FAILED, message="boom"))
+    assert {c.name for c in world.candidates() if c.pinned} == {"t0", "t1", "t2", "t3"}
+    world.now += 60
+    assert {c.name for c in world.candidates() if c.pinned} == {"t0", "t1", "t3"}
+    world.submit("v0", team="vision")
+    allocator = Allocator(
+        world.reader,
+        PolicyStrategy(ExactPolicy()),
+        carry_out=world.store.transition_all,
+        keep_notices=world.store.teams.set_notices,
+    )
+    allocator.run_once()
+    assert world.store.job("t2").phase is Phase.QUEUED
+    assert world.store.job("v0").phase is Phase.RUNNING

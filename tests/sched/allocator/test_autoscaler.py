@@ -22,6 +22,7 @@ from pipollux_sched.policy import (
     NodeInfo,
     NodePlan,
 )
+from pipollux_sched.policy.teams.team import Team, Teams
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
@@ -88,6 +89,24 @@ def test_only_news_is_told_and_what_is_right_is_not_asked_for() -> None:
     scaler.stop()
     assert heard == [NodePlan((), (), 3)]
     assert cloud.asked.empty()
+
+
+@pytest.mark.parametrize(
+    ("quota", "desired"),
+    [(2, 3), (12, 6)],
+    ids=["loans rent no node", "quotas do"],
+)
+def test_nodes_are_rented_for_quotas_alone(quota: int, desired: int) -> None:
+    """Six jobs fill three nodes and would fill more; the quota is less than that, or more."""
+    cloud, heard = Cloud(), list[NodePlan]()
+    scaler = autoscaler(cloud, heard, max_nodes=6, window=1)
+    of = Teams({"text": Team("text", quota=quota)})
+    jobs = {f"t{n}": replace(JOB, team="text") for n in range(6)}
+    # Those of a team without a quota do not count, however many nodes one needs to run at all.
+    jobs["wide"] = replace(JOB, resources={"slots": 2}, min_replicas=5, max_replicas=5)
+    held = {f"t{n}": ["abc"[n // 2]] for n in range(6)}
+    scaler.round(jobs, NODES, held, {"a", "b", "c"}, of)
+    assert heard[-1] == NodePlan((), (), desired)
 
 
 @pytest.mark.parametrize("refusal", [ExpanderError("the cloud is full"), OSError("no network")])

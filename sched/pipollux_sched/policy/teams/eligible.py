@@ -51,6 +51,13 @@ def eligible(
     return {name: allowed[name] for name in jobs if name in allowed}, refused
 
 
+def runs_within_quota(teams: Teams, job: JobInfo) -> bool:
+    """Tell whether a job can run on its team's quota alone."""
+    team = teams[job.team]
+    limits = (team.quota, team.max_slots_per_job)
+    return within(job, min(limit for limit in limits if limit is not None)) is not None
+
+
 def _rank(jobs: Mapping[Any, JobInfo], name: Any, runs: bool) -> tuple[Any, ...]:
     job = jobs[name]
     return not (runs or job.preempts), -job.priority, not runs, job.created, name_order(name)

@@ -73,11 +73,33 @@ def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool)
         text = f"team {name} holds its quota of {count(team.quota, 'slot')}"
     if own.borrowed:
         text += f" and borrows {own.borrowed}"
-        if team.borrow is not None and own.borrowed >= team.borrow:
-            return f"{text}, which is all that it may"
+    if own.used >= team.quota and team.borrow is not None and own.borrowed >= team.borrow:
+        return f"{text}, which is all that it may"
     if own.used >= team.quota and not preemptible:
         return f"{text}, and a job that is not preemptible may not borrow"
     return "; ".join([text, *(_loan(use) for use in others)])
+
+
+def why_no_more(use: TeamUse, held: int, more: int) -> str | None:
+    """Explain how its team's limits keep a job that runs from more slots; None: they do not.
+
+    Args:
+        use: what its team holds.
+        held: slots that the job holds.
+        more: slots that one replica more would take.
+
+    Example:
+        >>> why_no_more(TeamUse(Team("a", max_slots_per_job=2), 2), 2, 1)
+        'Team a allows 2 slots for each job.'
+    """
+    team = use.team
+    if team.max_slots_per_job is not None and held + more > team.max_slots_per_job:
+        return f"Team {team.name} allows {count(team.max_slots_per_job, 'slot')} for each job."
+    if team.most is not None and use.used + more > team.most:
+        borrowed = f", and it may borrow {team.borrow}" if team.borrow else ""
+        quota = count(team.quota, "slot")
+        return f"Team {team.name} holds {use.used}: its quota is {quota}{borrowed}."
+    return None
 
 
 def _loan(use: TeamUse) -> str:

@@ -77,6 +77,26 @@ def fill(amount: int, wants: Mapping[str, int], weights: Mapping[str, float]) ->
     return given
 
 
+def whose_turn(turns: float, weights: Mapping[str, float]) -> str:
+    """Return whose turn it is where each has turns as long as its weight.
+
+    Args:
+        turns: that have passed, in turns of the least weight.
+        weights: by name.
+
+    Example:
+        >>> [whose_turn(turns, {"a": 1.0, "b": 2.0}) for turns in range(6)]
+        ['a', 'b', 'b', 'a', 'b', 'b']
+    """
+    least, name = min(weights.values()), ""
+    left = turns % sum(weight / least for weight in weights.values())
+    for name in sorted(weights):
+        left -= weights[name] / least
+        if left < 0:
+            break
+    return name
+
+
 def budgets(
     teams: Teams,
     capacity: int,

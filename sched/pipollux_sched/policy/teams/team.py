@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 DEFAULT_NOTICE = 60.0
 """Seconds from the notice that borrowed slots are wanted back to the moment they are taken."""
+
+DEFAULT_TURN = 3600.0
+"""Seconds of a turn at what several teams would borrow and cannot be divided among them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Teams:
     by_name: Mapping[str, Team] = field(default_factory=dict)
     notice: float = DEFAULT_NOTICE
     """Seconds of notice before borrowed slots are taken back."""
+    turn: float = DEFAULT_TURN
+    """Seconds for which one of several teams may borrow what cannot be divided among them; 0: no
+    end."""
 
     def __getitem__(self, name: str) -> Team:
         return self.by_name.get(name) or Team(name)
+
+    def without_loans(self, names: Iterable[str]) -> Teams:
+        """Return the same teams, and others of these names, none of which borrows anything."""
+        kept = self.by_name.keys() | set(names)
+        return Teams({name: replace(self[name], borrow=0) for name in sorted(kept)}, 0.0)

@@ -11,14 +11,17 @@ What is left is offered (`offers`). If a team then has less of its quota than it
 nobody borrowed, that answer counts, and what is left of it is offered.
 
 Slots are not taken from a team before it has had notice: until then its jobs stay as they are.
+A notice binds: whatever the policy would take meanwhile, the same jobs keep theirs, and once it is
+over the team gives back what it was told to, be it from other jobs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from pipollux_sched.policy.allocation import Allocation, as_allocation, shape_of
 from pipollux_sched.policy.base import Policy
@@ -71,6 +74,10 @@ class TeamPolicy:
     now: float = 0.0
     notices: Mapping[Any, float] = field(default_factory=dict)
 
+    def __copy__(self) -> Self:
+        """Return one that asks a copy of the policy, which may change as it is asked."""
+        return replace(self, policy=copy.copy(self.policy))
+
     def allocate_job(
         self,
         job_info: JobInfo,  # noqa: ARG002  # the protocol's
@@ -99,12 +106,24 @@ class TeamPolicy:
                 for name, job in jobs.items()
             }
             allowed, refused = eligible(self.teams, kept, nodes, base)
-            round_ = _Round(self.policy, self.teams, allowed, nodes, base, node_template, told)
+            overdue = {n for n in self.notices if self._due(n) <= self.now and n not in told}
+            round_ = _Round(
+                self.policy,
+                self.teams,
+                allowed,
+                nodes,
+                base,
+                node_template,
+                told,
+                overdue,
+                self.now,
+            )
             given = round_.answer()
-            news = self._notices(round_, given, told)
+            news = self._earlier(round_, self._notices(round_, given, told), told)
             if not news:
                 break
             told |= news
+        told = self._binding(round_, given, told)
         found = {name: given.get(name, Allocation()) for name in jobs}
         result = {
             name: _as_told(jobs[name], held, base_allocations.get(name, ()), nodes)
@@ -134,12 +153,58 @@ class TeamPolicy:
             less = slots_of(jobs[name], given[name], nodes) < slots_of(jobs[name], held, nodes)
             # What cannot stay where it is, as its node is gone or has shrunk, is not held there.
             there = len(stays.get(name, ())) == len(held)
-            # A notice that is made shorter is shorter for those who have had it, too.
-            latest = self.now + self.teams.notice
-            due = min(self.notices.get(name, latest), latest)
+            due = self._due(name)
             if loses and less and there and due > self.now:
                 found[name] = due
         return found
+
+    def _due(self, name: Any) -> float:
+        """Return when a job has to give slots back, if it is told now or was told before."""
+        # A notice that is made shorter is shorter for those who have had it, too.
+        latest = self.now + self.teams.notice
+        return min(self.notices.get(name, latest), latest)
+
+    def _earlier(
+        self, round_: _Round, found: dict[Any, float], told: Collection[Any]
+    ) -> dict[Any, float]:
+        """Return jobs that were told before, in place of others of their teams.
+
+        Otherwise a policy that takes from another job each time would put the end off for ever.
+        """
+        jobs, nodes = round_.jobs, round_.nodes
+        teams = {jobs[name].team for name in found}
+        stays = fitting_base(jobs, usable_nodes(nodes), round_.base)
+        before = {
+            name: due
+            for name in self.notices
+            if (due := self._due(name)) > self.now
+            and name not in told
+            and name in round_.base
+            and name not in round_.pinned
+            and len(stays.get(name, ())) == len(round_.base[name])
+            and jobs[name].team in teams
+        }
+        again = {jobs[name].team for name in before}
+        return before | {n: due for n, due in found.items() if jobs[n].team not in again}
+
+    def _binding(
+        self, round_: _Round, given: Mapping[Any, Allocation], told: Mapping[Any, float]
+    ) -> dict[Any, float]:
+        """Return the notices that hold after this decision.
+
+        Jobs that were held only until others of their team, whose notice is over, had given all
+        back are told nothing. What cannot be taken for the moment, as it starts, keeps its notice.
+        """
+        jobs, nodes = round_.jobs, round_.nodes
+        after = held_by_team(jobs, nodes, given)
+        done = {
+            team
+            for team in held_by_team(jobs, nodes, round_.overdue)
+            if after[team] <= self.teams[team].quota
+        }
+        fixed = {n: due for n, due in self.notices.items() if n in round_.pinned}
+        new = {n: due for n, due in told.items() if n in self.notices or jobs[n].team not in done}
+        return {**fixed, **new}
 
 
 class _Round:
@@ -154,10 +219,14 @@ class _Round:
         base: Mapping[Any, Allocation],
         template: NodeInfo,
         told: Collection[Any],
+        overdue: Collection[Any],
+        now: float,
     ) -> None:
+        self._turns = now / teams.turn if teams.turn else None
         self._policy, self._teams, self._template, self._told = policy, teams, template, told
         self.jobs, self.nodes, self.base = jobs, nodes, {n: base[n] for n in jobs if n in base}
         self.pinned = {n: a for n, a in self.base.items() if is_pinned(jobs[n], a, nodes)}
+        self.overdue = {n: a for n, a in self.base.items() if n in overdue and n not in self.pinned}
         self._free = without(jobs, nodes, self.pinned)
         self._groups: defaultdict[TeamGroup, dict[Any, JobInfo]] = defaultdict(dict)
         for name, job in jobs.items():
@@ -192,8 +261,11 @@ class _Round:
         fixed = held_by_team(self.jobs, self.nodes, self.pinned)
         told = {name: held for name, held in self.pinned.items() if name in self._told}
         before, loaned = held_by_team(self.jobs, self.nodes, self.base), Counter[str]()
+        # What others of its team have had notice of is given back first.
+        overdue = held_by_team(self.jobs, self.nodes, self.overdue)
         for team, slots in held_by_team(self.jobs, self.nodes, told).items():
-            loaned[team] = min(slots, max(before[team] - self._teams[team].quota, 0))
+            over = before[team] - overdue[team] - self._teams[team].quota
+            loaned[team] = min(slots, max(over, 0))
             fixed[team] -= loaned[team]
         return budgets(self._teams, capacity, claims, fixed, loaned)
 
@@ -232,7 +304,7 @@ class _Round:
                 found = cut(job, found, most, self.nodes)
             given[name] = found
         self._uncrowd(given)
-        made = (self.jobs, self.nodes, self.base, self.wants, given, self._told)
+        made = (self.jobs, self.nodes, self.base, self.wants, given, self._told, self._turns)
         Offers(self._teams, *made).make()
         return given
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -316,3 +318,129 @@ def test_a_notice_holds_nobody_on_a_node_that_has_shrunk() -> None:
     answer = ask(case, of)
     assert violations(case, answer.allocations) == []
     assert (held(case, answer.allocations), answer.notices) == ({"text": 0, "vision": 2}, {})
+
+
+@dataclass
+class Fickle:
+    """A policy that fills one node in an order of jobs that it may change each time."""
+
+    order: Sequence[str]
+
+    def allocate_job(self, _job: JobInfo, _nodes: Any) -> list[str]:
+        return []
+
+    def optimize(self, jobs: Any, nodes: Any, base: Any, _template: Any) -> Any:
+        left = nodes["n"].resources["slots"]
+        fixed = {n for n, j in jobs.items() if is_pinned(j, base.get(n, ()), nodes)}
+        given = {name: list(base[name]) for name in fixed}
+        left -= sum(map(len, given.values()))
+        for name in self.order:
+            if name in jobs and name not in fixed:
+                count = min(jobs[name].max_replicas, left)
+                given[name] = ["n"] * count
+                left -= count
+        return {name: given.get(name, []) for name in jobs}, len(nodes)
+
+
+def test_a_policy_that_takes_from_others_each_time_puts_no_notice_off() -> None:
+    of = Teams({n: Team(n, quota=2) for n in ("text", "vision")}, notice=60.0)
+    jobs = {name: job("text", 1) for name in "abcd"} | {name: job("vision", 1) for name in "vw"}
+    case = Case(jobs, {"n": NodeInfo({"slots": 4})}, {name: ["n"] for name in "abcd"})
+    first = ask(case, of, Fickle("abcdvw"), now=0.0)
+    assert first.notices == {"c": 60.0, "d": 60.0}
+    again = ask(case, of, Fickle("dcbavw"), now=30.0, notices=first.notices)
+    assert (again.allocations, again.notices) == (first.allocations, first.notices)
+    over = ask(case, of, Fickle("dcbavw"), now=60.0, notices=again.notices)
+    assert held(case, over.allocations) == {"text": 2, "vision": 2}
+    # Others of the team kept theirs: they have had no notice, and need none now.
+    assert (over.allocations["a"], over.allocations["b"], over.notices) == (["n"], ["n"], {})
+
+
+@examples(100, 1000)
+@given(asked=counted(), seed=st.integers(0, 2**31))
+def test_the_quota_is_back_after_one_notice_whatever_the_policy_would_take(
+    asked: tuple[Case, Teams], seed: int
+) -> None:
+    case, of = asked
+    of, draw = replace(of, notice=60.0), np.random.default_rng(seed)
+    answer = TeamAnswer({})
+    for now in (0.0, 20.0, 40.0, 60.0):
+        order = [str(name) for name in draw.permutation(sorted(case.jobs))]
+        answer = ask(case, of, Fickle(order), now=now, notices=answer.notices)
+        case = Case(case.jobs, case.nodes, {n: a for n, a in answer.allocations.items() if a})
+    has, wants = held(case, answer.allocations), wanted(case)
+    slots = case.nodes["n"].resources["slots"]
+    due = {name: min(wants[name], of[name].quota) for name in NAMES}
+    missing = {name: due[name] - has[name] for name in NAMES if has[name] < due[name]}
+    assert sum(due.values()) > slots or not missing, (missing, dict(has), answer.notices)
+
+
+def test_what_starts_when_its_notice_ends_keeps_it() -> None:
+    of = Teams({n: Team(n, quota=2) for n in ("text", "vision")}, notice=60.0)
+    jobs = {name: job("text", 1) for name in "abcd"} | {name: job("vision", 1) for name in "vw"}
+    starting = {n: replace(j, preemptible=False) if n in "cd" else j for n, j in jobs.items()}
+    nodes, base = {"n": NodeInfo({"slots": 4})}, {name: ["n"] for name in "abcd"}
+    told = {"c": 60.0, "d": 60.0}
+    pinned = ask(Case(starting, nodes, base), of, Fickle("abcdvw"), now=90.0, notices=told)
+    assert {name: pinned.notices.get(name) for name in "cd"} == told
+    trains = Case(jobs, nodes, {n: a for n, a in pinned.allocations.items() if a})
+    after = ask(trains, of, Fickle("abcdvw"), now=95.0, notices=pinned.notices).allocations
+    assert held(trains, after)["vision"] == 2
+
+
+def test_a_copy_asks_a_copy_of_its_policy() -> None:
+    layer = TeamPolicy(Fickle("ab"), Teams())
+    copied = copy.copy(layer)
+    assert copied == layer
+    assert copied.policy is not layer.policy
+
+
+@every_policy
+def test_every_policy_gives_what_is_lent_back(policy: str) -> None:
+    """Four slots of two nodes are lent; their owner has them after one notice."""
+    of = Teams({n: Team(n, quota=4) for n in ("text", "vision")}, notice=60.0)
+    jobs = {f"t{n}": job("text", 4, requested_replicas=2) for n in range(4)}
+    jobs |= {f"v{n}": job("vision", 4, requested_replicas=2) for n in range(2)}
+    nodes = {name: NodeInfo({"slots": 4}) for name in "mn"}
+    base = {f"t{n}": ["mn"[n // 2]] * 2 for n in range(4)}
+    made = POLICIES[policy].make()
+    first = ask(Case(jobs, nodes, base), of, made, now=0.0)
+    assert held(Case(jobs, nodes, base), first.allocations)["text"] == 8
+    assert first.notices
+    again = Case(jobs, nodes, {n: a for n, a in first.allocations.items() if a})
+    for now in (30.0, 60.0):
+        first = ask(again, of, made, now=now, notices=first.notices)
+        again = Case(jobs, nodes, {n: a for n, a in first.allocations.items() if a})
+    assert held(again, first.allocations) == {"text": 4, "vision": 4}
+
+
+@pytest.mark.parametrize(("weight", "owners"), [(1.0, "tvtvtv"), (2.0, "tvvtvv")])
+def test_teams_take_turns_at_what_cannot_be_divided(weight: float, owners: str) -> None:
+    """Each may borrow some of four slots, and has a replica that takes all of them."""
+    teams = {"web": Team("web", quota=4), "vision": Team("vision", weight=weight)}
+    of = Teams(teams, notice=60.0, turn=3600.0)
+    wide = JobInfo({"slots": 4}, scaling(0.01), 0.0, 1, 1, num_stages=4, age=3600.0)
+    jobs = {name[0]: replace(wide, team=name) for name in ("text", "vision")}
+    case = Case(jobs, {"n": NodeInfo({"slots": 4})}, {})
+    answer, found = TeamAnswer({}), ""
+    for turn in range(6):
+        for now in (3600.0 * turn, 3600.0 * turn + 60.0):
+            answer = ask(case, of, now=now, notices=answer.notices)
+            (runs,) = [name for name, nodes in answer.allocations.items() if nodes]
+            case = Case(jobs, case.nodes, {runs: answer.allocations[runs]})
+        found += runs
+    assert found == owners
+    # Without turns the one that runs goes on.
+    still = ask(case, replace(of, turn=0.0), now=0.0).allocations
+    assert still[runs]
+
+
+def test_jobs_wider_than_a_node_and_than_an_even_part_take_turns_too() -> None:
+    of = Teams({"web": Team("web", quota=4)}, notice=0.0, turn=3600.0)
+    wide = JobInfo({"slots": 1}, scaling(0.01), 0.0, 4, 4, age=3600.0)
+    jobs = {name[0]: replace(wide, team=name) for name in ("text", "vision")}
+    nodes = {name: NodeInfo({"slots": 2}) for name in "mn"}
+    first = ask(Case(jobs, nodes, {}), of, now=0.0).allocations
+    assert {name: len(given) for name, given in first.items()} == {"t": 4, "v": 0}
+    then = ask(Case(jobs, nodes, {"t": first["t"]}), of, now=3600.0).allocations
+    assert {name: len(given) for name, given in then.items()} == {"t": 0, "v": 4}
