@@ -181,13 +181,16 @@ class Control:
             UnknownJobError: there is no job of this name.
             JobLivesError: it has not ended.
             JobEndedError: it is complete, and `from_scratch` is False.
-            SpecError: it can no longer run here (see `submit`), or it is to start from scratch
-                while its user's own `checkpoint_dir` holds checkpoints.
+            SpecError: it can no longer run here (see `submit`), its team or priority is not its
+                user's any more, or it is to start from scratch while its user's own
+                `checkpoint_dir` holds checkpoints.
         """
         self._check_running()
         job = self._store.job(name)
         if job.phase.ended:
             spec = parse_job(job.spec)
+            if (teams := stored_teams(self._store)) is not None:
+                check_team(spec, teams)
             self._backend.check(spec)
             admitted(spec, self._nodes())
             if from_scratch:

@@ -91,12 +91,18 @@ class Auth:
         They are made and revoked through the same store object, so they are read again only then.
         """
         tokens = self._store.tokens
-        if self._read_at != tokens.num_changes:
-            self._read_at = tokens.num_changes
+        if self._read_at != (changes := tokens.num_changes):
             self._callers = {
                 one.digest: Caller(one.name, Role(one.role), one.team) for one in tokens.all()
             }
+            self._read_at = changes  # last: where that fails, nobody goes on with what was revoked
         return self._callers
+
+    def knows(self, credentials: HTTPAuthorizationCredentials | None) -> bool:
+        """Tell whether a token is the admin's or a user's, and was not revoked."""
+        if credentials is None:
+            return False
+        return self._is_admin(credentials) or digest_of(credentials.credentials) in self._users()
 
     async def admit_job(
         self, name: str, request: Request, credentials: HTTPAuthorizationCredentials | None

@@ -60,8 +60,10 @@ class Services:
         self.tail = Tail(store)
         self.collector = SchedulerCollector(store)
         self.waiting = Places(limits.waiting, limits.waiting_per_job, "wait for replicas")
-        self.computing = Places(limits.computing, limits.computing, "ask for plans and reports")
-        self.listening = Places(limits.listeners, limits.listeners, "listen to events")
+        self.computing = Places(
+            limits.computing, limits.computing_per_user, "ask for plans and reports"
+        )
+        self.listening = Places(limits.listeners, limits.listeners_per_user, "listen to events")
 
 
 # Coroutines, because a plain function would run in a thread for each request.
@@ -127,7 +129,7 @@ async def require_role(request: Request, services: ServicesDep, token: AdminToke
             why = f"job {job.name!r} is not one of {caller.name!r}; ask its user, or an admin"
     if why is not None:
         raise HTTPException(403, why)
-    request.state.caller = caller
+    request.state.caller, request.state.token = caller, token
 
 
 async def get_caller(request: Request) -> Caller:

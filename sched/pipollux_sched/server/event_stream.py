@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
@@ -21,7 +21,6 @@ from pipollux_sched.store import Store, StoreError
 from pipollux_sched.views.events import event_summary
 
 from .change_watch import ChangeWatch
-from .limits import Places
 
 RETRY_MS = 2000
 """Milliseconds after which a browser reconnects."""
@@ -104,8 +103,9 @@ async def stream(
     keep_alive: float,
     *,
     summary: bool = False,
+    allowed: Callable[[], bool] = lambda: True,
 ) -> AsyncGenerator[str]:
-    """Yield the text of a stream of events, until the server stops.
+    """Yield the text of a stream of events, until the server stops or the listener's token ends.
 
     Args:
         changes: wakes the stream when there are new events.
@@ -114,6 +114,8 @@ async def stream(
         job: only events of this job; None: all.
         keep_alive: seconds of silence after which a comment is sent.
         summary: only events with a summary, in the form of `event_summary`.
+        allowed: whether the listener may still have what was read; a token that is revoked is an
+            event, too, and so wakes the stream.
     """
     yield f"retry: {RETRY_MS}\n\n"
     async with changes.listening():
@@ -121,6 +123,8 @@ async def stream(
             version = changes.version
             try:
                 entries, after, more = await tail.read(after, job)
+                if not allowed():
+                    return
             except StoreError:  # it was closed, because the server stops
                 return
             text = "".join((entry.summary or "") if summary else entry.text for entry in entries)
@@ -135,20 +139,20 @@ class EventStream(StreamingResponse):
 
     Args:
         text: text from `stream`.
-        places: limit on listeners.
+        place: its place among the listeners.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, text: AsyncGenerator[str], places: Places) -> None:
+    def __init__(self, text: AsyncGenerator[str], place: AbstractContextManager[None]) -> None:
         super().__init__(text, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._text = text
-        self._places = places
+        self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or raise `BusyError`."""
         async with aclosing(self._text):
-            with self._places.take("the admin"):
+            with self._place:
                 await super().__call__(scope, receive, send)
 
 

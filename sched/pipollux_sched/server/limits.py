@@ -37,8 +37,10 @@ class Limits:
     waiting_per_job: int = 64
     computing: int = 4
     """Plans and reports computed at once."""
+    computing_per_user: int = 2
     listeners: int = 32
     """Streams of events."""
+    listeners_per_user: int = 8
     keep_alive: float = 15.0
     """Seconds of silence after which a stream sends a comment."""
 
@@ -132,10 +134,15 @@ class Places:
             return self._taken.total()
 
     @contextmanager
-    def take(self, sender: str) -> Iterator[None]:
-        """Hold a place within the context, or raise `BusyError` if none is free."""
+    def take(self, sender: str, *, all_of_them: bool = False) -> Iterator[None]:
+        """Hold a place within the context, or raise `BusyError` if none is free.
+
+        Args:
+            sender: who takes it.
+            all_of_them: whether it may take all places, as an admin.
+        """
         with self._lock:
-            self._check(sender)
+            self._check(sender, self._most if all_of_them else self._most_each)
             self._taken[sender] += 1
         try:
             yield
@@ -145,14 +152,14 @@ class Places:
                 if not self._taken[sender]:
                     del self._taken[sender]
 
-    def _check(self, sender: str) -> None:
+    def _check(self, sender: str, most: int) -> None:
         if self._taken.total() >= self._most:
             raise BusyError(
                 f"{self._most} requests already {self._what}, and no more can; "
                 "ask again in a second"
             )
-        if self._taken[sender] >= self._most_each:
+        if self._taken[sender] >= most:
             raise BusyError(
-                f"{self._most_each} requests of {sender} already {self._what}, and no more can; "
+                f"{most} requests of {sender} already {self._what}, and no more can; "
                 "ask again in a second"
             )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from fastapi import HTTPException
 
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.tokens import Role
+
+from .limits import Places
 
 
 class Access(StrEnum):
@@ -91,6 +95,10 @@ class Caller:
             "ask an admin for it"
         )
 
+    def place(self, places: Places) -> AbstractContextManager[None]:
+        """Return a place to hold: users have a part of them each, admins may have all."""
+        return places.take(self.name, all_of_them=self.role is Role.ADMIN)
+
     def owns(self, user: str | None) -> bool:
         """Tell whether it may manage a job of a user."""
         return self.role is Role.ADMIN or user == self.name
@@ -112,3 +120,16 @@ class Caller:
                     f"for {asked!r}; leave {field} out",
                 )
         return job.model_copy(update={"user": self.name, "team": self.team or job.team})
+
+    def check_team(self, spec: Mapping[str, Any]) -> None:
+        """Refuse a job that was submitted for another team than this caller's only one.
+
+        Raises:
+            HTTPException: it was.
+        """
+        if self.role is not Role.ADMIN and self.team not in (None, spec.get("team")):
+            raise HTTPException(
+                403,
+                f"job {spec['name']!r}: team: the token of {self.name!r} is for {self.team!r}, not "
+                f"for {spec.get('team') or 'none'!r}; submit it anew",
+            )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
 from pipollux_sched.lifecycle import Allocate
+from pipollux_sched.server import Limits
 from pipollux_sched.server.roles import ACCESS, Access
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
+from pipollux_sched.store import StoreUnavailableError
+from pipollux_sched.store.tokens import TokenRecords
 from tests.sched.supervised import SCRIPT, Service
 
 
@@ -154,3 +158,86 @@ def test_tokens_are_kept_as_digests_and_end_when_they_are_revoked(
     assert dan.get("/jobs").status_code == 401
     assert admin.delete("/tokens/dan").status_code == 404
     assert service.client("plx_wrong").get("/jobs").status_code == 401
+
+
+def test_a_stream_ends_with_its_token(service: Service) -> None:
+    _, secret = service.store.tokens.create(NewToken(name="fay", role=Role.VIEWER))
+    with service.client(secret).stream("GET", "/events/stream?after=0") as response:
+        lines = response.iter_lines()
+        assert next(line for line in lines if line.startswith("data: "))
+        service.store.tokens.revoke("fay")
+        service.store.add_event("test", {"after": "it was revoked"})
+        # The server ends it: the client would wait for four minutes.
+        assert "it was revoked" not in "".join(lines)
+
+
+def test_no_user_takes_all_places_of_those_who_listen(
+    service: Service, users: dict[str, httpx.Client]
+) -> None:
+    most = Limits().listeners_per_user
+    with ExitStack() as streams:
+        for _ in range(most):
+            streams.enter_context(users["eve"].stream("GET", "/events/stream")).raise_for_status()
+        refused = users["eve"].get("/events/stream")
+        assert refused.status_code == 503
+        assert f"{most} requests of eve already listen to events" in refused.json()["detail"]
+        for name in ("bo", "ada"):
+            streams.enter_context(users[name].stream("GET", "/events/stream")).raise_for_status()
+
+
+def test_a_token_that_was_revoked_is_not_kept_when_the_store_fails(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, secret = service.store.tokens.create(NewToken(name="gus", role=Role.VIEWER))
+    gus = service.client(secret)
+    assert gus.get("/jobs").status_code == 200
+    service.store.tokens.revoke("gus")
+
+    def fails(_: TokenRecords) -> list[object]:
+        raise StoreUnavailableError("the disk is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TokenRecords, "all", fails)
+        assert gus.get("/jobs").status_code >= 500
+    assert gus.get("/jobs").status_code == 401
+
+
+def test_a_job_is_run_again_only_for_a_team_that_its_user_is_in(
+    service: Service, users: dict[str, httpx.Client]
+) -> None:
+    teams = {"teams": [{"name": "vision", "users": ["hal"]}, {"name": "text"}]}
+    service.control.set_teams(TeamsSpec.model_validate(teams))
+    _, secret = service.store.tokens.create(NewToken(name="hal", role=Role.USER))
+    hal = service.client(secret)
+    hal.post("/jobs", json={"name": "old", "script": SCRIPT, "team": "vision"}).raise_for_status()
+    assert hal.delete("/jobs/old").status_code == 200
+    teams["teams"][0]["users"] = ["cy"]
+    service.control.set_teams(TeamsSpec.model_validate(teams))
+    answer = hal.post("/jobs/old/rerun")
+    assert answer.status_code == 422
+    assert "user: hal is not in team 'vision'" in answer.json()["detail"]
+    teams["teams"][0]["users"] = ["hal"]
+    service.control.set_teams(TeamsSpec.model_validate(teams))
+    service.store.tokens.revoke("hal")
+    _, secret = service.store.tokens.create(NewToken(name="hal", role=Role.USER, team="text"))
+    hal = service.client(secret)
+    answer = hal.post("/jobs/old/rerun")
+    assert answer.status_code == 403
+    assert "team: the token of 'hal' is for 'text', not for 'vision'" in answer.json()["detail"]
+    assert users["ada"].post("/jobs/old/rerun").status_code == 200
+    service.control.set_teams(None)
+
+
+def test_a_priority_is_for_its_users(service: Service, users: dict[str, httpx.Client]) -> None:
+    spec = {"teams": [], "priorities": [{"name": "urgent", "value": 9, "users": ["bo"]}]}
+    service.control.set_teams(TeamsSpec.model_validate(spec))
+    urgent = {"script": SCRIPT, "priority": "urgent"}
+    answer = users["ana"].post("/jobs", json={"name": "pushes", **urgent})
+    assert answer.status_code == 422
+    assert "priority: 'urgent' is not for ana; its users are bo" in answer.json()["detail"]
+    assert users["bo"].post("/jobs", json={"name": "hurries", **urgent}).status_code == 201
+    kept = TeamsSpec.model_validate(spec)
+    job = JobSpec(name="hurries", script=SCRIPT, user="bo", priority="urgent")
+    assert kept.priority_of(job) == (9, True)
+    assert kept.priority_of(job.model_copy(update={"user": "ana"})) == (0, True)
+    service.control.set_teams(None)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
-from pipollux_sched.server.dependencies import NeedsRole, ServicesDep, StoreDep
+from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.event_stream import EventStream, stream
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.views.events import last_event_before
@@ -67,21 +67,30 @@ def events(
 async def follow(
     request: Request,
     services: ServicesDep,
+    caller: CallerDep,
     after: _Since = None,
     job: _Job = None,
     summary: _Summary = False,
 ) -> EventStream:
     """Stream server-sent events with `id`; a client that sends `Last-Event-ID` misses none.
 
-    Without that header and without `after`, the stream starts now.
+    Without that header and without `after`, the stream starts now. It ends when the token does.
     """
     since = _last_event_id(request)
     since = after if since is None else since
     if since is None:
         since = await run_in_threadpool(services.store.last_event)
     keep_alive = services.limits.keep_alive
-    text = stream(services.changes, services.tail, since, job, keep_alive, summary=summary)
-    return EventStream(text, services.listening)
+    text = stream(
+        services.changes,
+        services.tail,
+        since,
+        job,
+        keep_alive,
+        summary=summary,
+        allowed=lambda: services.auth.knows(request.state.token),
+    )
+    return EventStream(text, caller.place(services.listening))
 
 
 def _last_event_id(request: Request) -> int | None:

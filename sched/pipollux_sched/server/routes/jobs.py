@@ -124,8 +124,15 @@ def resume(name: str, control: ControlDep) -> dict[str, Any]:
 
 
 @router.post("/{name}/rerun", response_model=JobView, summary="Run a job again that has ended")
-def rerun(name: str, control: ControlDep, from_scratch: _FromScratch = False) -> dict[str, Any]:
+def rerun(
+    name: str,
+    control: ControlDep,
+    store: StoreDep,
+    caller: CallerDep,
+    from_scratch: _FromScratch = False,
+) -> dict[str, Any]:
     """Rerun a job; 409 if it has not ended, or is complete and not to start from scratch."""
+    caller.check_team(store.job(name).spec)
     return control.rerun(name, from_scratch=from_scratch).to_json_object()
 
 

@@ -10,7 +10,7 @@ from pydantic import StringConstraints
 from pipollux_sched.planning.dry_run import live_plan
 from pipollux_sched.policy import POLICIES
 from pipollux_sched.report.run_events import kept_report
-from pipollux_sched.server.dependencies import NeedsRole, ServicesDep, StoreDep
+from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep, StoreDep
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_generations, node_usage
@@ -83,12 +83,14 @@ def usage(store: StoreDep, since: _Moment = 0.0, parts: _Parts = 100) -> UsageVi
 
 
 @router.get("/plan", response_model=PlanView, summary="What the scheduler would decide now")
-def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> PlanView:
+def plan(
+    services: ServicesDep, caller: CallerDep, policy: _Policy = None, seed: _Seed = 0
+) -> PlanView:
     """Return the planned allocation of each eligible job, with the reason; change nothing."""
     if policy is not None and policy not in POLICIES:
         known = ", ".join(POLICIES)
         raise HTTPException(422, f"policy: {policy!r} is not known; known are {known}")
-    with services.computing.take("the admin"):
+    with caller.place(services.computing):
         return live_plan(services.store, policy, seed)
 
 
@@ -98,9 +100,14 @@ def plan(services: ServicesDep, policy: _Policy = None, seed: _Seed = 0) -> Plan
     responses={**refusals(404), **text_reply("text/html")},
     summary="The report, as one HTML file",
 )
-def report(services: ServicesDep, job: _Jobs = [], seconds: _Seconds = None) -> Response:  # noqa: B006  # as above
+def report(
+    services: ServicesDep,
+    caller: CallerDep,
+    job: _Jobs = [],  # noqa: B006  # as above
+    seconds: _Seconds = None,
+) -> Response:
     """Return the report that `pipollux report` writes."""
-    with services.computing.take("the admin"):
+    with caller.place(services.computing):
         page = kept_report(services.store, job, seconds)
     headers = {"Content-Disposition": "attachment; filename=report.html"}
     return Response(page, media_type="text/html", headers=headers)
