@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ notice: {notice}
 teams:
   - {{name: text, quota: 2}}
   - {{name: vision, quota: 2, max_slots_per_job: 2}}
+  - {{name: web, max_jobs: 0}}
 priorities:
   - {{name: urgent, value: 10}}
 """
@@ -55,7 +57,11 @@ def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     assert sum("team" in found for found in kinds) == 2
     top = json.loads(cli("top", "--output", "json").stdout)
     assert any(job["message"].startswith(f"waits: {says}") for job in top["jobs"])
-    assert held(cli) == {"text": 4, "vision": 0}
+    assert held(cli) == {"text": 4, "vision": 0, "web": 0}
+    assert [team["used"] for team in top["teams"]] == [4, 0, 0]
+    once = cli("top", "--once").stdout
+    assert "Teams: 4 slots used" in once
+    assert re.search(r"(?m)^text +2 +4 +2 ", once)
     assert "borrowed slots back" in cli("events").stdout
 
     # The file is read again; one that is wrong changes nothing.
@@ -63,7 +69,7 @@ def test_a_quota_that_is_lent_comes_back(cli: Cli) -> None:
     server = cli.servers[-1]
     wait_until(lambda: "the teams stay as they are" in server.errors)
     (cli.folder / "teams.yaml").write_text(TEAMS.format(notice="0s"))
-    wait_until(lambda: held(cli) == {"text": 2, "vision": 2})
+    wait_until(lambda: held(cli) == {"text": 2, "vision": 2, "web": 0})
 
 
 def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
@@ -76,6 +82,8 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     assert "team: 'tex' is not known" in one_sentence(cli("submit", mine, "--team", "tex"), 1)
     said = one_sentence(cli("submit", mine, "--priority", "high"), 1)
     assert "priority: 'high' is not known; known are urgent" in said
+    none = jobs_file(cli, "none.yaml", "name: none, team: web")
+    assert "max_jobs of team 'web' is 0" in one_sentence(cli("submit", none), 1)
     wide = jobs_file(cli, "wide.yaml", "name: wide, team: vision, min_replicas: 3")
     said = one_sentence(cli("submit", wide), 1)
     assert "needs 3 slots at least, and max_slots_per_job of team 'vision' allow 2" in said
@@ -115,6 +123,10 @@ def test_a_user_with_a_token_submits_for_its_team(cli: Cli) -> None:
         ("teams: [{name: a, quotas: 1}]", "unknown field; did you mean 'quota'?"),
         ("teams: [{name: a}]\ndefault: b", "default: 'b' is none of the teams; name one of a"),
         ("teams: []\nnotice: soon", "notice: "),
+        (
+            "teams: []\npriorities: [{name: urgent, value: 1, users: [a b]}]",
+            "priorities[0].users[0]: 'a b' is not the name of a user",
+        ),
     ],
 )
 def test_files_that_are_wrong(cli: Cli, tmp_path: Path, text: str, says: str) -> None:

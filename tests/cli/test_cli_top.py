@@ -112,6 +112,29 @@ def test_what_the_screen_shows(state_dir: StateDir) -> None:
     asyncio.run(look_at_it())
 
 
+def test_teams(state_dir: StateDir) -> None:
+    teams = [{"name": "text", "quota": 2, "borrow": 3}, {"name": "vision", "quota": 4}]
+
+    async def look_at_it() -> None:
+        with Store(state_dir.store) as store:
+            app = TopApp(LocalReader(store, state_dir), 0.1)
+            async with app.run_test(size=(160, 40)) as pilot:
+                await shown(app, pilot, lambda: len(names(app)) == 6)
+                box = app.screen.query_one("#of-teams")
+                assert not box.display
+                store.teams.set_spec({"teams": teams, "default": "text"})
+                store.teams.set_notices({"grown": time.time() + 3600})
+                await shown(app, pilot, lambda: box.display)
+                assert words(app, "#quotas") == "Teams: 4 slots used"
+                assert cells(app, 0, "#teams")[:7] == ["text", "2", "4", "2 of 3", "0", "2", "1"]
+                assert "(in 5" in cells(app, 0, "#teams")[7]
+                assert cells(app, 1, "#teams") == ["vision", "4", "0", "0", "2", "0", "0", "–"]
+                store.teams.set_spec(None)
+                await shown(app, pilot, lambda: not box.display)
+
+    asyncio.run(look_at_it())
+
+
 @pytest.mark.exhaustive
 def test_a_job_that_is_left_while_it_is_read(state_dir: StateDir) -> None:
     """Its screen's text goes first, then the screen, and a look may end in between."""

@@ -65,12 +65,22 @@ def _print(found: TeamsView, output: TextFormat) -> None:
     elif not found.configured:
         typer.echo("No teams: everyone shares everything. Set some with: pipollux teams --set FILE")
     else:
-        print_result(_table(found))
-        used = sum(team.used for team in found.teams)
-        typer.echo(f"{count(len(found.teams), 'team')}, {count(used, 'slot')} used.")
+        print_result(team_table(found))
+        typer.echo(f"{count(len(found.teams), 'team')}, {spell_use(found)}.")
 
 
-def _table(found: TeamsView) -> Table:
+def spell_use(found: TeamsView) -> str:
+    """Spell how many slots teams use, and whether their quotas are more than there are."""
+    used = sum(team.used for team in found.teams)
+    quotas = sum(team.quota for team in found.teams)
+    text = f"{count(used, 'slot')} used"
+    if quotas <= found.slots:
+        return text
+    return f"{text}; the quotas are {quotas} of {count(found.slots, 'slot')}: each gets its part"
+
+
+def team_table(found: TeamsView) -> Table:
+    """Return the teams with what they hold, as a table."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)

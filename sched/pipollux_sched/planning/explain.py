@@ -20,9 +20,10 @@ from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup
 from pipollux_sched.allocator.reasons import why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import Candidate, free_of
-from pipollux_sched.allocator.team_strategy import team_reasons
+from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
-from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape
+from pipollux_sched.policy import JobInfo, NodeInfo, ReplicaShape, shape_of
+from pipollux_sched.policy.teams.ledger import why_no_more
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.utils.text import seconds, spell_moment
@@ -149,11 +150,22 @@ def _within_team(found: Standing, live: Snapshot, job: str) -> Standing:
     waits = team_reasons(live).get(job)
     if waits is not None:
         return replace(found, waits_for=waits)
+    told = list(found.limits)
+    candidate = live.candidate(job)
+    if candidate is not None and candidate.allocation:
+        use = uses_of(live).get(candidate.info.team)
+        more = shape_of(candidate.info, candidate.held, live.nodes).slots
+        held = len(candidate.allocation) * more
+        why = None if use is None else why_no_more(use, held, more)
+        if why is not None:
+            # Its team forbids what there is room for: that is why it was not given.
+            told = [limit for limit in told if limit.kind is not LimitKind.NOT_WORTH_IT]
+            told.append(Limit(LimitKind.TEAM, why))
     due = live.notices.get(job)
-    if due is None:
-        return found
-    text = f"Other teams want back what its team borrows; it has notice until {spell_moment(due)}."
-    return replace(found, limits=(*found.limits, Limit(LimitKind.TEAM, text)))
+    if due is not None:
+        text = "Other teams want back what its team borrows; it has notice until "
+        told.append(Limit(LimitKind.TEAM, f"{text}{spell_moment(due)}."))
+    return replace(found, limits=tuple(told))
 
 
 def standing(

@@ -69,6 +69,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
         phases=dict(glance.phases),
         goodput=glance.goodput,
         oldest_generation=glance.oldest_generation,
+        has_teams=store.teams.spec() is not None,
         jobs=[_job(job) for job in page.jobs],
         num_found=page.num_found,
         events=[event for event in told if event is not None],

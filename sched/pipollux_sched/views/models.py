@@ -317,7 +317,7 @@ class ClusterView(View):
     """Overview of the cluster, at this time by the scheduler's clock.
 
     `phases` counts all jobs; `jobs` are those of the requested page, `num_found` the number on
-    all pages.
+    all pages. `has_teams`: whether there are quotas, which `TeamsView` has.
     """
 
     time: float
@@ -326,6 +326,7 @@ class ClusterView(View):
     phases: dict[ListedPhase, int]
     goodput: float | None
     oldest_generation: float | None
+    has_teams: bool
     jobs: list[JobLine]
     num_found: int
     events: list[EventSummary]

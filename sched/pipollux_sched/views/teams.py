@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.policy.teams.ledger import TeamUse, team_uses
-from pipollux_sched.spec.job import parse_job
-from pipollux_sched.spec.teams import TeamSpec, TeamsSpec, parse_teams
+from pipollux_sched.spec.teams import Owner, TeamSpec, TeamsSpec, parse_teams
 from pipollux_sched.store import NodeCondition, Store
 
 from .models import View
@@ -37,10 +36,14 @@ class TeamView(View):
 
 
 class TeamsView(View):
-    """The teams of a cluster: `configured` says whether there are any, `spec` what was given."""
+    """The teams of a cluster: `configured` says whether there are any, `spec` what was given.
+
+    `slots`: of all nodes that are not dead; quotas that are more than that are cut.
+    """
 
     configured: bool
     spec: TeamsSpec | None
+    slots: int
     teams: list[TeamView]
 
 
@@ -57,29 +60,31 @@ def stored_teams(store: Store) -> TeamsSpec | None:
 def list_teams(store: Store) -> TeamsView:
     """Return the teams, with what they hold; those that only jobs name are among them."""
     spec = stored_teams(store)
+    alive = (n for n in store.nodes().values() if n.condition is not NodeCondition.DEAD)
+    slots = sum(node.slots for node in alive)
     if spec is None:
-        return TeamsView(configured=False, spec=None, teams=[])
+        return TeamsView(configured=False, spec=None, slots=slots, teams=[])
     notices, held = store.teams.notices(), Counter[str]()
     until: dict[str, float] = {}
     running: defaultdict[str, list[str]] = defaultdict(list)
     waiting: defaultdict[str, list[str]] = defaultdict(list)
     for job in store.jobs(live=True):
-        team, state = spec.team_of(parse_job(job.spec)), job.state
+        team, state = spec.team_of(Owner.of(job.spec)), job.state
         nodes = state.assigned or state.running_on
-        stages = (state.num_stages if state.assigned else state.running_stages) or 0
-        held[team] += len(nodes) * stages
+        stages = state.num_stages if state.assigned else state.running_stages
+        held[team] += len(nodes) * (stages or int(job.spec.get("num_stages", 1)))
         if nodes:
             running[team].append(job.name)
         elif state.phase is not Phase.SUSPENDED or not state.suspended:
             waiting[team].append(job.name)
         if job.name in notices:
             until[team] = max(until.get(team, 0.0), notices[job.name])
-    usable = (n for n in store.nodes().values() if n.condition is not NodeCondition.DEAD)
-    uses = team_uses(spec.for_policy(), held, sum(node.slots for node in usable), until)
+    uses = team_uses(spec.for_policy(), held, slots, until)
     specs = {team.name: team for team in spec.teams}
     return TeamsView(
         configured=True,
         spec=spec,
+        slots=slots,
         teams=[
             _view(use, specs.get(name, TeamSpec(name=name)), running[name], waiting[name])
             for name, use in uses.items()

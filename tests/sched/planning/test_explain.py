@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +13,21 @@ from pipollux_perfmodel import SchedHints
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Candidate, Nodes, free_of
-from pipollux_sched.lifecycle import Intent, JobState, LiveState, Phase
+from pipollux_sched.lifecycle import Allocate, Intent, JobState, LiveState, Phase
 from pipollux_sched.planning.explain import (
     Limit,
     LimitKind,
     NextChange,
     ReplicaBounds,
+    explanation,
     next_change,
     pinned_because,
     standing,
 )
 from pipollux_sched.policy import NodeInfo
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.store import Store
+from tests.sched.store.stores import point, serve_nodes
 
 NODES = {name: NodeInfo({"slots": 2}) for name in "abc"}
 PERF = {
@@ -267,3 +271,28 @@ def test_whether_its_next_change_would_be_live(
 @pytest.mark.parametrize("state", [JobState(), replace(RUNS, intent=Intent.SUSPEND)])
 def test_no_change_is_told_of_where_nothing_runs_on(state: JobState) -> None:
     assert next_change(state) is None
+
+
+@pytest.mark.parametrize(
+    ("team", "says"),
+    [
+        ({"quota": 1, "borrow": 1}, "Team text holds 2: its quota is 1 slot, and it may borrow 1."),
+        ({"quota": 2, "borrow": 0}, "Team text holds 2: its quota is 2 slots."),
+        ({"quota": 4, "max_slots_per_job": 2}, "Team text allows 2 slots for each job."),
+    ],
+)
+def test_why_its_team_lets_it_have_no_more(tmp_path: Path, team: dict[str, int], says: str) -> None:
+    """There is room for one replica more, and a restart would be worth it."""
+    with Store(tmp_path / "pipollux.db", create=True) as store:
+        serve_nodes(store, a=4)
+        spec = JobSpec(name="toy", script="x.py", team="text", max_replicas=4)
+        store.submit("toy", spec.model_dump(mode="json"), "token", 3)
+        store.transition("toy", Allocate(["a", "a"], "free"))
+        store.add_report("toy", 1, [point(1)])
+        store.put_hints("toy", 1, {**HINTS, "maxProfiledReplicas": 2})
+        plain = explanation(store, store.job("toy")).limits
+        assert LimitKind.NOT_WORTH_IT in [limit.kind for limit in plain]
+        store.teams.set_spec({"teams": [{"name": "text", **team}]})
+        limits = explanation(store, store.job("toy")).limits
+        assert [limit.text for limit in limits if limit.kind is LimitKind.TEAM] == [says]
+        assert LimitKind.NOT_WORTH_IT not in [limit.kind for limit in limits]

@@ -73,6 +73,8 @@ def test_the_limits_are_those_that_the_page_tells(repository: Path) -> None:
         f"| {limits.wrong_rate:g} a second, {limits.wrong_burst} at once;",
         f"| {limits.waiting}, {limits.waiting_per_job} of one job |",
         f"| streams of events | {limits.listeners} |",
+        f"| streams of events of one user | {limits.listeners_per_user} |",
+        f"these two are made at once, {limits.computing_per_user} of them for one user",
         f"A comment every {limits.keep_alive:g} s",
     ):
         assert words in text

@@ -16,6 +16,7 @@ from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import NodeCondition, StateDir
 from tests.extent import first
 from tests.sched.crowd import crowd
@@ -92,6 +93,36 @@ def test_the_overview(tab: Visit) -> None:
     expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
     page.get_by_role("link", name="Job", exact=True).click()
     expect(page.locator(".jobs tbody th")).to_have_text(["hostile", "grown"])
+    tab.check()
+
+
+def test_the_teams(tab: Visit, service: Service) -> None:
+    page = tab.open(ADMIN)
+    expect(page.locator(".jobs tbody tr")).to_have_count(2)
+    expect(page.locator(".teams")).to_be_hidden()
+    teams = [{"name": "text", "quota": 1, "borrow": 2}, {"name": "vision", "quota": 4, "lend": 3}]
+    spec = TeamsSpec.model_validate({"teams": teams, "default": "text"})
+    service.control.set_teams(spec)
+    for number in range(5):
+        service.submit(f"v{number}", team="vision")
+    service.store.teams.set_notices({"grown": time.time() + 3600})
+    rows = page.locator(".teams tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(1).get_by_role("link")).to_have_text(["v0", "v1", "v2"])
+    expect(rows.nth(0).locator("td").last).not_to_have_text("–")
+    text, vision = (rows.nth(number).locator("th, td").all_inner_texts() for number in (0, 1))
+    assert text[:8] == ["text", "1", "2", "1 of 2", "0", "1", "1", "–"]
+    assert vision == [*("vision", "4", "0", "0", "1 of 3", "1", "0", "v0, v1, v2 and 2 more", "–")]
+    expect(page.locator(".teams .note").last).to_have_text(
+        "The quotas are 5 slots of 4, so each team gets its part of them."
+    )
+    assert page.evaluate(CUT) == []
+    rows.nth(1).get_by_role("link", name="v0").click()
+    expect(page).to_have_title("v0 · Pipollux")
+    page.go_back()
+    expect(rows).to_have_count(2)
+    service.control.set_teams(None)
+    expect(page.locator(".teams")).to_be_hidden()
     tab.check()
 
 

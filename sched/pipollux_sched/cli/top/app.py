@@ -1,4 +1,4 @@
-"""The screen of `pipollux top`: jobs first, below them the nodes and the last events."""
+"""The screen of `pipollux top`: jobs first, below them nodes, teams and the last events."""
 
 from __future__ import annotations
 
@@ -17,17 +17,28 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
 
+from pipollux_sched.cli.teams import spell_use
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 from pipollux_sched.utils.text import clean
 
 from .details import JobScreen, NodeScreen
-from .table import JOB_COLUMNS, NODE_COLUMNS, LiveTable, TableRow, job_row, node_row
+from .table import (
+    JOB_COLUMNS,
+    NODE_COLUMNS,
+    TEAM_COLUMNS,
+    LiveTable,
+    TableRow,
+    job_row,
+    node_row,
+    team_row,
+)
 from .text import headline, spell_slots
 from .view import FIRST_JOBS, Look, look
 
 if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
+    from pipollux_sched.views.teams import TeamsView
 
 ALL = "all"
 REREAD = 5.0
@@ -56,7 +67,9 @@ class TopApp(App[None]):
     .-wide #below { layout: horizontal; }
     .-low #below { display: none; }
     #below > Container { height: 1fr; width: 1fr; }
-    #nodes { height: 1fr; }
+    #nodes, #teams { height: 1fr; }
+    #below > #of-teams { display: none; }
+    #below > #of-teams.some { display: block; }
     DataTable, VerticalScroll { scrollbar-size: 1 1; }
     #news { height: 1fr; }
     """
@@ -93,6 +106,9 @@ class TopApp(App[None]):
             with Container():
                 yield Static("Nodes", classes="title", id="slots")
                 yield LiveTable(NODE_COLUMNS, id="nodes")
+            with Container(id="of-teams"):
+                yield Static("Teams", classes="title", id="quotas")
+                yield LiveTable(TEAM_COLUMNS, id="teams")
             with Container():
                 yield Static("Last events", classes="title")
                 with VerticalScroll(id="news"):
@@ -165,8 +181,17 @@ class TopApp(App[None]):
             for name, node in cluster.nodes.items()
         )
         self._main.query_one("#slots", Static).update(f"Nodes: {spell_slots(cluster)}")
+        self._show_teams(view.teams)
         lines = (clean(event.line) for event in reversed(cluster.events))
         self._main.query_one("#events", Static).update(Text("\n".join(lines)))
+
+    def _show_teams(self, teams: TeamsView | None) -> None:
+        self._main.query_one("#of-teams").set_class(teams is not None, "some")
+        if teams is None:
+            return
+        self._main.query_one("#quotas", Static).update(f"Teams: {spell_use(teams)}")
+        shown = (TableRow(team.name, team_row(team)) for team in teams.teams)
+        self._main.query_one("#teams", LiveTable).show(shown)
 
     def _tell_head(self, view: Look, now: float | None = None) -> None:
         self._main.query_one("#head", Static).update(Text(headline(view, now)))

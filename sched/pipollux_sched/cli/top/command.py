@@ -26,7 +26,7 @@ def top(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """Watch the cluster, live: jobs, nodes and how full they are, last events.
+    """Watch the cluster, live: jobs, teams, nodes and how full they are, last events.
 
     Scroll with the arrow keys or the mouse; / searches by name, p goes to the
     next phase, a click on a column's head or s sorts by it, Enter opens a job
@@ -62,6 +62,7 @@ def _plain(reader: Reader) -> dict[str, Any]:
         "policy": cluster.policy,
         "goodput": cluster.goodput,
         "nodes": [node.to_dict() for node in reader.nodes()],
+        "teams": reader.teams().to_dict()["teams"] if cluster.has_teams else [],
         "phases": {phase.value: phases.count(phase) for phase in Phase},
         "jobs": [records[job.name].to_dict() for job in cluster.jobs if job.name in records],
         "events": reader.latest_events(MOST_EVENTS, types=TELLING_TYPES),

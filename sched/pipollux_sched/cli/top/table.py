@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
@@ -17,12 +17,16 @@ from pipollux_sched.utils.text import (
     number,
     seconds,
     spell_age,
+    spell_moment,
     spell_nodes,
 )
 from pipollux_sched.views.models import JobLine, NodeView
 
 from .sparkline import bars
 from .view import USAGE_PARTS
+
+if TYPE_CHECKING:
+    from pipollux_sched.views.teams import TeamView
 
 COLOURS = (
     *("#2e6ca4", "#b3541e", "#237a64", "#96487c"),
@@ -80,6 +84,16 @@ NODE_COLUMNS = (
     TableColumn("Jobs", True),
     TableColumn("Condition"),
     TableColumn("Reason"),
+)
+TEAM_COLUMNS = (
+    TableColumn("Team"),
+    TableColumn("Quota", True),
+    TableColumn("Used", True),
+    TableColumn("Borrowed", True),
+    TableColumn("Lent", True),
+    TableColumn("Jobs", True),
+    TableColumn("Waiting", True),
+    TableColumn("Gives back"),
 )
 
 
@@ -209,6 +223,20 @@ def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
         Text(condition, style=CONDITION_STYLES.get(condition, "dim")),
         Text(clean(node.reason)),
     )
+
+
+def team_row(team: TeamView) -> tuple[Cell, ...]:
+    """Return the cells of a team."""
+    cells = (
+        str(team.quota),
+        str(team.used),
+        str(team.borrowed) if team.borrow is None else f"{team.borrowed} of {team.borrow}",
+        str(team.lent) if team.lend is None else f"{team.lent} of {team.lend}",
+        str(len(team.running)),
+        str(len(team.waiting)),
+        spell_moment(team.until),
+    )
+    return (Text(clean(team.name), style="bold"), *_aligned(TEAM_COLUMNS[1:], cells))
 
 
 def _aligned(columns: Sequence[TableColumn], cells: Sequence[str]) -> list[Cell]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from pipollux_sched.cli.console import output_console, print_result
 from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.cli.nodes import node_table
+from pipollux_sched.cli.teams import spell_use, team_table
 from pipollux_sched.store import JobQuery
 from pipollux_sched.utils.text import clean, count, number
 from pipollux_sched.views.models import ClusterView
@@ -26,7 +27,7 @@ NUM_EVENTS = 10
 
 
 def print_once(reader: Reader) -> None:
-    """Print the cluster as it is now: jobs, nodes, last events."""
+    """Print the cluster as it is now: jobs, teams, nodes, last events."""
     view = look(reader, JobQuery(limit=MOST_JOBS))
     cluster = view.cluster
     records = {job.name: job for job in reader.jobs()}
@@ -37,6 +38,9 @@ def print_once(reader: Reader) -> None:
         print_result(job_table(shown, output_console()))
     if cluster.num_found > len(shown):
         typer.echo(f"and {count(cluster.num_found - len(shown), 'more job')}: pipollux jobs")
+    if view.teams is not None:
+        typer.echo(f"\nTeams: {spell_use(view.teams)}")
+        print_result(team_table(view.teams))
     typer.echo(f"\nNodes: {spell_slots(cluster)}")
     if cluster.nodes:
         print_result(node_table(list(cluster.nodes.values())))

@@ -10,6 +10,7 @@ from pipollux_sched.views.models import ClusterView
 
 if TYPE_CHECKING:
     from pipollux_sched.cli.reader import Reader
+    from pipollux_sched.views.teams import TeamsView
 
 FIRST_JOBS = 100
 """Number of jobs read at first: more than most terminals have lines for."""
@@ -30,6 +31,8 @@ class Look(NamedTuple):
     """Whether a scheduler runs."""
     usage: Mapping[str, Sequence[float]]
     """Mean slots held of each node in each interval of the last hour, where known."""
+    teams: TeamsView | None
+    """The teams with what they hold; None: there are none."""
 
 
 def look(reader: Reader, query: JobQuery | None = None) -> Look:
@@ -42,4 +45,5 @@ def look(reader: Reader, query: JobQuery | None = None) -> Look:
     query = query or JobQuery(limit=FIRST_JOBS)
     cluster = reader.cluster(query, MOST_EVENTS)
     usage = reader.usage(cluster.time - USAGE_SECONDS, USAGE_PARTS)
-    return Look(cluster, query, reader.served, usage.nodes)
+    teams = reader.teams() if cluster.has_teams else None
+    return Look(cluster, query, reader.served, usage.nodes, teams)

@@ -31,6 +31,16 @@ export async function ask(path, { method = "GET", body } = {}) {
   }
 }
 
+/** Send a request; null without an answer, which the bar shows already. */
+export async function quietly(path) {
+  try {
+    return await ask(path);
+  } catch (error) {
+    if (error instanceof Away || error instanceof Refusal) return null;
+    throw error;
+  }
+}
+
 /** Yield event summaries from the event after `last`, until the stream ends. */
 export async function* listen(last, signal, onOpen) {
   const headers = { "Last-Event-ID": String(last) };

@@ -31,7 +31,7 @@ export function login(done, wrong = false) {
     h("h1", {}, "Pipollux"),
     h("label", { for: "token" }, "Admin token"), h("div", { class: "line" }, field, button), fault,
     h("p", { class: "note" }, "It stands in ", h("code", {}, "admin.token"), " in the scheduler's state directory: ",
-      h("code", {}, "cat ~/.local/state/pipollux/admin.token"), ". It stays in this tab until it is closed."));
+      h("code", {}, "cat ~/.local/state/pipollux/admin.token"), ". A user's token, which an admin has made, shows the same. It stays in this tab until it is closed."));
   queueMicrotask(() => field.focus());
   return form;
 }

@@ -1,7 +1,7 @@
 // The nodes: a row each with its slot usage, which opens to show the holders of its slots.
 
 import { actionButton } from "./actions.js";
-import { Away, Refusal, ask } from "./api.js";
+import { quietly } from "./api.js";
 import { h, s, say } from "./dom.js";
 import { count, moment } from "./format.js";
 import { Gantt } from "./gantt.js";
@@ -170,16 +170,6 @@ export class Nodes {
     this.live.note(found.map((generation) => [generation.job, generation.number]));
     for (const [name, row] of this.rows) if (row.gantt && this.live.data.nodes[name]) this.#tellMore(name, row, this.live.data.nodes[name]);
     this.draw();
-  }
-}
-
-/** Send a request; null without an answer, which the bar shows already. */
-async function quietly(path) {
-  try {
-    return await ask(path);
-  } catch (error) {
-    if (error instanceof Away || error instanceof Refusal) return null;
-    throw error;
   }
 }
 

@@ -1,10 +1,11 @@
-// The cluster at a glance: figures, jobs, nodes, events.
+// The cluster at a glance: figures, teams, jobs, nodes, events.
 
 import { h } from "./dom.js";
 import { DASH, moment, number, thousands } from "./format.js";
 import { Jobs } from "./jobs.js";
 import { Nodes } from "./nodes.js";
 import { Table } from "./table.js";
+import { Teams } from "./teams.js";
 import { Tiles, jobLink, section } from "./words.js";
 
 const MOST_EVENTS = 40;
@@ -13,11 +14,12 @@ export class Overview {
   constructor(live) {
     this.live = live;
     this.tiles = new Tiles(["Slots in use", "Goodput", "Nodes"]);
+    this.teams = new Teams(live);
     this.jobs = new Jobs(live);
     this.nodes = new Nodes(live);
     this.events = new Table(this.#eventColumns(), { key: (event) => event.id, none: "nothing has happened yet" });
     this.element = h("div", { class: "overview" },
-      this.tiles.element, this.jobs.element, this.nodes.element,
+      this.tiles.element, this.teams.element, this.jobs.element, this.nodes.element,
       section("Events", h("div", { class: "events", tabindex: 0, role: "region", "aria-label": "Last events" }, this.events.element)));
   }
 
@@ -42,6 +44,7 @@ export class Overview {
     if (!data) return;
     this.live.note(data.jobs.map((job) => [job.name, job.number]));
     this.#figures(data);
+    this.teams.update();
     this.jobs.update();
     this.nodes.update();
     this.events.update(this.live.events.slice(-MOST_EVENTS).reverse());
