@@ -26,8 +26,9 @@ from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 
 from . import storage as files
 from .async_save import AsyncSaver
+from .background_parts import start_saving_in_parts
 from .parts import save_in_parts
-from .state import State, States
+from .state import State, States, snapshot_of
 
 __all__ = [
     "CheckpointManager",
@@ -82,8 +83,11 @@ def save_all_states(*, background: bool = False) -> Path | None:
     for state in states.values():
         state.sync()
     root = ctx.env.checkpoint_dir
-    if root is not None and ctx.mesh is not None:  # in the foreground, as all take part
-        path = save_in_parts(ctx, root, states)
+    if root is not None and ctx.mesh is not None:  # all take part
+        if background:
+            start_saving_in_parts(ctx, root, states, manager.saver, manager.restored_from)
+            return None
+        path = save_in_parts(ctx, root, states, manager.saver)
         if path is not None:
             files.prune(root, keep_also=manager.restored_from)
             manager.saved_step = ctx.step
@@ -98,7 +102,7 @@ def save_all_states(*, background: bool = False) -> Path | None:
         manager.saved_step = ctx.step
         forget_failure()
         return path
-    copies = {name: _snapshot(state) for name, state in states.items()}
+    copies = {name: snapshot_of(state) for name, state in states.items()}
     manager.saver.start(partial(_write, root, copies, ctx.env.generation, manager.restored_from))
     return None
 
@@ -175,16 +179,6 @@ def _write(
     path = files.write(root, writers, generation)
     files.prune(root, keep_also=restored_from)
     return path
-
-
-def _snapshot(state: State) -> Callable[[BinaryIO], None]:
-    try:
-        return state.snapshot()
-    except Exception as error:  # a state's save is the script's own code
-        failure = files.StateError.of(state.name, error)
-        raise CheckpointError(
-            f"no checkpoint is written: {failure}; earlier checkpoints are untouched"
-        ) from error
 
 
 def checkpoint_to_restore(ctx: JobContext) -> Path | None:

@@ -7,7 +7,7 @@ one makes the folder, and makes a checkpoint of it when all have written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,22 @@ from pipollux_hybrid.errors import CheckpointError
 from pipollux_hybrid.job.context import JobContext
 
 from . import storage as files
+from .async_save import AsyncSaver
 from .state import State
 
-__all__ = ["save_in_parts"]
+__all__ = ["check_answers", "save_in_parts", "tell"]
 
 
-def save_in_parts(ctx: JobContext, root: Path, states: Mapping[str, State]) -> Path | None:
+def save_in_parts(
+    ctx: JobContext, root: Path, states: Mapping[str, State], saver: AsyncSaver
+) -> Path | None:
     """Write a new checkpoint; all processes of the job call it.
 
     Args:
         ctx: The job's context.
         root: The folder of checkpoints.
         states: What is saved.
+        saver: Which may still write the one before.
 
     Returns:
         The checkpoint, on the process that leads.
@@ -35,34 +39,26 @@ def save_in_parts(ctx: JobContext, root: Path, states: Mapping[str, State]) -> P
         CheckpointError: It cannot be written; raised by the process that leads.
     """
     if not ctx.env.leads:
-        _write_part(ctx, states)
+        _write_part(ctx, states, saver)
         return None
     told = False
     try:
+        saver.wait()
         with files.new_checkpoint(root) as aside:
             told = True
-            _tell(ctx, {"folder": str(aside)})
-            written, failures = {}, []
+            tell(ctx, {"folder": str(aside)})
             try:
                 written = files.write_states(aside, {n: s.save for n, s in states.items()})
             finally:  # the others wait, whatever happens here
-                answers = _tell(ctx, {})
-            for stage, answer in enumerate(answers[1 : ctx.env.processes_per_replica], start=1):
-                written |= {name: (x[0], x[1]) for name, x in answer.get("written", {}).items()}
-                failures += [f"stage {stage}: {answer['error']}"] if "error" in answer else []
-            if failures:
-                raise CheckpointError(
-                    f"cannot write a checkpoint in {root}: {'; '.join(failures)}; earlier "
-                    "checkpoints are untouched"
-                )
-            return files.commit(aside, written, ctx.env.generation)
+                answers = tell(ctx, {})[1 : ctx.env.processes_per_replica]
+            return files.commit(aside, written | check_answers(root, answers), ctx.env.generation)
     finally:
         if not told:
-            _tell(ctx, {"folder": None})
+            tell(ctx, {"folder": None})
 
 
-def _write_part(ctx: JobContext, states: Mapping[str, State]) -> None:
-    folder = _tell(ctx, {})[0]["folder"]
+def _write_part(ctx: JobContext, states: Mapping[str, State], saver: AsyncSaver) -> None:
+    folder = tell(ctx, {})[0]["folder"]
     if folder is None:
         return
     answer: dict[str, Any] = {}
@@ -73,12 +69,33 @@ def _write_part(ctx: JobContext, states: Mapping[str, State]) -> None:
             if state.in_parts
         }
         try:
+            saver.wait()
             answer = {"written": files.write_states(Path(folder), parts)}
-        except (OSError, files.StateError) as error:
+        except (CheckpointError, OSError, files.StateError) as error:
             answer = {"error": str(error)}
-    _tell(ctx, answer)
+    tell(ctx, answer)
 
 
-def _tell(ctx: JobContext, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_answers(root: Path, answers: Sequence[Mapping[str, Any]]) -> dict[str, files.Written]:
+    """Return what the manifest says of files that other processes have written.
+
+    Args:
+        root: The folder of checkpoints, for the message.
+        answers: Of the stages after the first: what each has written, if anything yet.
+
+    Raises:
+        CheckpointError: One could not.
+    """
+    failures = [f"stage {k}: {x['error']}" for k, x in enumerate(answers, 1) if "error" in x]
+    if failures:
+        raise CheckpointError(
+            f"cannot write a checkpoint in {root}: {'; '.join(failures)}; earlier checkpoints are "
+            "untouched"
+        )
+    written = [entry for answer in answers for entry in answer.get("written", {}).items()]
+    return {name: (checksum, size) for name, (checksum, size) in written}
+
+
+def tell(ctx: JobContext, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Exchange a few words among all processes."""
     return [json.loads(x) for x in ctx.control.gather_bytes(json.dumps(answer).encode())]

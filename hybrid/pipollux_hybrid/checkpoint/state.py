@@ -19,9 +19,9 @@ from pipollux_hybrid.errors import CheckpointError, ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context
 
 from .remembering import REMEMBERED_BYTES
-from .storage import MANIFEST
+from .storage import MANIFEST, StateError
 
-__all__ = ["State", "States", "check_loadable"]
+__all__ = ["State", "States", "check_loadable", "snapshot_of"]
 
 
 class States(dict[str, "State"]):
@@ -201,6 +201,21 @@ class State:
         copy = io.BytesIO()
         self.save(copy)
         return lambda fileobj: _write_all(fileobj, copy)
+
+
+def snapshot_of(state: State) -> Callable[[BinaryIO], None]:
+    """Return what a state's ``snapshot`` does.
+
+    Raises:
+        CheckpointError: It fails, whatever the reason.
+    """
+    try:
+        return state.snapshot()
+    except Exception as error:  # it is the script's own code
+        failure = StateError.of(state.name, error)
+        raise CheckpointError(
+            f"no checkpoint is written: {failure}; earlier checkpoints are untouched"
+        ) from error
 
 
 def _write_all(fileobj: BinaryIO, copy: io.BytesIO) -> None:

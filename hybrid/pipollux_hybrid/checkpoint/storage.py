@@ -1,9 +1,9 @@
 """Checkpoints on disk: directories that appear atomically, with checksums; old ones are pruned.
 
 A checkpoint is ``checkpoint-00000042``: one file per state and a manifest of their checksums. It is
-written as ``.checkpoint-00000042``, flushed to the disk and renamed; it is renamed again before it
-is removed. So a process killed at any instruction leaves whole checkpoints, and perhaps a name with
-a dot, which nobody reads and the next start removes.
+written as ``.checkpoint-00000042.…``, flushed to the disk and renamed; it is renamed again before
+it is removed. So a process killed at any instruction leaves whole checkpoints, and perhaps a name
+with a dot, which nobody reads and the next start removes.
 
 Checksums are taken of what is written on its way to the disk, so that saving reads nothing back.
 """
@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -108,10 +109,10 @@ def new_checkpoint(root: Path) -> Iterator[Path]:
         CheckpointError: What is done within fails; nothing of the new checkpoint is left.
     """
     final = directory_of(root, _next_version(root))
-    aside = root / f".{final.name}"
+    # A name of its own: a process of a replica that is lost may still be writing to another one.
+    aside = root / f".{final.name}.{secrets.token_hex(4)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         yield aside
     except OSError as error:
@@ -153,7 +154,7 @@ def commit(aside: Path, written: Mapping[str, Written], generation: int) -> Path
     }
     write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
     flush_directory(aside)
-    final = aside.with_name(aside.name.removeprefix("."))
+    final = aside.with_name(aside.stem.removeprefix("."))
     aside.rename(final)
     flush_directory(aside.parent)
     return final

@@ -27,6 +27,23 @@ CHUNKS, CHUNK = 8, 1 << 16
 INSTANTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
 
 
+def write_chunks(fileobj: BinaryIO, value: int, dies_at: int | None) -> None:
+    """Write a number many times over, and perhaps end the process in the middle of it."""
+    for chunk in range(CHUNKS):
+        fileobj.write(json.dumps(value).encode().rjust(CHUNK))
+        if chunk == dies_at:
+            fileobj.flush()  # so that the bytes are there, and the file is half
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_chunks(fileobj: BinaryIO) -> int:
+    """Read what was written, all of which must be there."""
+    content = fileobj.read()
+    assert len(content) == CHUNKS * CHUNK
+    (value,) = {int(content[i * CHUNK : (i + 1) * CHUNK]) for i in range(CHUNKS)}
+    return value
+
+
 class Value(State):
     """A number, written many times over; it may end the process in the middle of a save."""
 
@@ -36,17 +53,10 @@ class Value(State):
         self.dies_at: int | None = None
 
     def save(self, fileobj: BinaryIO) -> None:
-        for chunk in range(CHUNKS):
-            fileobj.write(json.dumps(self.value).encode().rjust(CHUNK))
-            if chunk == self.dies_at:
-                fileobj.flush()  # so that the bytes are there, and the file is half
-                os.kill(os.getpid(), signal.SIGKILL)
+        write_chunks(fileobj, self.value, self.dies_at)
 
     def load(self, fileobj: BinaryIO) -> None:
-        content = fileobj.read()
-        assert len(content) == CHUNKS * CHUNK
-        values = {int(content[i * CHUNK : (i + 1) * CHUNK]) for i in range(CHUNKS)}
-        (self.value,) = values
+        self.value = read_chunks(fileobj)
 
 
 def die_after(instants: int) -> None:
