@@ -389,6 +389,7 @@ class Metrics(Autotuner):
             goodput=goodput,
             efficiency=efficiency,
             num_microbatches=done.num_microbatches,
+            schedule=str(self._context.pipeline.order) if self._context.mesh else "",
             epoch_samples=min(done.part.next_index, self.epoch_size),
             epoch_size=self.epoch_size,
             num_epochs=done.num_epochs,

@@ -130,7 +130,8 @@ def figures(point: StepRecord) -> str:
         parts.append(f"goodput {point.goodput:.0f}")
     accumulated = f" × s={point.accum_steps + 1}" if point.accum_steps else ""
     batch = f"batch {point.atomic_bsz} × R={point.num_replicas}{accumulated}"
-    parts.append(f"{batch} (M={point.num_microbatches})")
+    schedule = f", {point.schedule}" if point.schedule else ""
+    parts.append(f"{batch} (M={point.num_microbatches}{schedule})")
     left = seconds_left(point)
     if left is not None:
         parts.append(f"{timedelta(seconds=round(left))} left")

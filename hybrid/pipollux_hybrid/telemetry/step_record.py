@@ -10,6 +10,7 @@ __all__ = ["StepListener", "StepRecord"]
 
 NOT_SENT = (
     "num_microbatches",
+    "schedule",
     "epoch_samples",
     "epoch_size",
     "num_epochs",
@@ -40,6 +41,8 @@ class StepRecord:
     goodput: float | None
     efficiency: float | None
     num_microbatches: int = 1
+    schedule: str = ""
+    """By which the processes of a replica work on micro-batches; empty: there is one."""
     epoch_samples: int = 0
     """Samples of the epoch taken so far."""
     epoch_size: int = 0

@@ -72,6 +72,7 @@ def test_a_point_in_words() -> None:
     assert figures(point()) == (
         "loss 0.5000 · 32 samples/s · goodput 30 · batch 4 × R=2 × s=2 (M=3) · 0:00:09 left"
     )
+    assert "× s=2 (M=3, 1f1b) · " in figures(point(schedule="1f1b"))
     assert seconds_left(point()) == (120 + 160) / 32
     assert seconds_left(point(num_epochs=None)) == 120 / 32
     assert seconds_left(point(step_time=0.0)) is None
