@@ -25,7 +25,7 @@ from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages
 from pipollux_hybrid.pipeline import batchnorm
-from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes, keeps_most
+from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import LossFunction, PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import PyTree, batch_size_of, map_tensors, tensors_of
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
@@ -41,6 +41,7 @@ from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
+from pipollux_perfmodel.timing.params import joined_modes
 
 __all__ = ["HybridParallel"]
 
@@ -152,7 +153,7 @@ class HybridParallel(PipelineModel):
         chosen = choose_devices(ctx.env, wanted, devices)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
-        spec.checkpoint_mode = keeps_most(modes)
+        spec.checkpoint_mode = joined_modes(modes)
         self.num_microbatches = num_microbatches
         request = PartitionRequest(
             num_stages=wanted,
@@ -160,7 +161,6 @@ class HybridParallel(PipelineModel):
             example_inputs=example_inputs,
             num_microbatches=self.num_microbatches,
             checkpoint=spec.checkpoint_mode,
-            checkpoints=modes if len(set(modes)) > 1 else (),
             ties_apart=ctx.mesh is not None or schedule is not None,
             memory_limit=memory_limit,
             shards_optimizer=shard_optimizer and (wanted == 1 or ctx.mesh is not None),
@@ -359,12 +359,12 @@ class HybridParallel(PipelineModel):
         self._complete = result is not None
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
-        self._metrics.note_backward(result.sync_time if result else 0.0)
+        self._metrics.note_backward(result)
         if result is None:
             self._optimizer.keep_gradients(watched=not self._context.control.losses.void)
             return
         self._result = result
-        self._timing.end(result.buckets)
+        self._timing.end(result.times)
         self._noise.measure(result)
 
     def _rejoined(self) -> None:

@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.hints.hints import HintsError, SchedHints
     from pipollux_perfmodel.hints.stage_speedups import stage_speedups
     from pipollux_perfmodel.partitioning.chunks import chunk_cuts, cut_chunks
+    from pipollux_perfmodel.partitioning.interleaved_memory import interleaved_memory
     from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
-    from pipollux_perfmodel.partitioning.memory import (
-        interleaved_memory,
-        largest_micro_bsz,
-        stage_memory,
-    )
+    from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
     from pipollux_perfmodel.partitioning.partition import least_memory, partition
+    from pipollux_perfmodel.partitioning.restage import restage
     from pipollux_perfmodel.partitioning.schedules import (
         ScheduleOption,
         compare_schedules,
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
         correct_profile,
         plan_stages,
         price_stages,
-        restage,
     )
     from pipollux_perfmodel.timing.params import GradParams, PerfParams, even_shares
     from pipollux_perfmodel.timing.step_time import StepTime
@@ -117,7 +114,8 @@ _HOMES = {
     "goodput.speedup": ("Configuration", "SpeedupFunction", "learn_speedups"),
     "hints.stage_speedups": ("stage_speedups",),
     "partitioning.layer_profile": ("Layer", "LayerProfile", "Link"),
-    "partitioning.memory": ("interleaved_memory", "largest_micro_bsz", "stage_memory"),
+    "partitioning.interleaved_memory": ("interleaved_memory",),
+    "partitioning.memory": ("largest_micro_bsz", "stage_memory"),
     "partitioning.partition": ("least_memory", "partition"),
     "partitioning.schedules": (
         "ScheduleOption",
@@ -131,8 +129,8 @@ _HOMES = {
         "correct_profile",
         "plan_stages",
         "price_stages",
-        "restage",
     ),
+    "partitioning.restage": ("restage",),
     "timing.params": ("GradParams", "PerfParams", "even_shares"),
     "timing.step_time": ("StepTime",),
     "timing.timeline": (

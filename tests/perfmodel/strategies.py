@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GradParams, PerfParams
-from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES
+from pipollux_perfmodel.timing.params import CHECKPOINTS, SCHEDULES, Checkpoints, joined_modes
 
 
 def _log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -46,7 +46,7 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         alpha_t=draw(_copies(num_stages - 1, 0.05)),
         beta_t=draw(_copies(num_stages - 1, 0.01)),
         transfers_overlap=draw(st.booleans()),
-        checkpoint=draw(st.sampled_from(CHECKPOINTS)),
+        checkpoint=draw(_modes(num_stages)),
         gradient_shares=draw(st.one_of(st.just(()), _parts(num_stages))),
         shared_link=draw(st.booleans()),
         gamma_c=draw(st.one_of(st.just(1.0), st.floats(1.0, 10.0))),
@@ -56,7 +56,14 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         overhead=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
         schedule=schedule,
         chunks_per_stage=draw(st.integers(1, 3)) if schedule == "interleaved" else 1,
+        tied_exchange=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
     )
+
+
+def _modes(num_stages: int) -> st.SearchStrategy[Checkpoints]:
+    """One mode, or one of each stage, as they are written."""
+    one = st.sampled_from(CHECKPOINTS)
+    return st.lists(one, min_size=num_stages, max_size=num_stages).map(joined_modes) | one
 
 
 def _parts(count: int) -> st.SearchStrategy[tuple[float, ...]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
+    from pipollux_perfmodel.timing.params import Checkpoints, ScheduleKind
 
 __all__ = ["PipelineSpec", "StageOrder"]
 
@@ -40,8 +40,8 @@ class PipelineSpec:
     """K."""
     devices: tuple[torch.device, ...] = ()
     """The devices of the stages."""
-    checkpoint_mode: Checkpoint = "never"
-    """Which micro-batches are recomputed."""
+    checkpoint_mode: Checkpoints = "never"
+    """Which micro-batches are recomputed, in all stages or in each."""
     schedule: ScheduleKind = "gpipe"
     """The order in which stages work on micro-batches."""
     chunks_per_stage: int = 1

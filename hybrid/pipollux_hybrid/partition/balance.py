@@ -25,7 +25,7 @@ from pipollux_perfmodel import (
     partition,
     stage_memory,
 )
-from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import Checkpoints, ScheduleKind, keeps_most
 
 from .layer_profiler import profile_layers
 from .tied_parameters import (
@@ -59,10 +59,8 @@ class PartitionRequest:
     """Layers of each stage, or what to balance: ``"time"``, ``"memory"``, ``"parameters"``."""
     example_inputs: Any = None
     num_microbatches: int = 1
-    checkpoint: Checkpoint = "never"
-    """Which micro-batches are recomputed; where stages differ, as in that which keeps most."""
-    checkpoints: Sequence[Checkpoint] = ()
-    """The same for each stage, where these differ."""
+    checkpoint: Checkpoints = "never"
+    """Which micro-batches are recomputed, in all stages or in each."""
     schedule: ScheduleKind = "gpipe"
     ties_apart: bool = False
     """Whether layers that share a parameter may be on different stages, as where each has a process
@@ -200,7 +198,7 @@ def _cut(
     merged, microbatches = merge_layers(profile, blocks), request.num_microbatches
     options: dict[str, Any] = {
         "micro_bsz": request.num_samples / microbatches,
-        "checkpoint": request.checkpoint,
+        "checkpoint": keeps_most(request.checkpoint),
         "schedule": request.schedule,
     }
     try:
@@ -223,7 +221,8 @@ def _cut(
 def _cut_chunks(merged: LayerProfile, request: PartitionRequest, limit: float | None) -> list[int]:
     """Return the number of blocks of each chunk: as equally slow as can be, if that fits."""
     samples = request.num_samples / request.num_microbatches
-    options: dict[str, Any] = {"micro_bsz": samples, "checkpoint": request.checkpoint}
+    most = keeps_most(request.checkpoint)
+    options: dict[str, Any] = {"micro_bsz": samples, "checkpoint": most}
     chunks, stages = request.chunks_per_stage, request.num_stages
     cuts = [*chunk_cuts(merged, chunks, stages, request.num_microbatches, **options)]
     if request.rule == "memory":
@@ -241,18 +240,7 @@ def _memory(
     profile: LayerProfile, balance: Sequence[int], request: PartitionRequest
 ) -> NDArray[np.float64]:
     """Return the bytes that the example batch needs on each stage's device, K entries."""
-    modes = request.checkpoints or [request.checkpoint] * request.num_stages
-    by_mode = {mode: _memory_if(mode, profile, balance, request) for mode in set(modes)}
-    return np.array([by_mode[mode][stage] for stage, mode in enumerate(modes)])
-
-
-def _memory_if(
-    checkpoint: Checkpoint,
-    profile: LayerProfile,
-    balance: Sequence[int],
-    request: PartitionRequest,
-) -> NDArray[np.float64]:
-    """Return the same if all stages recompute alike."""
+    checkpoint = request.checkpoint
     microbatches, samples = request.num_microbatches, request.num_samples / request.num_microbatches
     if request.chunks_per_stage > 1:
         stages = request.num_stages

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint
 
-__all__ = ["choose_modes", "keeps_most"]
-
-BY_MEMORY: tuple[Checkpoint, ...] = ("never", "except_last", "always")
-"""Those that keep more activations come first."""
+__all__ = ["choose_modes"]
 
 
 def choose_modes(
@@ -44,15 +41,5 @@ def choose_modes(
     return tuple(map(_known, words))
 
 
-def keeps_most(modes: Sequence[Checkpoint]) -> Checkpoint:
-    """Return the one of some modes that keeps most activations.
-
-    Example:
-        >>> keeps_most(["always", "except_last", "always"])
-        'except_last'
-    """
-    return next(mode for mode in BY_MEMORY if mode in modes)
-
-
 def _known(word: str) -> Checkpoint:
-    return next(mode for mode in BY_MEMORY if mode == word)
+    return next(mode for mode in CHECKPOINTS if mode == word)

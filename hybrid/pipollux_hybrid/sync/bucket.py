@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.peers import lost_peers
 
-from .sync_result import BucketTime
+from .sync_result import GradientTime
 
 __all__ = ["BUCKET_BYTES", "Bucket", "check_wire", "make_buckets"]
 
@@ -71,7 +71,7 @@ class Bucket:
         self.launched = False
         self.late = False
         """Whether a gradient arrived after it was launched."""
-        self.times: list[BucketTime] | None = None
+        self.times: list[GradientTime] | None = None
         """When it was sent and summed in this backward; None: not timed."""
         self._started = 0.0
         self._ended: float | None = None
@@ -130,12 +130,12 @@ class Bucket:
     def _note_end(self, _future: Any) -> None:
         self._ended = time.perf_counter()
 
-    def _time(self) -> BucketTime:
+    def _time(self) -> GradientTime:
         if self.device.type == "cuda":  # where only the device knows
             torch.cuda.synchronize(self.device)
         end = time.perf_counter() if self._ended is None else self._ended
         size = self._flat.numel() * self._flat.element_size()
-        return BucketTime(self.stage, size, self._started, end)
+        return GradientTime(self.stage, size, self._started, end)
 
     def write_back(self, factor: float, present: Sequence[bool]) -> None:
         """Make each gradient the sum times ``factor``.

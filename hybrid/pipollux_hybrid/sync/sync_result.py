@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["BucketTime", "SyncResult"]
+__all__ = ["GradientTime", "SyncResult"]
 
 
-class BucketTime(NamedTuple):
-    """One bucket of gradients on its way; seconds by ``time.perf_counter``."""
+class GradientTime(NamedTuple):
+    """Gradients on their way; seconds by ``time.perf_counter``."""
 
     stage: int
     num_bytes: int
     start: float
-    """When it was handed over."""
+    """When they were handed over."""
     end: float
-    """When the sums over all replicas were there."""
+    """When the sums were there."""
+    tied: bool = False
+    """Whether they are a shared parameter's, added up over stages; else a bucket's, over replicas.
+    """
 
 
 @dataclass(frozen=True)
@@ -32,5 +35,8 @@ class SyncResult:
     sync_time: float
     """Seconds waited for other replicas after the last gradient was final. On CUDA devices that of
     an earlier step: see :class:`~pipollux_hybrid.sync.comm_timer.CommTimer`."""
-    buckets: tuple[BucketTime, ...] = ()
-    """The all-reduces of gradients, where the step was timed and there are several replicas."""
+    times: tuple[GradientTime, ...] = ()
+    """All-reduces and exchanges of gradients, where the step was timed."""
+    exchange_time: float = 0.0
+    """Seconds in which stages added up gradients of the parameters that they share, of an earlier
+    step; 0 where they share none."""

@@ -317,7 +317,7 @@ class GradientSynchronizer:
             alone = self._num_replicas == 1 and self._mesh is None
             result = self._finish_alone() if alone else self._finish_together()
             if self._tied is not None:
-                self._tied.add_up()
+                result = self._tied.add_up(result, timed=self._plans[0].timed)
             self._fresh = self._averaged = True
             self._task, self._plans = None, []
             self._on_finished(result)

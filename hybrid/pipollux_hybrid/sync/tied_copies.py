@@ -6,6 +6,7 @@ step gives them the same gradient, so that the optimizer keeps them equal bit by
 * A copy's gradient is of its own stage's layers until the iteration is complete. Then it has been
   averaged over the replicas, as any other, and is added up over the stages of each replica. Each of
   these adds the same numbers in the order of stages, so all get the same bits.
+* The exchange takes its time, for nothing else is left to do meanwhile. So it is measured.
 * Norms count one copy: the first stage's.
 * For the gradient's noise the contributions of each micro-batch have to be added up before their
   squares are taken. Where it is measured they are kept until the end of the backward.
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,9 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.peers import broken_replica
 
+from .comm_timer import CommTimer
 from .grad_norms import NormSum
+from .sync_result import GradientTime, SyncResult
 
 __all__ = ["TiedCopies", "counted"]
 
@@ -65,6 +69,8 @@ class TiedCopies:
         self._counted_elsewhere = {p for p, x in self._mine.items() if x.holders[0] != stage}
         self._contributions: dict[nn.Parameter, dict[int, Tensor]] = {}
         self._added_up = False
+        self._timer = CommTimer([parameter.device for parameter in self._mine])
+        self._seconds = self._slowest = 0.0  # of the last exchange: this stage's, any stage's
 
     @classmethod
     def of(
@@ -138,8 +144,16 @@ class TiedCopies:
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def add_up(self) -> None:
+    def add_up(self, result: SyncResult, *, timed: bool) -> SyncResult:
         """Add the gradients of all copies up; they are averages over the replicas by now.
+
+        Args:
+            result: What was measured so far.
+            timed: Whether each parameter's exchange is to be noted.
+
+        Returns:
+            The same, with what was measured here. What the exchange takes is known of the one
+            before: the slowest stage's, so that all stages have the same.
 
         Raises:
             ReplicaBrokenError: A process is gone.
@@ -147,11 +161,18 @@ class TiedCopies:
         """
         self._added_up = True
         have = {parameter for parameter in self._mine if parameter.grad is not None}
-        for parameter, shared in self._in_use(have):
+        in_use, times = self._in_use(have), list(result.times)
+        self._timer.start()  # no stage waits for another one's averages any more
+        for parameter, shared in in_use:
+            started = time.perf_counter()
             total = self._sum(parameter, shared, parameter.grad)
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(total)
+            if timed:
+                times.append(self._time(total, started))
+        self._seconds = self._timer.stop()
+        return replace(result, exchange_time=self._slowest, times=tuple(times))
 
     def keep(self, parameter: nn.Parameter, arrival: int, gradient: Tensor) -> bool:
         """Keep what a micro-batch contributes until :meth:`measure`.
@@ -203,8 +224,10 @@ class TiedCopies:
         copies = [shared.parameter for shared in self._shared]
         told = [float(p is not None and p in here) for p in copies]
         told += [float(p is not None and p.requires_grad) for p in copies]
+        told += [self._seconds * (stage == self._stage) for stage in range(self._mesh.num_stages)]
         sums = self._mesh.sum_over_stages(told)
-        found, trains = sums[: len(copies)], sums[len(copies) :]
+        found, trains = sums[: len(copies)], sums[len(copies) : 2 * len(copies)]
+        self._slowest = max(sums[2 * len(copies) :])
         for shared, trained in zip(self._shared, trains, strict=True):
             if trained not in (0.0, len(shared.holders)):
                 raise SynchronizationError(
@@ -230,6 +253,12 @@ class TiedCopies:
         for other in everyone[1:]:
             total += other
         return total
+
+    def _time(self, total: Tensor, started: float) -> GradientTime:
+        if total.is_cuda:  # where only the device knows
+            torch.cuda.synchronize(total.device)
+        size = total.numel() * total.element_size()
+        return GradientTime(self._stage, size, started, time.perf_counter(), tied=True)
 
     # --- a check for debugging -----------------------------------------------------------------
 

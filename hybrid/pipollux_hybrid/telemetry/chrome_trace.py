@@ -1,9 +1,10 @@
 """The time line of a step as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
 One row per stage; the gaps in a row are the bubble. Below them, where each stage has a process, are
-rows of its messages to other stages and of its gradients' all-reduces. The format is the Trace
-Event Format's JSON object: complete events (``"ph": "X"``), times in microseconds, and flows from
-each forward to the next stage's and from each backward to the one before (``"ph": "s"``, ``"f"``).
+rows of its messages to other stages, of its gradients' all-reduces, and of the exchange of those
+that it shares with other stages. The format is the Trace Event Format's JSON object: complete
+events (``"ph": "X"``), times in microseconds, and flows from each forward to the next stage's and
+from each backward to the one before (``"ph": "s"``, ``"f"``).
 """
 
 from __future__ import annotations

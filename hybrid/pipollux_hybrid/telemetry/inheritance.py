@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
 if TYPE_CHECKING:
     from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
-    from pipollux_perfmodel.timing.params import Checkpoint
+    from pipollux_perfmodel.timing.params import Checkpoints
 
 __all__ = ["ModelTraits", "contradiction", "fit", "inherit", "rows_to_pass_on"]
 
@@ -47,8 +47,15 @@ class ModelTraits(NamedTuple):
     num_layers: int
     num_parameters: int
     """Elements of all of its parameters."""
-    checkpoint: Checkpoint
-    """Which micro-batches are recomputed."""
+    checkpoint: Checkpoints
+    """Which micro-batches are recomputed, in all stages or in each."""
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> ModelTraits:
+        """Return what JSON has made of traits."""
+        num_layers, num_parameters, checkpoint = content
+        several = isinstance(checkpoint, list)
+        return cls(num_layers, num_parameters, tuple(checkpoint) if several else checkpoint)
 
     @classmethod
     def of(cls, rows: StepRows) -> ModelTraits:
@@ -124,7 +131,7 @@ def rows_to_pass_on(profile: StepProfile, traits: ModelTraits | None) -> StepRow
     return StepRows(**traits._asdict(), rows=tuple(rows))
 
 
-def contradiction(profile: StepProfile, checkpoint: Checkpoint) -> str | None:
+def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
     """Return how own measurements contradict what was inherited, in words; None: they do not.
 
     An own measurement is held against the inherited one of the same configuration or, within the
@@ -161,7 +168,7 @@ def fit(data: FitData, order: StageOrder) -> PerfParams:
     """Return the fit to step times by a schedule."""
     from pipollux_perfmodel import fit_perf_params  # imports scipy
 
-    return fit_perf_params(
+    fitted = fit_perf_params(
         data.num_nodes,
         data.num_replicas,
         data.atomic_bsz,
@@ -175,12 +182,13 @@ def fit(data: FitData, order: StageOrder) -> PerfParams:
         schedule=order.schedule,
         chunks_per_stage=order.chunks_per_stage,
     )
+    return fitted._replace(tied_exchange=data.exchange)
 
 
 def _predicted(
     wanted: StepConfiguration,
     inherited: Mapping[StepConfiguration, StepSummary],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoints,
 ) -> float | None:
     """Return the time of an optimizer step by what was inherited; None: it is outside of that."""
     alike = {
@@ -209,9 +217,8 @@ def _configuration(row: StepRow) -> StepConfiguration:
 
 
 def _summary(row: StepRow) -> StepSummary:
-    return StepSummary(
-        row.accum_step_time, row.optim_step_time, row.forward, row.backward, row.passed_on + 1
-    )
+    times = row.accum_step_time, row.optim_step_time, row.forward, row.backward
+    return StepSummary(*times, row.passed_on + 1, row.exchange_time)
 
 
 def _row(configuration: StepConfiguration, summary: StepSummary) -> StepRow:
@@ -223,5 +230,6 @@ def _row(configuration: StepConfiguration, summary: StepSummary) -> StepRow:
         optim_step_time=summary.optim,
         forward=summary.forward,
         backward=summary.backward,
+        exchange_time=summary.exchange,
         passed_on=summary.passed_on,
     )

@@ -21,6 +21,7 @@ from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
 from pipollux_hybrid.optim.scaling_rules import ScalingState
+from pipollux_hybrid.sync.sync_result import SyncResult
 from pipollux_perfmodel import StageEvent
 
 from .autotuner import Autotuner
@@ -94,7 +95,7 @@ class MetricsState(State):
             m.perf_params = perf_params_from_json(content["perf_params"])
         m.profile.load_json(content["profile"])
         m.profile.load_inherited(content.get("inherited", ()))
-        m.traits = ModelTraits(*content["traits"]) if content.get("traits") else None
+        m.traits = ModelTraits.from_json(content["traits"]) if content.get("traits") else None
         m.overlap = content.get("overlap")
         m.order_before = StageOrder(*content["order"]) if content.get("order") else None
         m.limits_before = BatchSizeLimits.from_json(content.get("limits"))
@@ -127,7 +128,7 @@ class Metrics(Autotuner):
         self._disturbed = False
         self._timed: tuple[StepConfiguration, int] | None = None
         self._step_time = 0.0
-        self._sync_time: float | None = None
+        self._waited: tuple[float, float] | None = None
         self._losses: list[tuple[Any, int]] = []
         self._done: DoneStep | None = None
         self._launched: DoneStep | None = None
@@ -174,7 +175,7 @@ class Metrics(Autotuner):
         every iteration; from now, if it is the first or something else came in between.
         """
         self._shape = shape
-        self._sync_time = None
+        self._waited = None
         now, self._disturbed = time.perf_counter(), False
         self._part_started = now if self._part_ended is None else self._part_ended
         self._part_ended = None
@@ -203,9 +204,9 @@ class Metrics(Autotuner):
             else None
         )
 
-    def note_backward(self, sync_time: float) -> None:
-        """Note a backward's end, and the seconds that it waited for other replicas."""
-        self._sync_time = sync_time
+    def note_backward(self, result: SyncResult | None) -> None:
+        """Note a backward's end, and what it waited for if it averaged the gradients."""
+        self._waited = (result.sync_time, result.exchange_time) if result else (0.0, 0.0)
 
     def note_step(self, batch_size: int, scale: float) -> None:
         """Note an optimizer step and its batch size."""
@@ -245,7 +246,7 @@ class Metrics(Autotuner):
         )
         self._part_ended = now
         assert self._shape is not None  # noqa: S101  # start_step came before
-        if self._sync_time is None:
+        if self._waited is None:
             self._step_time = 0.0  # no backward: a loop that evaluates
             return
         self._training_shape = self._shape
@@ -254,7 +255,7 @@ class Metrics(Autotuner):
             self.profile.add_step(
                 configuration,
                 elapsed,
-                self._sync_time,
+                *self._waited,
                 optimizer=part.is_optimizer_step,
                 disturbed=self._disturbed,
             )

@@ -16,7 +16,7 @@ import torch
 
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.pipeline.stage_notes import StageSpan
-from pipollux_hybrid.sync.sync_result import BucketTime
+from pipollux_hybrid.sync.sync_result import GradientTime
 from pipollux_perfmodel import StageEvent
 
 from .chrome_trace import TraceSpan
@@ -32,11 +32,11 @@ class GatheredTimes:
 
     Args:
         spans: What the stages did.
-        buckets: The all-reduces of their gradients.
+        gradients: When their gradients were on their way.
     """
 
-    def __init__(self, spans: Sequence[StageSpan], buckets: Sequence[BucketTime]) -> None:
-        self._spans, self._buckets = list(spans), list(buckets)
+    def __init__(self, spans: Sequence[StageSpan], gradients: Sequence[GradientTime]) -> None:
+        self._spans, self._gradients = list(spans), list(gradients)
         self._first = min(span.start for span in spans)
 
     def done(self) -> bool:
@@ -72,17 +72,18 @@ class GatheredTimes:
         ]
         sums = [
             TraceSpan(
-                bucket.stage,
-                "all-reduces",
-                f"all-reduce {number}",
-                *self._shifted(bucket),
-                {"bytes": bucket.num_bytes},
+                gradient.stage,
+                f"{name}s",
+                f"{name} {number}",
+                *self._shifted(gradient),
+                {"bytes": gradient.num_bytes},
             )
-            for number, bucket in enumerate(self._buckets)
+            for tied, name in ((False, "all-reduce"), (True, "tied gradient"))
+            for number, gradient in enumerate(x for x in self._gradients if x.tied == tied)
         ]
         return sorted([*messages, *sums], key=lambda span: span.start)
 
-    def _shifted(self, span: StageSpan | BucketTime) -> tuple[float, float]:
+    def _shifted(self, span: StageSpan | GradientTime) -> tuple[float, float]:
         return span.start - self._first, span.end - self._first
 
 
@@ -110,16 +111,16 @@ class ProcessStageTimer:
     def gradient_arrived(self, k: int) -> None:
         """Do nothing: forwards and backwards have ends here."""
 
-    def stop(self, buckets: Sequence[BucketTime] = ()) -> GatheredTimes | None:
+    def stop(self, gradients: Sequence[GradientTime] = ()) -> GatheredTimes | None:
         """End the step and return its timing; all processes of the replica do.
 
         Args:
-            buckets: The all-reduces of this stage's gradients.
+            gradients: When this stage's gradients were on their way.
         """
-        mine = json.dumps([self._notes.end(), [*buckets]])
+        mine = json.dumps([self._notes.end(), [*gradients]])
         told = [json.loads(x) for x in self._mesh.gather_from_stages(mine.encode())]
         spans = [StageSpan(*entry) for entries, _ in told for entry in entries]
-        sums = [BucketTime(*entry) for _, entries in told for entry in entries]
+        sums = [GradientTime(*entry) for _, entries in told for entry in entries]
         return GatheredTimes(spans, sums) if any(map(_computes, spans)) else None
 
     def cancel(self) -> None:

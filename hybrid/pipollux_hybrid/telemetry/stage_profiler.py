@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.sync.sync_result import BucketTime
+from pipollux_hybrid.sync.sync_result import GradientTime
 
 from .chrome_trace import Tracer
 from .metrics import Metrics
@@ -77,15 +77,15 @@ class StageProfiler:
         self._timer.start(num_recomputed)
         return True
 
-    def end(self, buckets: Sequence[BucketTime] = ()) -> None:
+    def end(self, gradients: Sequence[GradientTime] = ()) -> None:
         """End the iteration's last backward.
 
         Args:
-            buckets: The all-reduces of its gradients.
+            gradients: When its gradients were on their way.
         """
         if self._timer.running:
             if isinstance(self._timer, ProcessStageTimer):
-                self._recording = self._timer.stop(buckets)
+                self._recording = self._timer.stop(gradients)
             else:
                 self._recording = self._timer.stop()
             self._step = self._metrics.step + 1

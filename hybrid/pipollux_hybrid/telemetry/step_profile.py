@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoints
 
 from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
 
@@ -68,9 +68,11 @@ class Measurements:
     accum: StepTimes = field(default_factory=StepTimes)
     """Accumulation steps."""
     alone: StepTimes = field(default_factory=StepTimes)
-    """Optimizer steps less the time waited for peers."""
+    """Optimizer steps less the time waited for peers and that of the exchange."""
     optim: StepTimes = field(default_factory=StepTimes)
     """Optimizer steps."""
+    exchange: StepTimes = field(default_factory=StepTimes)
+    """What stages took of these to add up gradients of what they share."""
     forward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Per stage, the forward of one micro-batch."""
     backward: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -91,6 +93,7 @@ class Measurements:
             self.optim.median(),
             stage_medians(self.forward),
             stage_medians(self.backward),
+            exchange=self.exchange.median() if self.exchange else 0.0,
         )
 
 
@@ -115,6 +118,7 @@ class StepProfile:
         configuration: StepConfiguration,
         step_time: float,
         sync_time: float,
+        exchange_time: float = 0.0,
         *,
         optimizer: bool,
         disturbed: bool = False,
@@ -125,6 +129,7 @@ class StepProfile:
             configuration: What the step ran as.
             step_time: Seconds from one step boundary to the next.
             sync_time: Of those, seconds waited for the other replicas' gradients.
+            exchange_time: Of those, seconds of adding up what several stages share.
             optimizer: Whether it was an optimizer step.
             disturbed: Whether it was slowed down by measuring the noise or its stages.
         """
@@ -143,8 +148,11 @@ class StepProfile:
             if not optimizer:
                 entry.accum.add(step_time, disturbed=disturbed)
                 return
-            entry.alone.add(max(step_time - sync_time, 1e-9), disturbed=disturbed)
+            alone = max(step_time - sync_time - exchange_time, 1e-9)
+            entry.alone.add(alone, disturbed=disturbed)
             entry.optim.add(step_time, disturbed=disturbed)
+            if exchange_time > 0.0:
+                entry.exchange.add(exchange_time, disturbed=disturbed)
 
     def add_stages(
         self, configuration: StepConfiguration, forward: Sequence[float], backward: Sequence[float]
@@ -212,7 +220,7 @@ class StepProfile:
     def fit_data(
         self,
         num_stages: int,
-        checkpoint: Checkpoint = "never",
+        checkpoint: Checkpoints = "never",
         processes: int = 1,
         order: StageOrder = GPIPE,
     ) -> FitData | None:
@@ -251,6 +259,7 @@ class StepProfile:
                     "accum": m.accum.to_json(),
                     "alone": m.alone.to_json(),
                     "optim": m.optim.to_json(),
+                    "exchange": m.exchange.to_json(),
                     "forward": list(m.forward),
                     "backward": list(m.backward),
                 }
@@ -267,6 +276,7 @@ class StepProfile:
                 entry.alone.load_json(row.get("alone", row["accum"]))
                 entry.accum.load_json(row["accum"] if "alone" in row else [])
                 entry.optim.load_json(row["optim"])
+                entry.exchange.load_json(row.get("exchange", []))
                 entry.forward.extend(tuple(map(float, times)) for times in row["forward"])
                 entry.backward.extend(tuple(map(float, times)) for times in row["backward"])
 

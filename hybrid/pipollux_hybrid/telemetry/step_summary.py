@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_perfmodel import even_shares
-from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import (
+    SCHEDULES,
+    Checkpoints,
+    ScheduleKind,
+    modes_of_cut,
+    stage_modes,
+)
 
 __all__ = ["FitData", "StepConfiguration", "StepSummary", "fit_data"]
 
@@ -64,6 +71,8 @@ class StepSummary(NamedTuple):
     """Per stage, its backward, recomputation included."""
     passed_on: int = 0
     """How many jobs handed it down; 0: this one measured it itself."""
+    exchange: float = 0.0
+    """Of an optimizer step: adding up gradients of what several stages share."""
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepSummary:
@@ -74,11 +83,16 @@ class StepSummary(NamedTuple):
         """
         forward, backward = (tuple(map(float, row[name])) for name in ("forward", "backward"))
         times = (float(row["accum"]), float(row["optim"]))
-        return cls(*times, forward, backward, int(row["passed_on"]))
+        exchange = float(row.get("exchange", 0.0))
+        return cls(*times, forward, backward, int(row["passed_on"]), exchange)
 
 
 class FitData(NamedTuple):
-    """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration."""
+    """The arguments of :func:`pipollux_perfmodel.fit_perf_params`, one entry per configuration.
+
+    Optimizer steps are without the exchange of what stages share: the network, which would have to
+    explain it, costs nothing on one replica.
+    """
 
     num_nodes: list[int]
     num_replicas: list[int]
@@ -89,13 +103,16 @@ class FitData(NamedTuple):
     compute_time: list[float]
     forward_shares: tuple[float, ...]
     backward_shares: tuple[float, ...]
-    checkpoint: Checkpoint
+    checkpoint: Checkpoints
+    exchange: float
+    """Seconds of that exchange, which depends on no configuration."""
 
 
 def fit_data(
-    rows: Mapping[StepConfiguration, StepSummary], num_stages: int, checkpoint: Checkpoint
+    rows: Mapping[StepConfiguration, StepSummary], num_stages: int, checkpoint: Checkpoints
 ) -> FitData:
     """Return what is fitted of rows that have the same stages, processes and schedule."""
+    checkpoint = modes_of_cut(checkpoint, num_stages)
     stages = [_stage_times(c, s, checkpoint) for c, s in rows.items()]
     forward, backward = _shares(num_stages, stages)
     return FitData(
@@ -104,16 +121,17 @@ def fit_data(
         atomic_bsz=[c.atomic_bsz for c in rows],
         num_microbatches=[c.num_microbatches for c in rows],
         accum_step_time=[s.accum for s in rows.values()],
-        optim_step_time=[s.optim for s in rows.values()],
+        optim_step_time=[max(s.optim - s.exchange, 1e-9) for s in rows.values()],
         compute_time=[sum(f) + sum(g) if f else math.nan for f, g in stages],
         forward_shares=forward,
         backward_shares=backward,
         checkpoint=checkpoint,
+        exchange=statistics.median(s.exchange for s in rows.values()),
     )
 
 
 def _stage_times(
-    configuration: StepConfiguration, summary: StepSummary, checkpoint: Checkpoint
+    configuration: StepConfiguration, summary: StepSummary, checkpoint: Checkpoints
 ) -> MicrobatchTimes:
     """Return forward and backward times of one micro-batch in each stage; empty if unknown.
 
@@ -123,10 +141,10 @@ def _stage_times(
     forward, backward = summary.forward, summary.backward
     if not forward:
         return (), ()
-    if checkpoint == "except_last":
-        lacking = 1 / configuration.num_microbatches
-        backward = tuple(g + lacking * f for f, g in zip(forward, backward, strict=True))
-    return forward, backward
+    modes = stage_modes(checkpoint, len(forward))
+    lacking = [(mode == "except_last") / configuration.num_microbatches for mode in modes]
+    times = zip(forward, backward, lacking, strict=True)
+    return forward, tuple(g + share * f for f, g, share in times)
 
 
 def _shares(

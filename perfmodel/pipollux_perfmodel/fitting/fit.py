@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from pipollux_perfmodel.timing.params import (
     BACKWARD_SHARE,
     FORWARD_SHARE,
-    Checkpoint,
+    Checkpoints,
     PerfParams,
     ScheduleKind,
     check_params,
@@ -96,7 +96,7 @@ def fit_perf_params(
     forward_shares: Sequence[float] | None = None,
     backward_shares: Sequence[float] | None = None,
     compute_time: ArrayLike | None = None,
-    checkpoint: Checkpoint = "never",
+    checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
 ) -> PerfParams:
@@ -118,7 +118,7 @@ def fit_perf_params(
         backward_shares: share of compute time in each stage's backward; None: one stage.
         compute_time: seconds of one micro-batch summed over stages, forward and backward, not a
             number where not measured; None: never measured. Not used with one stage.
-        checkpoint: which micro-batches were recomputed.
+        checkpoint: which micro-batches were recomputed, in all stages or in each.
         schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
         chunks_per_stage: V of "interleaved".
 
@@ -155,7 +155,7 @@ def fit_measurements(
     forward: ArrayLike | None = None,
     backward: ArrayLike | None = None,
     num_stages: int = 1,
-    checkpoint: Checkpoint = "never",
+    checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
 ) -> FitResult:
@@ -175,7 +175,7 @@ def fit_measurements(
             not a number where not measured; None: never measured.
         backward: the same for the backward, recomputation included.
         num_stages: K.
-        checkpoint: which micro-batches were recomputed.
+        checkpoint: which micro-batches were recomputed, in all stages or in each.
         schedule: "gpipe", "1f1b" or "interleaved", in which order the stages worked.
         chunks_per_stage: V of "interleaved".
 
@@ -234,7 +234,7 @@ def _search_all(rows: Rows, begin: StartingPoint, passes: Sequence[_Pass]) -> St
 def _shape(
     forward: Sequence[float] | None,
     backward: Sequence[float] | None,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoints,
     schedule: ScheduleKind,
     chunks_per_stage: int,
 ) -> PerfParams:

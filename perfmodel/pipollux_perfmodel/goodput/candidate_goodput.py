@@ -116,4 +116,5 @@ class CandidateGoodput:
             return step_time(params, asked.nodes, asked.replicas, *sizes).total
         micro_bsz = atomic_bsz / self._num_microbatches
         accum = compute_time(params, micro_bsz) * asked.factor * asked.slow + params.overhead
-        return accum_steps * accum + optim_time(params.gamma, accum, asked.network)
+        optim = optim_time(params.gamma, accum, asked.network) + params.tied_exchange
+        return accum_steps * accum + optim

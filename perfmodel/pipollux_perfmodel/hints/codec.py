@@ -21,17 +21,19 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
 from pipollux_perfmodel.errors import InputError
 from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
 from pipollux_perfmodel.timing.params import (
-    Checkpoint,
+    CHECKPOINTS,
+    Checkpoints,
     GradParams,
     PerfParams,
     ScheduleKind,
     check_params,
     check_shares,
+    joined_modes,
 )
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -47,6 +49,26 @@ _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 # Always written; the others only where they are not neutral.
 _ALWAYS = (*PerfParams._fields[:7], "forward_shares", "backward_shares", "overlap")
+
+
+def _read_modes(value: Any) -> Checkpoints:
+    words = value if isinstance(value, list | tuple) else [value]
+    modes = [mode for word in words for mode in CHECKPOINTS if mode == word]
+    if not words or len(modes) != len(words):
+        raise PydanticCustomError(
+            "checkpoint", "input should be 'never', 'except_last' or 'always', or a list of these"
+        )
+    return joined_modes(modes)
+
+
+def _write_modes(value: Checkpoints) -> str | list[str]:
+    return value if isinstance(value, str) else list(value)
+
+
+CheckpointsField = Annotated[
+    Checkpoints, PlainValidator(_read_modes), PlainSerializer(_write_modes)
+]
+"""The mode of all stages, or a list with one for each."""
 
 
 class ParamsError(InputError):
@@ -73,7 +95,7 @@ class PerfParamsObject(BaseModel):
     alpha_t: tuple[_Seconds, ...] = ()
     beta_t: tuple[_Seconds, ...] = ()
     transfers_overlap: bool = True
-    checkpoint: Checkpoint = "never"
+    checkpoint: CheckpointsField = "never"
     gradient_shares: tuple[_Share, ...] = ()
     shared_link: bool = True
     gamma_c: Annotated[float, Field(ge=1)] = 1.0
@@ -83,6 +105,7 @@ class PerfParamsObject(BaseModel):
     overhead: _Seconds = 0.0
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
+    tied_exchange: _Seconds = 0.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -221,7 +244,7 @@ def _perf_params_to(value: PerfParams) -> dict[str, Any]:
 
 def _plain(field: Any) -> Any:
     if isinstance(field, tuple):
-        return list(map(float, field))
+        return [x if isinstance(x, str) else float(x) for x in field]
     return field if isinstance(field, bool | str | int) else float(field)
 
 

@@ -21,13 +21,13 @@ from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import Floats, LayerProfile
 from pipollux_perfmodel.partitioning.partition import partition
+from pipollux_perfmodel.partitioning.restage import restage
 from pipollux_perfmodel.partitioning.stage_plan import (
     StagePlan,
     correct_profile,
     plan_stages,
-    restage,
 )
-from pipollux_perfmodel.timing.params import PerfParams
+from pipollux_perfmodel.timing.params import PerfParams, keeps_most
 
 if TYPE_CHECKING:
     from .hints import SchedHints  # imports pydantic
@@ -51,8 +51,9 @@ def stage_speedups(
     Returns:
         By K, the own one first: always the own K once the goodput is known at all, and the measured
         one if it is among the choices; others where there is a layer profile that can be cut so,
-        and every batch that the job may choose fits the memory of the devices. Empty: the goodput
-        is not known yet.
+        and every batch that the job may choose fits the memory of the devices; none where each
+        stage has a checkpoint mode of its own, for the list fixes K. Empty: the goodput is not
+        known yet.
 
     Example:
         >>> from pipollux_perfmodel import GradParams, Layer, SchedHints
@@ -111,6 +112,8 @@ class _Pricing:
         profile, num_replicas = self._profile, 1
         if profile is None or num_stages == self.hints.num_stages:
             return None
+        if not isinstance(self.measured.checkpoint, str):
+            return None  # the script has a mode for each stage, and refuses other numbers of them
         counts = self._microbatches(num_stages)
         for num_replicas in MOST_SHARDS if self.hints.sharded_optimizer else (1,):
             plan = self._cut(profile.sharded(num_replicas), num_stages, counts[-1])
@@ -139,7 +142,7 @@ class _Pricing:
                 self.measured,
                 micro_bsz=micro_bsz,
                 memory_limit=self.hints.memory_limit,
-                checkpoint=self.measured.checkpoint,
+                checkpoint=keeps_most(self.measured.checkpoint),
             )
         except ValueError:
             # The arguments are checked, so there are fewer layers than stages or too little memory.

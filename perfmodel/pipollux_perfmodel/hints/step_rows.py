@@ -11,9 +11,9 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from pipollux_perfmodel.timing.params import Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import ScheduleKind
 
-from .codec import MAX_CHUNKS, STRICT_KEYS
+from .codec import MAX_CHUNKS, STRICT_KEYS, CheckpointsField
 
 __all__ = ["MAX_PASSED_ON", "MAX_ROWS", "StepRow", "StepRows"]
 
@@ -66,6 +66,8 @@ class StepRow(_Row):
     """Of one micro-batch in each stage; empty: not measured."""
     backward: _StageTimes = ()
     """The same, recomputation included."""
+    exchange_time: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Of the optimizer step: adding up gradients of what stages share."""
     passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
     """How many times it was handed down before; 0: this job measured it itself."""
 
@@ -88,7 +90,7 @@ class StepRow(_Row):
 class StepRows(_Row):
     """The step profile of a job: its rows, and of what model they are."""
 
-    checkpoint: Checkpoint = "never"
+    checkpoint: CheckpointsField = "never"
     """Which micro-batches are recomputed."""
     num_layers: _Count
     """Of the model."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from pipollux_perfmodel.timing.params import Checkpoint
 
+from .interleaved_memory import interleaved_memory
 from .layer_profile import LayerProfile, Link
-from .memory import interleaved_memory
 from .partition import least_memory, partition
 
 _ROUNDING = 1e-12

@@ -26,10 +26,9 @@ and the stage needs A more. 1F1B is PipeDream-Flush's (Narayanan et al., ICML'21
 kernel needs while it runs, boundary buffers in flight, and what the allocator loses to fragments.
 Leave the limit some margin for them.
 
-Interleaved 1F1B has several stages on a device, which have their most at different times, and so
-no such table: `interleaved_memory` follows what each device does. Without recomputation and with
-equal stages the first device holds the activations of K·V + K - 1 micro-batches in one stage, as
-much as 1 + (K - 1)/(K·V) times 1F1B's (Korthikanti et al., MLSys'23).
+Each stage may have a mode of its own, as each keeps what is its own.
+
+Interleaved 1F1B has no such table (`interleaved_memory`).
 
 Arguments broadcast, so that one call answers for many candidates.
 """
@@ -43,8 +42,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pipollux_perfmodel.timing.device_order import Work, device_order
-from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import (
+    CHECKPOINTS,
+    CUT_SCHEDULES,
+    Checkpoint,
+    Checkpoints,
+    ScheduleKind,
+    stage_modes,
+)
 
 from .layer_profile import Floats, LayerProfile, check_balance, stage_ranges
 
@@ -57,7 +62,7 @@ def stage_memory(
     micro_bsz: ArrayLike,
     num_microbatches: ArrayLike,
     *,
-    checkpoint: Checkpoint = "never",
+    checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
     """Return the most bytes that each stage holds at once.
@@ -67,7 +72,7 @@ def stage_memory(
         balance: number of layers of each stage, K entries.
         micro_bsz: b, samples per micro-batch; any shape.
         num_microbatches: M; any shape that broadcasts with `micro_bsz`.
-        checkpoint: which micro-batches are recomputed.
+        checkpoint: which micro-batches are recomputed, in all stages or in each.
         schedule: "gpipe" or "1f1b".
 
     Returns:
@@ -83,83 +88,13 @@ def stage_memory(
         >>> stage_memory(LayerProfile((layer, layer)), [1, 1], 4.0, [1, 2]).tolist()
         [[52.0, 64.0], [52.0, 64.0]]
     """
-    check_choices(checkpoint, schedule)
+    _check_schedule(schedule)
     samples, count = np.broadcast_arrays(
         np.asarray(micro_bsz, float), np.asarray(num_microbatches, float)
     )
-    _checked_samples(samples)
+    checked_samples(samples)
     fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
     return np.asarray(fixed + per_sample * samples)
-
-
-def interleaved_memory(
-    profile: LayerProfile,
-    balance: Sequence[int],
-    num_devices: int,
-    micro_bsz: ArrayLike,
-    num_microbatches: int,
-    *,
-    checkpoint: Checkpoint = "never",
-) -> Floats:
-    """Return the most bytes that each device holds at once with interleaved 1F1B.
-
-    Args:
-        profile: the costs of the layers.
-        balance: number of layers of each stage, K·V entries; stage q is on device q mod K.
-        num_devices: K.
-        micro_bsz: b, samples per micro-batch; any shape.
-        num_microbatches: M.
-        checkpoint: which micro-batches are recomputed.
-
-    Returns:
-        Bytes, shape (K, *shape of b).
-
-    Raises:
-        ValueError: when the balance does not fit the profile or the devices, b is negative or not
-            finite, or the checkpoint mode is unknown.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-        >>> interleaved_memory(profile, [2] * 4, 2, 1.0, 8).tolist()
-        [10.0, 6.0]
-        >>> stage_memory(profile, [4] * 2, 1.0, 8, schedule="1f1b").tolist()
-        [8.0, 4.0]
-    """
-    samples = _checked_samples(np.asarray(micro_bsz, float))
-    state, per_sample = _device_bytes(profile, balance, num_devices, num_microbatches, checkpoint)
-    column = (-1,) + (1,) * samples.ndim
-    return np.asarray(state.reshape(column) + per_sample.reshape(column) * samples)
-
-
-def largest_interleaved_micro_bsz(
-    profile: LayerProfile,
-    balance: Sequence[int],
-    num_devices: int,
-    memory_limit: float,
-    num_microbatches: ArrayLike,
-    *,
-    checkpoint: Checkpoint = "never",
-) -> Floats:
-    """Return the most whole samples per micro-batch that fit every device, interleaved.
-
-    As `largest_micro_bsz`, with the devices of `interleaved_memory`.
-
-    Example:
-        >>> from pipollux_perfmodel.partitioning.layer_profile import Layer
-        >>> profile = LayerProfile((Layer(0, 1, 0, 2, activation_bytes=1),) * 8)
-        >>> largest_interleaved_micro_bsz(profile, [2] * 4, 2, 25.0, 8).tolist()
-        2.0
-    """
-    check_limit(memory_limit)
-    counts = np.asarray(num_microbatches)
-    most = [
-        _most_samples(
-            *_device_bytes(profile, balance, num_devices, int(count), checkpoint), memory_limit
-        )
-        for count in counts.ravel()
-    ]
-    return np.reshape(np.array(most), counts.shape)
 
 
 def largest_micro_bsz(
@@ -168,7 +103,7 @@ def largest_micro_bsz(
     memory_limit: float,
     num_microbatches: ArrayLike,
     *,
-    checkpoint: Checkpoint = "never",
+    checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
 ) -> Floats:
     """Return the most whole samples per micro-batch that fit every stage.
@@ -178,7 +113,7 @@ def largest_micro_bsz(
         balance: number of layers of each stage, K entries.
         memory_limit: bytes of each stage's device.
         num_microbatches: M; any shape.
-        checkpoint: which micro-batches are recomputed.
+        checkpoint: which micro-batches are recomputed, in all stages or in each.
         schedule: "gpipe" or "1f1b".
 
     Returns:
@@ -193,11 +128,11 @@ def largest_micro_bsz(
         >>> largest_micro_bsz(LayerProfile((layer, layer)), [1, 1], 50.0, [1, 2]).tolist()
         [10.0, 5.0]
     """
-    check_choices(checkpoint, schedule)
+    _check_schedule(schedule)
     check_limit(memory_limit)
     count = np.asarray(num_microbatches, float)
     fixed, per_sample = _stage_bytes(profile, balance, count, checkpoint, schedule)
-    return _most_samples(fixed, per_sample, memory_limit)
+    return most_samples(fixed, per_sample, memory_limit)
 
 
 def kept_bytes(
@@ -275,8 +210,8 @@ def range_state_bytes(profile: LayerProfile) -> Floats:
     return np.asarray(plain + largest_share(whole, largest, profile.optimizer_shards))
 
 
-def _stage_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) -> Floats:
-    """Return the same of each device, shape (num_devices,)."""
+def held_state(profile: LayerProfile, balance: Sequence[int], num_devices: int) -> Floats:
+    """Return bytes of parameters, gradients and optimizer state on each device, (num_devices,)."""
     starts = [start for start, _ in stage_ranges(balance)]
     optimizer, parameters = profile.column("optimizer_bytes"), profile.column("parameter_bytes")
     plain, whole = (
@@ -295,6 +230,10 @@ def check_choices(checkpoint: str, schedule: str) -> None:
     """
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
+    _check_schedule(schedule)
+
+
+def _check_schedule(schedule: str) -> None:
     if schedule not in CUT_SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; give one of {CUT_SCHEDULES}")
 
@@ -309,13 +248,18 @@ def check_limit(memory_limit: float) -> None:
         raise ValueError(f"memory_limit is {memory_limit}; give finite bytes > 0, or None")
 
 
-def _checked_samples(samples: Floats) -> Floats:
+def checked_samples(samples: Floats) -> Floats:
+    """Return samples of micro-batches.
+
+    Raises:
+        ValueError: when one is negative or not finite.
+    """
     if not np.all(np.isfinite(samples) & (samples >= 0)):
         raise ValueError(f"micro_bsz is {samples}; give finite samples >= 0")
     return samples
 
 
-def _most_samples(fixed: Floats, per_sample: Floats, memory_limit: float) -> Floats:
+def most_samples(fixed: Floats, per_sample: Floats, memory_limit: float) -> Floats:
     """Return the most whole samples that fit the fullest device; devices are the first index."""
     room = memory_limit - fixed
     positive = per_sample > 0
@@ -325,60 +269,11 @@ def _most_samples(fixed: Floats, per_sample: Floats, memory_limit: float) -> Flo
     return np.asarray(np.floor(samples.min(axis=0) * (1 + _ROUNDING)))
 
 
-def _device_bytes(
-    profile: LayerProfile,
-    balance: Sequence[int],
-    num_devices: int,
-    num_microbatches: int,
-    checkpoint: Checkpoint,
-) -> tuple[Floats, Floats]:
-    """Return interleaved devices' bytes whatever b is, and their bytes per sample, shape (K,)."""
-    check_choices(checkpoint, "1f1b")
-    check_balance(balance, profile.num_layers)
-    if num_devices < 1 or len(balance) % num_devices:
-        raise ValueError(
-            f"num_devices is {num_devices}; give a number that divides the {len(balance)} stages"
-        )
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches}; give at least one")
-    starts = [start for start, _ in stage_ranges(balance)]
-    inputs = profile.boundary_bytes()[starts].tolist()
-    activations = profile.by_stage("activation_bytes", balance).tolist()
-    recomputed = 0 if checkpoint == "never" else num_microbatches - (checkpoint == "except_last")
-    kept = [
-        _most_kept(
-            device_order("interleaved", device, num_devices, len(balance), num_microbatches),
-            inputs,
-            activations,
-            recomputed,
-        )
-        for device in range(num_devices)
-    ]
-    return _stage_state(profile, balance, num_devices), np.array(kept)
-
-
-def _most_kept(
-    order: Sequence[Work],
-    inputs: Sequence[float],
-    activations: Sequence[float],
-    num_recomputed: int,
-) -> float:
-    """Return the most bytes per sample that are kept at once, of the first so many only inputs."""
-    kept = most = 0.0
-    for phase, stage, microbatch in order:
-        again = microbatch < num_recomputed
-        share = inputs[stage] if again else activations[stage]
-        kept += share if phase == "forward" else 0.0
-        most = max(most, kept + (activations[stage] if again and phase == "backward" else 0.0))
-        kept -= share if phase == "backward" else 0.0
-    return most
-
-
 def _stage_bytes(
     profile: LayerProfile,
     balance: Sequence[int],
     num_microbatches: Floats,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoints,
     schedule: ScheduleKind,
 ) -> tuple[Floats, Floats]:
     """Return bytes whatever b is, shape (K, 1, …), and bytes per sample, shape (K, *M's)."""
@@ -387,13 +282,14 @@ def _stage_bytes(
         raise ValueError(f"num_microbatches is {num_microbatches}; give a finite number >= 1")
     column = (-1,) + (1,) * num_microbatches.ndim
     starts = [start for start, _ in stage_ranges(balance)]
-    fixed = _stage_state(profile, balance, len(balance))
-    per_sample = kept_bytes(
+    fixed = held_state(profile, balance, len(balance))
+    sizes = (
         profile.boundary_bytes()[starts].reshape(column),
         profile.by_stage("activation_bytes", balance).reshape(column),
         num_microbatches,
         np.arange(len(balance), 0, -1).reshape(column),
-        checkpoint,
-        schedule,
     )
+    modes = stage_modes(checkpoint, len(balance))
+    by_mode = {mode: kept_bytes(*sizes, mode, schedule) for mode in set(modes)}
+    per_sample = np.stack([by_mode[mode][stage] for stage, mode in enumerate(modes)])
     return fixed.reshape(column), per_sample

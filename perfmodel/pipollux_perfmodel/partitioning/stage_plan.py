@@ -24,21 +24,19 @@ from numpy.typing import ArrayLike
 
 from pipollux_perfmodel.timing.params import (
     CUT_SCHEDULES,
-    Checkpoint,
+    Checkpoints,
     PerfParams,
     ScheduleKind,
     check_params,
+    keeps_most,
+    stage_modes,
 )
 from pipollux_perfmodel.timing.step_time import stage_times
 
 from .chunks import cut_chunks
+from .interleaved_memory import interleaved_memory, largest_interleaved_micro_bsz
 from .layer_profile import Floats, Layer, LayerProfile, Link, check_balance, stage_ranges
-from .memory import (
-    interleaved_memory,
-    largest_interleaved_micro_bsz,
-    largest_micro_bsz,
-    stage_memory,
-)
+from .memory import largest_micro_bsz, stage_memory
 from .partition import partition
 
 
@@ -119,7 +117,7 @@ def plan_stages(
     *,
     micro_bsz: float,
     memory_limit: float | None = None,
-    checkpoint: Checkpoint = "never",
+    checkpoint: Checkpoints = "never",
     schedule: ScheduleKind | None = None,
     chunks_per_stage: int = 2,
     link: Link | None = None,
@@ -134,7 +132,8 @@ def plan_stages(
         base: where network, γ and ω come from, and the schedule where none is given.
         micro_bsz: b that the cut is made for.
         memory_limit: bytes of each stage's device; None: no limit.
-        checkpoint: which micro-batches are recomputed.
+        checkpoint: which micro-batches are recomputed, in all stages or in each. Where stages
+            differ, the cut is one that fits if all had the mode that keeps most.
         schedule: None: that of `base`, and "1f1b" where that is interleaved.
         chunks_per_stage: V, where interleaved; others have one.
         link: what carries activations over a cut; None: copies are free.
@@ -153,7 +152,7 @@ def plan_stages(
     schedule = schedule or _schedule_of(base)
     load: dict[str, Any] = {
         "micro_bsz": micro_bsz,
-        "checkpoint": checkpoint,
+        "checkpoint": keeps_most(checkpoint),
         "link": link,
         "transfers_overlap": transfers_overlap,
     }
@@ -180,7 +179,7 @@ def price_stages(
     balance: Sequence[int],
     base: PerfParams,
     *,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoints,
     schedule: ScheduleKind | None = None,
     chunks_per_stage: int = 1,
     link: Link | None = None,
@@ -191,8 +190,9 @@ def price_stages(
     Args:
         profile: what the layers cost.
         balance: number of layers of each stage, K entries; K·V, of chunk q of stage q mod K.
-        base: where network, γ, ω, contention and overhead come from; its C(b) is not looked at.
-        checkpoint: which micro-batches are recomputed.
+        base: where network, γ, ω, contention, overhead and T_tie come from; its C(b) is not
+            looked at.
+        checkpoint: which micro-batches are recomputed, in all stages or in each.
         schedule: "gpipe", "1f1b" or "interleaved"; None: that of `base`, and "1f1b" where that is
             interleaved.
         chunks_per_stage: V; a stage's chunks count as equally slow, as do the copies after them.
@@ -243,6 +243,7 @@ def price_stages(
             gradient_shares=_shares(parameters, math.fsum(parameters)),
             # Layers are lines: fixed and per-sample cost add up.
             gamma_c=1.0,
+            tied_exchange=base.tied_exchange if num_stages > 1 else 0.0,
         )
     )
 
@@ -288,47 +289,15 @@ def correct_profile(
         raise ValueError(f"micro_bsz is {micro_bsz}; give finite samples > 0")
     times = stage_times(measured, micro_bsz)
     layers: list[Layer] = []
-    for (start, end), forward, backward in zip(
-        stage_ranges(balance), times.forward, times.backward, strict=True
+    modes = stage_modes(measured.checkpoint, measured.num_stages)
+    for (start, end), forward, backward, mode in zip(
+        stage_ranges(balance), times.forward, times.backward, modes, strict=True
     ):
-        if measured.checkpoint != "never":
+        if mode != "never":
             backward = max(backward - forward, 0.0)
         part = _scaled(profile.layers[start:end], "forward", float(forward), micro_bsz)
         layers += _scaled(part, "backward", float(backward), micro_bsz)
     return replace(profile, layers=tuple(layers))
-
-
-def restage(params: PerfParams, num_stages: int) -> PerfParams:
-    """Return parameters of another number of stages, for a job that has no profile of its layers.
-
-    Assumes that C(b) stays, with the same parts of it in forwards and backwards; that stages are
-    equally slow and hold equally many parameters; and that every copy takes what copies took on
-    average, or nothing if there were none. The same number of stages changes nothing. Real cuts are
-    less even, so this is what the best of cuts could do.
-
-    Raises:
-        ValueError: when `num_stages` is below 1.
-
-    Example:
-        >>> one = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
-        >>> [round(share, 3) for share in restage(one, 2).backward_shares]
-        [0.333, 0.333]
-    """
-    if num_stages < 1:
-        raise ValueError(f"num_stages is {num_stages}; give at least one stage")
-    if num_stages == params.num_stages:
-        return params
-    # () is all of T_net after the backward; of one stage that is the same as its own share.
-    synchronised_late = params.num_stages > 1 and not params.gradient_shares
-    return params._replace(
-        forward_shares=_evenly(params.forward_shares, num_stages),
-        backward_shares=_evenly(params.backward_shares, num_stages),
-        forward_alpha_shares=_evenly(params.forward_alpha_shares, num_stages),
-        backward_alpha_shares=_evenly(params.backward_alpha_shares, num_stages),
-        alpha_t=_average(params.alpha_t, num_stages - 1),
-        beta_t=_average(params.beta_t, num_stages - 1),
-        gradient_shares=() if synchronised_late else (1 / num_stages,) * num_stages,
-    )
 
 
 def copy_costs(
@@ -356,15 +325,19 @@ def copy_costs(
 
 
 def _stage_costs(
-    profile: LayerProfile, balance: Sequence[int], num_stages: int, kind: str, checkpoint: str
+    profile: LayerProfile,
+    balance: Sequence[int],
+    num_stages: int,
+    kind: str,
+    checkpoint: Checkpoints,
 ) -> list[float]:
     """Return alpha or beta of the stages' forwards, then of their backwards."""
     forward, backward = (
         profile.by_stage(f"{phase}_{kind}", balance).reshape(-1, num_stages).sum(0)
         for phase in ("forward", "backward")
     )
-    if checkpoint != "never":
-        backward = backward + forward
+    again = [mode != "never" for mode in stage_modes(checkpoint, num_stages)]
+    backward = backward + forward * again
     return [*forward.tolist(), *backward.tolist()]
 
 
@@ -390,11 +363,3 @@ def _scaled(
 
 def _changed(layer: Layer, changes: dict[str, Any]) -> Layer:
     return layer._replace(**changes)
-
-
-def _evenly(shares: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
-    return (math.fsum(shares) / num_stages,) * num_stages if shares else ()
-
-
-def _average(values: tuple[float, ...], num_cuts: int) -> tuple[float, ...]:
-    return (math.fsum(values) / len(values),) * num_cuts if values else ()

@@ -10,7 +10,8 @@ default.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 # A backward pass costs about two forward passes.
 FORWARD_SHARE = 1 / 3
@@ -21,6 +22,9 @@ _SHARE_TOLERANCE = 1e-6
 Checkpoint = Literal["never", "except_last", "always"]
 """Which micro-batches are recomputed in the backward (torchgpipe's names)."""
 CHECKPOINTS: tuple[Checkpoint, ...] = ("never", "except_last", "always")
+"""Those that keep more activations come first."""
+Checkpoints: TypeAlias = Checkpoint | tuple[Checkpoint, ...]
+"""One mode for all stages, or one for each."""
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 """In which order a stage works on its micro-batches."""
@@ -75,9 +79,10 @@ class PerfParams(NamedTuple):
     """Seconds per sample of the same copy; K - 1 entries. Empty: 0."""
     transfers_overlap: bool = True
     """Whether copies run beside compute, or occupy the device that receives them."""
-    checkpoint: Checkpoint = "never"
-    """Which micro-batches are recomputed. The shares include recomputation for "always" and
-    "except_last"; under the latter the last micro-batch's backward is shorter by its forward."""
+    checkpoint: Checkpoints = "never"
+    """Which micro-batches are recomputed: in all stages, or an entry for each. The shares include
+    recomputation for "always" and "except_last"; under the latter the last micro-batch's backward
+    is shorter by its forward."""
     gradient_shares: tuple[float, ...] = ()
     """ρ_k, one per stage: ρ_k·T_net synchronises stage k's gradients, as soon as they are final.
     Σρ = 1. Empty: all of T_net comes after the whole backward."""
@@ -102,6 +107,9 @@ class PerfParams(NamedTuple):
     chunks_per_stage: int = 1
     """V, chunks of layers of each stage, chunk q in stage q mod K; 1 unless interleaved. Those of a
     stage count as equally slow."""
+    tied_exchange: float = 0.0
+    """T_tie: seconds in which stages add up the gradients of parameters that they share, once an
+    optimizer step and after all else. 0 where they share none, or one process has all stages."""
 
     @property
     def num_stages(self) -> int:
@@ -147,8 +155,7 @@ def check_params(params: PerfParams) -> PerfParams:
             f"gradient_shares sum to {math.fsum(params.gradient_shares):g}; divide each by the "
             "total so that they sum to 1"
         )
-    if params.checkpoint not in CHECKPOINTS:
-        raise ValueError(f"checkpoint is {params.checkpoint!r}; give one of {CHECKPOINTS}")
+    stage_modes(params.checkpoint, params.num_stages)
     if params.schedule not in SCHEDULES:
         raise ValueError(f"schedule is {params.schedule!r}; give one of {SCHEDULES}")
     chunks = params.chunks_per_stage
@@ -162,8 +169,60 @@ def check_params(params: PerfParams) -> PerfParams:
     _check_range("contention", params.contention, 0.0, math.inf)
     _check_range("two_node_penalty", params.two_node_penalty, 0.0, math.inf)
     _check_range("overhead", params.overhead, 0.0, math.inf)
+    _check_range("tied_exchange", params.tied_exchange, 0.0, math.inf)
     _check_range("growth_n", params.growth_n, -math.inf, math.inf)
     return params
+
+
+def stage_modes(checkpoint: Checkpoints, num_stages: int) -> tuple[Checkpoint, ...]:
+    """Return which micro-batches are recomputed in each stage.
+
+    Args:
+        checkpoint: of all stages, or an entry for each.
+        num_stages: K.
+
+    Raises:
+        ValueError: naming what is no mode, or the number of modes if it is another than K.
+
+    Example:
+        >>> stage_modes("always", 2), stage_modes(("always", "never"), 2)
+        (('always', 'always'), ('always', 'never'))
+    """
+    modes = (checkpoint,) * num_stages if isinstance(checkpoint, str) else checkpoint
+    for mode in modes:
+        if mode not in CHECKPOINTS:
+            raise ValueError(f"checkpoint is {checkpoint!r}; give one of {CHECKPOINTS}")
+    if len(modes) != num_stages:
+        raise ValueError(
+            f"checkpoint is {checkpoint!r}, of {len(modes)} stages; give one mode for all "
+            f"{num_stages} stages, or one for each"
+        )
+    return modes
+
+
+def joined_modes(modes: Sequence[Checkpoint]) -> Checkpoints:
+    """Return modes of stages as one, if all have the same."""
+    return modes[0] if len(set(modes)) == 1 else tuple(modes)
+
+
+def keeps_most(checkpoint: Checkpoints) -> Checkpoint:
+    """Return the mode that keeps most activations, of some stages' modes.
+
+    Example:
+        >>> keeps_most(("always", "except_last", "always"))
+        'except_last'
+    """
+    modes = (checkpoint,) if isinstance(checkpoint, str) else checkpoint
+    return min(stage_modes(modes, len(modes)), key=CHECKPOINTS.index)
+
+
+def modes_of_cut(checkpoint: Checkpoints, num_stages: int) -> Checkpoints:
+    """Return the modes that a cut into K stages is taken to have: a list says it of its own K.
+
+    With other stages it is the one of the list that keeps most, so that memory is on the safe side.
+    """
+    of_these = isinstance(checkpoint, str) or len(checkpoint) == num_stages
+    return checkpoint if of_these else keeps_most(checkpoint)
 
 
 def check_shares(

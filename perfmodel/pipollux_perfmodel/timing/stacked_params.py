@@ -20,6 +20,7 @@ from .step_time import ZERO_POWER, is_simple
 _NUMBERS = (
     *("alpha_c", "beta_c", "alpha_n", "beta_n", "alpha_r", "beta_r", "gamma", "overlap"),
     *("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead"),
+    "tied_exchange",
 )
 _OF_STAGES = (
     *("forward_shares", "backward_shares", "forward_alpha_shares", "backward_alpha_shares"),

@@ -20,12 +20,13 @@ numbers more.
                 ε                                                              R = 1
     E         = end of the last all-reduce, ρ_i·T_net from overhead + fin_i on, less T_pipe
     H         = B - E, with B = T_net over one link, max ρ·T_net over one link each
-    T_optim   = H + (T_pipe - H, E)_γ
+    T_optim   = H + (T_pipe - H, E)_γ + T_tie
     T_iter    = s·T_pipe + T_optim
 
 The γ-norm joins what compute and network do while the other is idle, so no second of compute hides
 two of the network. It follows that an iteration never takes longer because some of its work takes
-less. Without gradient shares, as in AdaptDL, E is T_net and H is 0.
+less. Without gradient shares, as in AdaptDL, E is T_net and H is 0. T_tie, which is 0 but where
+stages of several processes share parameters, follows the averages, so it hides behind nothing.
 
 Without alpha shares, copies or `except_last` the stages are one number, F(M) = fin_0 / C(b):
 
@@ -51,7 +52,7 @@ from .gpipe import (
     network_end,
     serial_final_times,
 )
-from .params import PerfParams
+from .params import PerfParams, stage_modes
 
 EPSILON = 1e-8
 ZERO_POWER = 1e-6
@@ -68,7 +69,8 @@ class StepTime(NamedTuple):
     network_time: Numbers
     """T_net, of one synchronisation of gradients."""
     optim_time: Numbers
-    """T_optim, of the optimizer step: its forward, backward and the synchronisation."""
+    """T_optim, of the optimizer step: its forward, backward and the synchronisation, T_tie
+    included."""
     total: Numbers
     """T_iter = s·T_pipe + T_optim."""
 
@@ -108,7 +110,7 @@ def stage_times(params: PerfParams, micro_bsz: Numbers) -> StageTimes:
 
 def pipeline_factor(params: PerfParams, num_microbatches: Numbers) -> Numbers:
     """Return F(M) = fin_0 / C(b), where all stages have the same mix of fixed and other cost."""
-    if params.schedule != "gpipe" or params.checkpoint == "except_last":
+    if params.schedule != "gpipe" or "except_last" in params.checkpoint:  # a mode, or several
         return _unit_final_times(params, num_microbatches)[0]
     slowest = max(params.forward_shares) + max(params.backward_shares)
     one_by_one, ideal = num_microbatches, 1 + (num_microbatches - 1) * slowest
@@ -157,6 +159,7 @@ def step_time(
         final = _all_final_times(params, micro_bsz, num_microbatches, slow)
         accum = final[0]
         optim = _overlapped_optim_time(params, final, network)
+    optim = optim + params.tied_exchange
     return StepTime(accum, network, optim, accum_steps * accum + optim)
 
 
@@ -208,9 +211,13 @@ def _unit_times(params: PerfParams) -> StageTimes:
 def _last_backward(
     params: PerfParams, forward: list[Numbers], backward: list[Numbers]
 ) -> list[Numbers]:
-    if params.checkpoint != "except_last":
+    if "except_last" not in params.checkpoint:  # which is a mode, or several
         return backward
-    return [np.maximum(g - f, 0.0) for f, g in zip(forward, backward, strict=True)]
+    modes = stage_modes(params.checkpoint, params.num_stages)
+    return [
+        np.maximum(g - f, 0.0) if mode == "except_last" else g
+        for f, g, mode in zip(forward, backward, modes, strict=True)
+    ]
 
 
 def _unit_final_times(params: PerfParams, num_microbatches: Numbers) -> list[Numbers]:

@@ -23,7 +23,7 @@ from pipollux_perfmodel import (
     reschedule,
 )
 from pipollux_perfmodel.partitioning.stage_plan import copy_costs
-from pipollux_perfmodel.timing.params import ScheduleKind
+from pipollux_perfmodel.timing.params import ScheduleKind, keeps_most, modes_of_cut
 
 from .errors import ModelingError
 from .params_file import Bounds
@@ -107,7 +107,7 @@ def cut_layers(
             num_stages,
             load.num_microbatches,
             micro_bsz=load.micro_bsz,
-            checkpoint=base.checkpoint,
+            checkpoint=keeps_most(base.checkpoint),
             schedule=schedule.kind,
             chunks_per_stage=schedule.chunks_per_stage,
         )
@@ -146,7 +146,7 @@ def _plan(
             base,
             micro_bsz=load.micro_bsz,
             memory_limit=layers.memory_limit,
-            checkpoint=base.checkpoint,
+            checkpoint=modes_of_cut(base.checkpoint, num_stages),
             schedule=schedule.kind,
             chunks_per_stage=schedule.chunks_per_stage,
             link=layers.link,

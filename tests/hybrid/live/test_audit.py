@@ -131,7 +131,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "Measurements": (
         "",
-        "accum alone backward forward optim",
+        "accum alone backward exchange forward optim",
     ),
     "MeetingFolder": (
         "",
@@ -146,7 +146,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "progress rate_factor sample_length samples samples_left shape_chosen traits",
         # What an earlier run had is looked at by the leader alone, at wrapping.
         "_checkpoints _disturbed _last_save _launched _lock _losses _part _part_ended "
-        "_part_started _proposal _reporter _step_time _sync_time _timed limits_before "
+        "_part_started _proposal _reporter _step_time _timed _waited limits_before "
         "order_before profile",
     ),
     "NoiseMeter": (
@@ -285,7 +285,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "TiedCopies": (
         "_added_up _contributions _counted_elsewhere _mesh _mine _shared _stage",
-        "",
+        "_seconds _slowest _timer",
     ),
     "WorkerStart": ("_then", "ends_along"),
     "_Counts": (

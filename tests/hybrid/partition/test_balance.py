@@ -229,8 +229,7 @@ def test_a_given_cut_has_to_fit_in_the_mode_of_each_stage() -> None:
             balance=[4, 4],
             example_inputs=sample,
             num_microbatches=8,
-            checkpoint="never",
-            checkpoints=modes,
+            checkpoint=modes or "never",
             schedule="1f1b",
             memory_limit=limit,
         )

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.env import JobEnvironment
+from pipollux_hybrid.job.pipeline_spec import StageOrder
 from pipollux_hybrid.partition.placement import choose_devices
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
+from pipollux_hybrid.telemetry.inheritance import fit
 from pipollux_hybrid.telemetry.stage_timer import StageTimer, align, stage_times
 from pipollux_hybrid.telemetry.step_profile import WARMUP, StepConfiguration, StepProfile
+from pipollux_hybrid.telemetry.step_summary import fit_data
 from pipollux_perfmodel import StageEvent
 from tests.hybrid.clock import Clock, Work
 from tests.hybrid.models import make_model
@@ -119,6 +122,42 @@ def test_profile_tells_accumulation_steps_from_optimizer_steps() -> None:
         assert data is not None
         assert data.accum_step_time == pytest.approx([0.100, 0.204])
         assert data.optim_step_time == pytest.approx([0.108, 0.208])
+
+
+def test_what_stages_take_to_add_up_tied_gradients_is_no_step_and_no_network() -> None:
+    """Of 108 ms 5 are the exchange and 3 the network's; a fit is told of each by itself."""
+    profile = StepProfile()
+    for size, seconds in ((8, 0.108), (16, 0.208)):
+        for _ in range(WARMUP + 4):
+            profile.add_step(configuration(size), seconds, 0.003, 0.005, optimizer=True)
+    for restored in (profile, StepProfile()):
+        restored.load_json(profile.to_json())
+        data = restored.fit_data(2)
+        assert data is not None
+        assert data.accum_step_time == pytest.approx([0.1, 0.2])
+        assert data.optim_step_time == pytest.approx([0.103, 0.203])
+        assert fit(data, StageOrder("1f1b")).tied_exchange == pytest.approx(0.005)
+    rows, plain = profile.to_json(), StepProfile()
+    plain.load_json([{k: x for k, x in row.items() if k != "exchange"} for row in rows])
+    data = plain.fit_data(2)
+    assert data is not None
+    assert fit(data, StageOrder("1f1b")).tied_exchange == 0.0
+
+
+def test_stages_that_recompute_the_last_micro_batch_or_not_are_told_apart() -> None:
+    """The mean backward of four lacks a quarter of a forward where the last one is spared."""
+    profile = StepProfile()
+    for _ in range(WARMUP + 3):
+        profile.add_step(configuration(), 1.0, 0.0, optimizer=True)
+    profile.add_stages(configuration(), (0.1, 0.1), (0.275, 0.3))
+    data = profile.fit_data(2, ("except_last", "always"))
+    assert data is not None
+    assert data.checkpoint == ("except_last", "always")
+    assert data.compute_time == pytest.approx([0.8])
+    assert data.forward_shares == pytest.approx((0.125, 0.125))
+    assert data.backward_shares == pytest.approx((0.375, 0.375))
+    # What the list says of two stages it does not say of others.
+    assert fit_data(profile.own(), 2, ("always", "never", "always")).checkpoint == "never"
 
 
 def test_steps_that_measure_do_not_bend_the_profile() -> None:

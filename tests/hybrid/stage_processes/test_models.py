@@ -21,6 +21,7 @@ from pipollux_hybrid import (
     replica_rank,
 )
 from pipollux_hybrid.job.context import context
+from pipollux_perfmodel.timing.params import Checkpoints
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages, together
 
@@ -281,7 +282,7 @@ class Counting(nn.Module):
         return kept
 
 
-def counts_forwards() -> int:
+def counts_forwards() -> tuple[int, Checkpoints]:
     init_process_group("gloo")
     module = nn.Sequential(Counting(), Counting(), Counting()).double()
     model = HybridParallel(
@@ -295,8 +296,10 @@ def counts_forwards() -> int:
     model.train_step(inputs, targets, F.cross_entropy)
     layer = module[context().env.stage]
     assert isinstance(layer, Counting)
-    return layer.count
+    return layer.count, context().pipeline.checkpoint_mode
 
 
 def test_each_stage_recomputes_as_it_was_told() -> None:
-    assert run_stages(counts_forwards, 1, 3) == [[4, 8, 7]]
+    """And each process tells the performance model of all."""
+    modes = ("never", "always", "except_last")
+    assert run_stages(counts_forwards, 1, 3) == [[(count, modes) for count in (4, 8, 7)]]

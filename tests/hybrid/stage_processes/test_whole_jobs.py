@@ -20,6 +20,7 @@ from tests.hybrid.models import assert_close, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
 from tests.hybrid.stage_processes.whole_job import SIZE, Outcome, whole_job
+from tests.hybrid.traces import rows_of
 
 SMALL_BUCKET = 500
 """Bytes, so that each stage's gradients go in several buckets."""
@@ -200,16 +201,6 @@ def test_stages_are_timed_in_all_processes(tmp_path: Path) -> None:
         assert [x["ph"] for x in arrows] == ["s", "f"] * 8
         starts = {(x["tid"], x["name"]): x["ts"] for x in trace["traceEvents"] if x["ph"] == "X"}
         assert all(starts[x["tid"], x["name"]] == x["ts"] for x in arrows)
-
-
-def rows_of(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    titles = [x for x in trace["traceEvents"] if x["name"] == "thread_name"]
-    return {
-        title["args"]["name"]: [
-            x for x in trace["traceEvents"] if x["ph"] == "X" and x["tid"] == title["tid"]
-        ]
-        for title in titles
-    }
 
 
 def by_start(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

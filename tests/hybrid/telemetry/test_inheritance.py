@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
@@ -107,6 +108,11 @@ def test_what_is_passed_on_is_bounded_in_number_and_in_age() -> None:
     rows = rows_to_pass_on(profile, TRAITS)
     assert rows is not None
     assert ModelTraits.of(rows) == TRAITS
+    apart = TRAITS._replace(checkpoint=("always", "never"))
+    texts = rows.model_copy(update=apart._asdict()).model_dump_json(), json.dumps(apart)
+    read = [json.loads(text) for text in texts]
+    assert ModelTraits.of(type(rows).model_validate(read[0])) == apart
+    assert ModelTraits.from_json(read[1]) == apart
     assert [row.atomic_bsz for row in rows.rows] == [1, *range(MAX_ROWS + 9, 10, -1)]
     young = StepSummary(0.1, 0.1, passed_on=MAX_PASSED_ON - 1)
     profile = measured({configuration(1): 0.2})

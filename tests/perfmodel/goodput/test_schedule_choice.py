@@ -25,7 +25,7 @@ from pipollux_perfmodel import (
     plan_stages,
     reschedule,
 )
-from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoint, ScheduleKind
+from pipollux_perfmodel.timing.params import SCHEDULES, Checkpoints, ScheduleKind, stage_modes
 from pipollux_perfmodel.timing.step_time import step_time
 from tests.extent import first
 from tests.perfmodel.simulator import Case, Result, last_all_reduce, simulate
@@ -42,7 +42,7 @@ class Job:
     """A model of equal layers, and the devices it runs on."""
 
     num_layers: int = 8
-    checkpoint: Checkpoint = "never"
+    checkpoint: Checkpoints = "never"
     copy: float = 0.0
     """Seconds that one sample takes from stage to stage."""
     state: float = 0.0
@@ -71,12 +71,13 @@ class Job:
         """Play its stages, or chunks, one layer's formula at a time."""
         forward = tuple(n * (0.01 + 0.01 * micro_bsz) for n in plan.balance)
         kept = tuple(n * (0.01 + 0.03 * micro_bsz) for n in plan.balance)
-        again = tuple(f + g for f, g in zip(forward, kept, strict=True))
-        spared = self.checkpoint == "except_last"
+        modes = stage_modes(self.checkpoint, plan.perf_params.num_stages)
+        each = modes * (len(kept) // len(modes))
+        times = [*zip(forward, kept, each, strict=True)]
         case = Case(
             forward,
-            kept if self.checkpoint == "never" else again,
-            kept if spared or self.checkpoint == "never" else again,
+            tuple(g + f * (mode != "never") for f, g, mode in times),
+            tuple(g + f * (mode == "always") for f, g, mode in times),
             (self.copy * micro_bsz,) * (len(plan.balance) - 1),
             num_microbatches,
             overlapping=False,
@@ -87,7 +88,7 @@ class Job:
         """Return the most bytes of any device, by following what comes and goes on each."""
         num_stages, most = plan.perf_params.num_stages, 0.0
         counts = {i for phase, _, i in played.spans if phase == "forward"}
-        for device in range(num_stages):
+        for device, mode in enumerate(stage_modes(self.checkpoint, num_stages)):
             # At one moment what ends frees memory before what begins takes it.
             moments: list[tuple[float, int, float]] = []
             for stage in range(device, len(plan.balance), num_stages):
@@ -95,9 +96,7 @@ class Job:
                 for i in counts:
                     there, back = (played.spans[p, stage, i] for p in ("forward", "backward"))
                     last = i == max(counts)
-                    again = self.checkpoint == "always" or (
-                        self.checkpoint == "except_last" and not last
-                    )
+                    again = mode == "always" or (mode == "except_last" and not last)
                     kept = inputs if again else full
                     moments += [(there[0], 1, kept), (back[1], 0, -kept)]
                     if again:
@@ -188,7 +187,7 @@ def chosen(job: Job, num_replicas: int = 1, limit: float | None = None, **asked:
         ],
     ),
 )
-def test_the_choice_is_the_best_of_all_that_fit(case: tuple[Checkpoint, int]) -> None:
+def test_the_choice_is_the_best_of_all_that_fit(case: tuple[Checkpoints, int]) -> None:
     checkpoint, num_replicas = case
     job = Job(checkpoint=checkpoint, copy=0.002, state=1.0)
     kinds = {
@@ -197,6 +196,17 @@ def test_the_choice_is_the_best_of_all_that_fit(case: tuple[Checkpoint, int]) ->
     }
     assert kinds[5.0] == ""
     assert kinds[None] == "interleaved"
+
+
+@pytest.mark.parametrize(
+    "modes", first(1, [("always", "never"), ("never", "except_last"), ("except_last", "always")])
+)
+def test_the_choice_knows_each_stages_own_mode(modes: Checkpoints) -> None:
+    job = Job(checkpoint=modes, copy=0.002, state=1.0)
+    limits = (None, 300.0, 200.0, 120.0, 60.0, 30.0, 5.0)
+    kinds = {limit: chosen(job, limit=limit, stages=(2,)) for limit in limits}
+    assert kinds[5.0] == ""
+    assert kinds[None] != ""
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])

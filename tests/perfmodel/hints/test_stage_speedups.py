@@ -73,6 +73,16 @@ def test_others_are_as_slow_as_what_was_measured(runs_in: int, slower: float) ->
         assert best.speedup == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_list_of_checkpoint_modes_fixes_the_stages() -> None:
+    """Its script refuses any other number, whatever the layers would allow."""
+    job = hints(2)
+    assert job.perf_params is not None
+    params = job.perf_params._replace(checkpoint=("always", "never"))
+    apart = job.model_copy(update={"perf_params": params})
+    assert list(stage_speedups(job, 2, [1, 2, 4])) == [2, 1, 4]
+    assert list(stage_speedups(apart, 2, [1, 2, 4])) == [2]
+
+
 def test_all_have_one_base() -> None:
     """The speedup of another K is its goodput over that of one replica of the job's own K."""
     found = stage_speedups(hints(2), 4, [1, 2])

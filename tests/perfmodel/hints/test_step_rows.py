@@ -24,6 +24,7 @@ ROW: dict[str, Any] = {
     "optimStepTime": 1 / 3,
     "forward": [0.01, 0.02],
     "backward": [0.03, 0.04],
+    "exchangeTime": 0.005,
     "passedOn": 1,
 }
 PROFILE = {"checkpoint": "except_last", "numLayers": 6, "numParameters": 1000, "rows": [ROW]}

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipollux_perfmodel.partitioning.interleaved_memory import interleaved_memory
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
 from pipollux_perfmodel.partitioning.memory import (
-    interleaved_memory,
     largest_micro_bsz,
     range_state_bytes,
     stage_memory,
@@ -109,6 +109,25 @@ def test_memory_is_that_of_a_walk_through_the_schedule(
                         assert found[stage] == pytest.approx(expected)
                 else:
                     assert found[stage] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", CUT_SCHEDULES)
+def test_each_stage_holds_what_its_own_mode_keeps(schedule: ScheduleKind) -> None:
+    profile, balance, samples = random_profile(3, 6), [2, 1, 3], np.array([[1.0], [4.0]])
+    counts = np.array([1, 2, 5])
+    for modes in product(CHECKPOINTS, repeat=3):
+        how: dict[str, Any] = {"schedule": schedule}
+        found = stage_memory(profile, balance, samples, counts, checkpoint=modes, **how)
+        assert found.shape == (3, 2, 3)
+        for stage, mode in enumerate(modes):
+            alone = stage_memory(profile, balance, samples, counts, checkpoint=mode, **how)
+            assert np.array_equal(found[stage], alone[stage])
+        limit = float(found[:, 1, 2].max())
+        assert largest_micro_bsz(profile, balance, limit, 5, checkpoint=modes, **how) >= 4.0
+        two = interleaved_memory(profile, [1] * 6, 2, samples, 4, checkpoint=modes[:2])
+        for device, mode in enumerate(modes[:2]):
+            alone = interleaved_memory(profile, [1] * 6, 2, samples, 4, checkpoint=mode)
+            assert np.array_equal(two[device], alone[device])
 
 
 def test_stages_hold_their_layers() -> None:
@@ -223,6 +242,7 @@ def test_largest_micro_batches_by_number_of_them() -> None:
         (lambda p: stage_memory(p, [1, 1], 1.0, 0), "num_microbatches is 0"),
         (lambda p: stage_memory(p, [1], 1.0, 1), "covers 1 layers"),
         (lambda p: stage_memory(p, [1, 1], 1.0, 1, checkpoint="sometimes"), "'sometimes'; give"),
+        (lambda p: stage_memory(p, [1, 1], 1.0, 1, checkpoint=("never",)), "of 1 stages; give one"),
         (lambda p: stage_memory(p, [1, 1], 1.0, 1, schedule="zb"), "schedule is 'zb'; give"),
         (lambda p: largest_micro_bsz(p, [1, 1], 0.0, 1), "memory_limit is 0"),
         (lambda p: largest_micro_bsz(p, [1, 1], 9.0, 0), "num_microbatches is 0"),

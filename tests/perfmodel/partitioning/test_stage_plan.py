@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
 from pipollux_perfmodel.partitioning.memory import largest_micro_bsz, stage_memory
 from pipollux_perfmodel.partitioning.partition import partition
+from pipollux_perfmodel.partitioning.restage import restage
 from pipollux_perfmodel.partitioning.stage_plan import (
     correct_profile,
     plan_stages,
     price_stages,
-    restage,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, Checkpoint, PerfParams, check_params
+from pipollux_perfmodel.timing.params import (
+    CHECKPOINTS,
+    Checkpoint,
+    PerfParams,
+    check_params,
+    stage_modes,
+)
 from pipollux_perfmodel.timing.step_time import pipeline_time, stage_times, step_time
 from tests.extent import examples
 
@@ -28,6 +34,7 @@ BASE = PerfParams(9.0, 9.0, 0.2, 0.02, 0.05, 0.01, 1.5, (0.1,), (0.9,))
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 1.0))
 sizes = st.one_of(st.just(0.0), st.floats(1.0, 1e9))
 layers = st.builds(Layer, seconds, seconds, seconds, seconds, sizes, sizes, sizes, sizes)
+modes_of_stages = st.lists(st.sampled_from(CHECKPOINTS), min_size=5, max_size=5)
 links = st.one_of(st.none(), st.builds(Link, seconds, st.floats(1e6, 1e12)))
 
 
@@ -101,18 +108,19 @@ def test_the_pipeline_takes_what_its_layers_take(
 
 
 @examples(100, 400)
-@given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), links)
+@given(cuts(), st.floats(0.5, 64), modes_of_stages, links)
 def test_every_stage_takes_what_its_layers_take(
-    cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, link: Link | None
+    cut: tuple[LayerProfile, list[int]], b: float, modes: list[Checkpoint], link: Link | None
 ) -> None:
     profile, balance = cut
+    checkpoint = tuple(modes[: len(balance)])
     params = price_stages(profile, balance, BASE, checkpoint=checkpoint, link=link)
     times = stage_times(params, b)
     f, plain = times_of(profile, balance, b)
-    again = [0.0] * len(f) if checkpoint == "never" else f
-    g = [x + y for x, y in zip(plain, again, strict=True)]
+    own = stage_modes(checkpoint, len(balance))
+    g = [x + y * (mode != "never") for x, y, mode in zip(plain, f, own, strict=True)]
     total = sum(f) + sum(g)
-    last = plain if checkpoint == "except_last" else g
+    last = [x if mode == "except_last" else y for x, y, mode in zip(plain, g, own, strict=True)]
     for found, expected in (
         (times.forward, f),
         (times.backward, g),
@@ -187,11 +195,12 @@ def test_a_plan_is_a_cut_and_its_price() -> None:
 
 
 @examples(100, 400)
-@given(cuts(), st.floats(0.5, 64), st.sampled_from(CHECKPOINTS), st.data())
+@given(cuts(), st.floats(0.5, 64), modes_of_stages, st.data())
 def test_a_corrected_profile_predicts_what_was_measured(
-    cut: tuple[LayerProfile, list[int]], b: float, checkpoint: Checkpoint, data: st.DataObject
+    cut: tuple[LayerProfile, list[int]], b: float, modes: list[Checkpoint], data: st.DataObject
 ) -> None:
     profile, balance = cut
+    checkpoint = tuple(modes[: len(balance)])
     count = profile.num_layers
     slower = data.draw(st.lists(st.floats(0.1, 10), min_size=2 * count, max_size=2 * count))
     truth = LayerProfile.from_layers(
@@ -267,6 +276,11 @@ def test_stages_of_what_was_measured_without_them() -> None:
     assert restage(four._replace(gradient_shares=()), 2).gradient_shares == ()
     uneven = four._replace(forward_shares=(0.1, 0.1, 0.1, 1 / 30), backward_shares=(1 / 6,) * 4)
     assert restage(uneven, 4) is uneven
+    # A list of modes is of its own number of stages; of others the one that keeps most.
+    apart = four._replace(checkpoint=("always", "except_last", "always", "always"))
+    assert [restage(apart, k).checkpoint for k in (2, 4)] == ["except_last", apart.checkpoint]
+    # Tied layers of one stage are exchanged with none.
+    assert [restage(four._replace(tied_exchange=0.1), k).tied_exchange for k in (1, 2)] == [0, 0.1]
 
 
 PROFILE = LayerProfile.from_layers([Layer(0, 1, 0, 2)] * 2)

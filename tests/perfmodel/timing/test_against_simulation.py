@@ -15,7 +15,13 @@ from pipollux_perfmodel.timing.gpipe import (
     network_end,
     serial_final_times,
 )
-from pipollux_perfmodel.timing.params import CHECKPOINTS, CUT_SCHEDULES, PerfParams, ScheduleKind
+from pipollux_perfmodel.timing.params import (
+    CHECKPOINTS,
+    CUT_SCHEDULES,
+    PerfParams,
+    ScheduleKind,
+    check_params,
+)
 from pipollux_perfmodel.timing.step_time import step_time
 from pipollux_perfmodel.timing.timeline import Schedule, bubble_fraction
 from tests.perfmodel.simulator import Case, Kind, last_all_reduce, simulate
@@ -161,10 +167,11 @@ def draw_params(rng: np.random.Generator) -> PerfParams:
         backward_shares=shares[num_stages:],
         overlap=float(rng.choice([0.0, 0.37, 1.0, 1.0])),
         transfers_overlap=bool(rng.random() < 0.5),
-        checkpoint=CHECKPOINTS[rng.integers(3)],
+        checkpoint=tuple(CHECKPOINTS[i] for i in rng.integers(3, size=num_stages)),
         shared_link=bool(rng.random() < 0.5),
         gamma_c=float(rng.choice([1.0, 3.0])),
         contention=float(rng.choice([0.0, 0.3])),
+        tied_exchange=float(rng.choice([0.0, 0.2])),
     )
     if rng.random() < 0.5:
         params = params._replace(
@@ -176,8 +183,10 @@ def draw_params(rng: np.random.Generator) -> PerfParams:
     if rng.random() < 0.7:
         params = params._replace(gradient_shares=draw_shares(rng, num_stages))
     if rng.random() < 0.5:
+        params = params._replace(checkpoint=CHECKPOINTS[rng.integers(3)])
+    if rng.random() < 0.5:
         params = params._replace(schedule="1f1b")
-    return params
+    return check_params(params)
 
 
 def described_case(params: PerfParams, micro_bsz: float, slow: float, num: int) -> Case:
@@ -191,9 +200,13 @@ def described_case(params: PerfParams, micro_bsz: float, slow: float, num: int) 
         )
 
     forward = compute(params.forward_alpha_shares, params.forward_shares)
-    backward = last = compute(params.backward_alpha_shares, params.backward_shares)
-    if params.checkpoint == "except_last":
-        last = tuple(max(g - f, 0.0) for f, g in zip(forward, backward, strict=True))
+    backward = compute(params.backward_alpha_shares, params.backward_shares)
+    told = params.checkpoint
+    modes = [told] * params.num_stages if isinstance(told, str) else told
+    last = tuple(
+        max(g - f, 0.0) if mode == "except_last" else g
+        for f, g, mode in zip(forward, backward, modes, strict=True)
+    )
     free = (0.0,) * (params.num_stages - 1)
     alpha_t, beta_t = params.alpha_t or free, params.beta_t or free
     transfer = tuple(x + y * micro_bsz for x, y in zip(alpha_t, beta_t, strict=True))
@@ -221,7 +234,8 @@ def test_step_time_is_as_simulated() -> None:
         # Compute is alone for as long as the network is idle, and the other way round.
         alone = np.array([end - busy, end - final[0]]).clip(0)
         joined = (alone**params.gamma).sum() ** (1 / params.gamma)
-        close(time.optim_time, end - alone.sum() + joined, params)
+        # Then stages add up what they share, once, while nothing else runs.
+        close(time.optim_time, end - alone.sum() + joined + params.tied_exchange, params)
         close(time.total, 2 * time.accum_time + time.optim_time, params)
 
 

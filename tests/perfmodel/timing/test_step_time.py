@@ -12,7 +12,7 @@ from pipollux_perfmodel import GoodputFunction, PerfParams, gpipe_schedule
 from pipollux_perfmodel.timing.step_time import pipeline_time, step_time
 from tests.extent import examples
 from tests.perfmodel.differentiated import gradient_of
-from tests.perfmodel.strategies import allocations, perf_params
+from tests.perfmodel.strategies import allocations, perf_params, pipelines
 
 
 @examples(100, 400)
@@ -72,6 +72,19 @@ def test_optimizer_step_is_bounded_by_its_parts(
     assert time.optim_time <= (time.accum_time + time.network_time) * slack
     assert time.total == pytest.approx(accum_steps * time.accum_time + time.optim_time)
     assert all(isinstance(value, float) for value in time)
+
+
+@examples(50, 200)
+@given(pipelines(), allocations(), st.floats(1e-6, 1.0), st.integers(0, 3))
+def test_an_exchange_of_tied_gradients_is_once_an_optimizer_step(
+    params: PerfParams, allocation: tuple[int, int], seconds: float, accum_steps: int
+) -> None:
+    """Nothing hides it, also on one replica; and none is none to the last digit."""
+    sizes = tuple(map(np.array, (*allocation, 16, accum_steps, 4)))
+    before, after = (step_time(params._replace(tied_exchange=x), *sizes) for x in (0.0, seconds))
+    assert after.accum_time == before.accum_time
+    assert after.optim_time == before.optim_time + seconds
+    assert after.total == pytest.approx(before.total + seconds, rel=1e-12)
 
 
 def test_network_depends_on_the_slowest_link() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipollux_perfmodel import LayerProfile, PerfParams, StagePlan, partition, price_stages
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoint, Checkpoints
 from pipollux_perfmodel.timing.step_time import EPSILON
 
 from .base import RunningJob
@@ -155,7 +155,7 @@ def price(
     balance: tuple[int, ...],
     device: Device,
     network: PerfParams,
-    checkpoint: Checkpoint = RECOMPUTING,
+    checkpoint: Checkpoints = RECOMPUTING,
 ) -> PerfParams:
     """Return the step time parameters of a cut, with network and γ of `network`."""
     params = price_stages(profile, balance, network, checkpoint=checkpoint, link=device.link)

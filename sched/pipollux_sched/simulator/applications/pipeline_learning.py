@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipollux_perfmodel import PerfParams, StagePlan, StepTime, fit_perf_params
-from pipollux_perfmodel.timing.params import Checkpoint
+from pipollux_perfmodel.timing.params import Checkpoints
 from pipollux_perfmodel.timing.step_time import step_time
 
 from .base import RunningJob, TrueStepTimes
@@ -46,7 +46,7 @@ class StepTimeLearner:
     def __init__(self, job: PipelineJob) -> None:
         self._job = job
         self._seen: dict[str, _Seen] = {}
-        self._known: dict[tuple[int, str, Checkpoint], PerfParams] = {}
+        self._known: dict[tuple[int, str, Checkpoints], PerfParams] = {}
 
     def copy(self) -> StepTimeLearner:
         """Return a learner that has seen the same."""

@@ -1,0 +1,50 @@
+"""Step time parameters of another number of stages, for a job without a profile of its layers."""
+
+from __future__ import annotations
+
+import math
+
+from pipollux_perfmodel.timing.params import PerfParams, modes_of_cut
+
+
+def restage(params: PerfParams, num_stages: int) -> PerfParams:
+    """Return parameters of another number of stages, for a job that has no profile of its layers.
+
+    Assumes that C(b) stays, with the same parts of it in forwards and backwards; that stages are
+    equally slow and hold equally many parameters; and that every copy takes what copies took on
+    average, or nothing if there were none. The same number of stages changes nothing. Real cuts are
+    less even, so this is what the best of cuts could do.
+
+    Raises:
+        ValueError: when `num_stages` is below 1.
+
+    Example:
+        >>> one = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> [round(share, 3) for share in restage(one, 2).backward_shares]
+        [0.333, 0.333]
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; give at least one stage")
+    if num_stages == params.num_stages:
+        return params
+    # () is all of T_net after the backward; of one stage that is the same as its own share.
+    synchronised_late = params.num_stages > 1 and not params.gradient_shares
+    return params._replace(
+        forward_shares=_evenly(params.forward_shares, num_stages),
+        backward_shares=_evenly(params.backward_shares, num_stages),
+        forward_alpha_shares=_evenly(params.forward_alpha_shares, num_stages),
+        backward_alpha_shares=_evenly(params.backward_alpha_shares, num_stages),
+        alpha_t=_average(params.alpha_t, num_stages - 1),
+        beta_t=_average(params.beta_t, num_stages - 1),
+        checkpoint=modes_of_cut(params.checkpoint, num_stages),
+        gradient_shares=() if synchronised_late else (1 / num_stages,) * num_stages,
+        tied_exchange=params.tied_exchange if num_stages > 1 else 0.0,
+    )
+
+
+def _evenly(shares: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    return (math.fsum(shares) / num_stages,) * num_stages if shares else ()
+
+
+def _average(values: tuple[float, ...], num_cuts: int) -> tuple[float, ...]:
+    return (math.fsum(values) / len(values),) * num_cuts if values else ()
