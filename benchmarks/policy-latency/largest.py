@@ -2,8 +2,9 @@
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/largest.py [--stages 1,2,4] [--pollux]
 
-Prints seconds of CPU time for each decision: no speedup is known; all are, and nothing is held; the
-cluster runs and a twentieth of the jobs is new; nothing is. Then the peak of the memory.
+Prints seconds of CPU time for each decision: no speedup is known, once as the first decision of the
+process and once as a later one; all are, and nothing is held; the cluster runs and a twentieth of
+the jobs is new; nothing is. Then the peak of the memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     stages = tuple(int(number) for number in options.stages.split(","))
     policy = ExactPolicy(FairSpeedup() if options.pollux else None)
+    ask("all new, first decision", policy, Question(make_jobs(SIZE, stages, 1), SIZE.nodes, {}))
     jobs = make_jobs(SIZE, stages, 0)
     empty = Question(jobs, SIZE.nodes, {})
     first = ask("all new", policy, empty)

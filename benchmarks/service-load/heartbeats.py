@@ -1,0 +1,303 @@
+"""A scheduler under the heartbeats, hints and reports of 10 000 replicas, and its page then.
+
+    python benchmarks/service-load/heartbeats.py [--jobs 4000] [--seconds 60] [--shares 8,4,2,1]
+
+A real `pipollux serve` with 1250 nodes of 8 slots and 4000 jobs of 1, 2 or 6 replicas, 10 000 in
+all, which are only listed (`listed.py`). Another process sends what they would send
+(`replica_load.py`): first of one kind, as fast as it is answered, then all of an eighth, a quarter,
+a half and all of the jobs, by their own timing. Prints tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from load import JOB, cpu_seconds, wait_until  # lies beside
+from store import HINT  # lies beside
+
+from pipollux_perfmodel import Layer, LayerProfile, SchedHints
+from pipollux_perfmodel.hints.step_rows import StepRow, StepRows
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.store import StateDir, Store
+
+NODES, SLOTS = 1250, 8
+KINDS = (("heartbeat", "a heartbeat"), ("report", "a report of one point"), ("hints", "hints"))
+WIDTHS = (1, 1, 2, 6)
+"""Replicas of four jobs: of 4000 together 10 000."""
+SETTLED = 20.0
+CLIENTS = 32
+PATIENCE = 600.0
+
+
+class Served(NamedTuple):
+    """A scheduler that serves."""
+
+    directory: StateDir
+    process: subprocess.Popen[bytes]
+    admin: httpx.Client
+
+    @property
+    def cpu(self) -> float:
+        """Seconds that it has computed for."""
+        return cpu_seconds(self.process.pid)
+
+    @property
+    def mib(self) -> float:
+        """Its memory."""
+        return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
+
+    @property
+    def store_bytes(self) -> int:
+        """Size of the store's files."""
+        return sum(path.stat().st_size for path in self.directory.path.glob("pipollux.db*"))
+
+
+def main() -> None:
+    """Serve, submit, measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=4000)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--flat-out", type=float, default=10.0, help="seconds of each kind")
+    parser.add_argument("--shares", default="8,4,2,1", help="of the jobs: an eighth, …")
+    parser.add_argument("--serve", default="", help="further options of `pipollux serve`")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        served = serve(Path(name), options.serve.split())
+        try:
+            jobs = submit(Path(name), served, options.jobs)
+            hints = make_hints()
+            begin_training(served, jobs)
+            measure_idle(served)
+            measure_page(served)
+            measure_each(served, jobs, hints, options.flat_out)
+            for share in map(int, options.shares.split(",")):
+                measure_live(served, jobs[::share], hints, options.seconds)
+            measure_page(served)
+        finally:
+            served.process.kill()  # jobs that are only listed have nothing to save
+            served.process.wait(60)
+
+
+def serve(folder: Path, options: Sequence[str]) -> Served:
+    """Start a scheduler, and wait until it answers."""
+    rows = (f"  - {{name: node-{n:04}, slots: {SLOTS}, kind: cpu}}" for n in range(NODES))
+    (folder / "cluster.yaml").write_text("\n".join(["nodes:", *rows]) + "\n")
+    directory = StateDir(folder / "state")
+    place = ["--cluster", "cluster.yaml", "--state-dir", str(directory.path)]
+    command = [sys.executable, str(Path(__file__).with_name("listed.py")), "serve", *place]
+    process = subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.DEVNULL)
+    wait_until(lambda: directory.read_server() is not None, "it serves")
+    info = directory.read_server()
+    assert info is not None  # noqa: S101  # just waited for
+    headers = {"Authorization": f"Bearer {info.token}"}
+    admin = httpx.Client(base_url=info.url, headers=headers, trust_env=False, timeout=PATIENCE)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    print(f"\nIt may open {files} files.\n", flush=True)
+    return Served(directory, process, admin)
+
+
+def submit(folder: Path, served: Served, number: int) -> list[list[Any]]:
+    """Submit the jobs in one file, and wait until all run; return what their replicas know."""
+    (folder / "job.py").write_text(JOB)
+    rows = []
+    for n in range(number):
+        width = WIDTHS[n % len(WIDTHS)]
+        rows.append(
+            f"  - {{name: job-{n:04}, script: {folder / 'job.py'}, min_replicas: {width}, "
+            f"max_replicas: {width}}}"
+        )
+    (folder / "jobs.yaml").write_text("\n".join(["jobs:", *rows]) + "\n")
+    pipollux = str(Path(sys.executable).with_name("pipollux"))
+    command = [pipollux, "submit", "jobs.yaml", "--state-dir", str(served.directory.path)]
+    before, began = served.cpu, time.perf_counter()
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    answered = time.perf_counter() - began
+    deadline = began + PATIENCE
+    running: list[Any] = []
+    while len(running) < number and time.perf_counter() < deadline:
+        time.sleep(1.0)
+        phases = served.admin.get("/overview?limit=0").json()["phases"]
+        if phases.get(Phase.RUNNING.value, 0) >= number:
+            break
+    seconds = time.perf_counter() - began
+    with Store(served.directory.store) as store:
+        found = [job for job in store.jobs(live=True) if job.state.running_on]
+    wide = sum(len(job.state.running_on) for job in found)
+    print(f"| {number} jobs submitted in one file | |\n|---|---|")
+    print(f"| `pipollux submit` | {answered:.1f} s |")
+    print(f"| until {len(found)} run, {wide} replicas | {seconds:.1f} s |")
+    print(f"| the scheduler's CPU for all that | {served.cpu - before:.1f} s |")
+    print(f"| its memory | {served.mib:.0f} MiB |")
+    print(f"| the store | {served.store_bytes / 2**20:.1f} MiB |", flush=True)
+    return [[j.name, j.token, j.state.generation, len(j.state.running_on)] for j in found]
+
+
+def begin_training(served: Served, jobs: list[list[Any]]) -> None:
+    """Let every job report its first step, so that none is pinned as one that starts."""
+    begin = served.cpu
+    found = load(served, jobs, PATIENCE, flat_out="report", clients=CLIENTS, times=1)
+    show_statuses("first reports", found["report"])
+    print(f"| the scheduler's CPU for those | {served.cpu - begin:.1f} s |", flush=True)
+
+
+def measure_idle(served: Served) -> None:
+    """Say what the scheduler computes while nobody asks, its decisions included."""
+    time.sleep(SETTLED)
+    before, began = served.cpu, time.perf_counter()
+    time.sleep(2 * SETTLED)
+    share = (served.cpu - before) / (time.perf_counter() - began)
+    print(f"| idle: share of a core | {100 * share:.0f} % |", flush=True)
+
+
+def measure_each(
+    served: Served, jobs: list[list[Any]], hints: dict[str, Any], seconds: float
+) -> None:
+    """Send requests of each kind as fast as they are answered."""
+    print(f"\n| {CLIENTS} clients, each kind for {seconds:.0f} s | a second | CPU of each |")
+    print("|---|---|---|")
+    for kind, words in KINDS:
+        before = served.cpu
+        found = load(served, jobs, seconds, flat_out=kind, clients=CLIENTS, hints=hints)[kind]
+        count, spent = len(found["milliseconds"]), served.cpu - before
+        rate = count / seconds
+        print(f"| {words} | {rate:.0f} | {1000 * spent / max(count, 1):.2f} ms |", flush=True)
+
+
+def measure_live(
+    served: Served, jobs: list[list[Any]], hints: dict[str, Any], seconds: float
+) -> None:
+    """Let some jobs send all that they send, by their own timing."""
+    replicas = sum(job[3] for job in jobs)
+    before, stored = served.cpu, served.store_bytes
+    began = time.perf_counter()
+    found = load(served, jobs, seconds, hints=hints)
+    wall = time.perf_counter() - began
+    print(f"\n| {len(jobs)} jobs, {replicas} replicas, {seconds:.0f} s | a second | median | p99 |")
+    print("|---|---|---|---|")
+    for kind, words in KINDS:
+        times = sorted(found[kind]["milliseconds"])
+        if times:
+            middle, slow = statistics.median(times), times[int(0.99 * (len(times) - 1))]
+            rate = len(times) / seconds
+            print(f"| {words.removeprefix('a ')} | {rate:.0f} | {middle:.0f} ms | {slow:.0f} ms |")
+        show_refused(found[kind])
+    print(f"| the scheduler's CPU: share of a core | {(served.cpu - before) / wall:.2f} | | |")
+    print(f"| its memory | {served.mib:.0f} MiB | | |")
+    growth = (served.store_bytes - stored) / 2**20 * 3600 / seconds
+    print(f"| the store grows, an hour | {growth:.0f} MiB | | |")
+    print(f"| longest between two heartbeats of a replica | {found['longest_gap']:.0f} s | | |")
+    lost = lost_replicas(served)
+    print(f"| generations ended for silence, so far | {lost} | | |", flush=True)
+
+
+def lost_replicas(served: Served) -> int:
+    """Return how many generations were ended because a replica was not heard of."""
+    asked = "/events?type=stopping&type=replicas_lost&limit=1000"
+    events = served.admin.get(asked).json()
+    return sum("not heard of" in json.dumps(event) for event in events)
+
+
+def measure_page(served: Served) -> None:
+    """Say what the page and other readers ask for at that size."""
+    now = time.time()
+    asked = (
+        ("`/overview`, a page of 50 jobs", "/overview?limit=50"),
+        ("`/overview` with 100 events", "/overview?limit=50&events=100"),
+        ("`/nodes`", "/nodes"),
+        ("`/usage`, an hour in 100 parts", f"/usage?since={now - 3600}&parts=100"),
+        ("`/generations`, an hour", f"/generations?since={now - 3600}"),
+        ("`/jobs`, all", "/jobs"),
+        ("`/jobs/NAME`", "/jobs/job-0000"),
+        ("`/jobs/NAME/explanation`", "/jobs/job-0000/explanation"),
+        ("`/plan`", "/plan"),
+        ("`/metrics`", "/metrics"),
+    )
+    print("\n| request | KiB | ms | scheduler's CPU ms |\n|---|---|---|---|")
+    for words, path in asked:
+        served.admin.get(path)
+        before, began = served.cpu, time.perf_counter()
+        answers = [served.admin.get(path) for _ in range(5)]
+        wall, spent = (time.perf_counter() - began) / 5, (served.cpu - before) / 5
+        size = len(answers[0].content) / 1024
+        status = "" if answers[0].is_success else f" ({answers[0].status_code})"
+        print(f"| {words}{status} | {size:.0f} | {1000 * wall:.0f} | {1000 * spent:.0f} |")
+    sys.stdout.flush()
+
+
+def load(served: Served, jobs: list[list[Any]], seconds: float, **plan: Any) -> Any:
+    """Let another process send, for so many seconds at most; return what it measured."""
+    told = {
+        "url": str(served.admin.base_url),
+        "seconds": seconds,
+        "jobs": jobs,
+        "heartbeat_interval": 10.0,
+        "hints_interval": 30.0,
+        "step_time": 0.5,
+        **plan,
+    }
+    command = [sys.executable, str(Path(__file__).with_name("replica_load.py"))]
+    text = json.dumps(told).encode()
+    done = subprocess.run(
+        command, input=text, check=True, stdout=subprocess.PIPE, timeout=seconds + PATIENCE
+    )
+    return json.loads(done.stdout)
+
+
+def show_statuses(words: str, found: dict[str, Any]) -> None:
+    """Say what was answered."""
+    told = ", ".join(f"{count} times {status}" for status, count in found["statuses"].items())
+    print(f"| {words} | {told} |", flush=True)
+
+
+def show_refused(found: dict[str, Any]) -> None:
+    """Say what was not accepted."""
+    refused = {status: n for status, n in found["statuses"].items() if not status.startswith("2")}
+    if refused:
+        told = ", ".join(f"{count} times {status}" for status, count in refused.items())
+        print(f"| … not accepted | {told} | | |")
+
+
+def make_hints() -> dict[str, Any]:
+    """Return hints of the size that a job with 14 profiled layers sends."""
+    layer = Layer(1.2e-4, 1.2e-3, 1.2e-4, 2.4e-3, parameter_bytes=2.8e7, activation_bytes=1.5e6)
+    rows = [
+        StepRow(
+            num_stages=1,
+            num_nodes=1,
+            num_replicas=replicas,
+            atomic_bsz=16,
+            num_microbatches=1,
+            accum_step_time=0.4012345,
+            optim_step_time=0.4512345,
+        )
+        for replicas in range(1, 9)
+    ]
+    hints = SchedHints.from_json_object(HINT | {"numStages": 1, "maxProfiledReplicas": 6})
+    told = {
+        "layers": LayerProfile.from_layers([layer] * 14),
+        "remaining_samples": 1.5e6,
+        "trained_samples": 2.5e5,
+        "step_profile": StepRows(num_layers=14, num_parameters=98_000_000, rows=tuple(rows)),
+    }
+    made: dict[str, Any] = hints.model_copy(update=told).to_json_object()
+    print(f"Hints are {len(json.dumps(made))} bytes.", flush=True)
+    return made
+
+
+if __name__ == "__main__":
+    main()
