@@ -7,6 +7,9 @@ R·a·(s + 1) past the largest batch size; the same B rounded down then stands b
 neighbours of the best are tried after that, in a and in s. Where there are few atomic batch sizes
 and accumulation steps in all, or bounds so tight that none of these fits, every one is tried.
 
+Of many candidates the goodput is first estimated in single precision. Only those are evaluated that
+are the best by that, or as good to within its error: the choice is the same.
+
 Arrays of candidates have shape (candidates, columns); a column is one allocation of a job, and may
 stand beside those of other jobs.
 """
@@ -14,9 +17,8 @@ stand beside those of other jobs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +27,25 @@ from .batch_bounds import TOLERANCE, BatchBounds, Bools, ColumnBounds, Integers
 
 Floats = NDArray[np.float64]
 
-# (columns, atomic_bsz, accum_steps) to goodput; columns are indices, shape (columns,), the others
-# have shape (candidates, columns) or (candidates, 1).
-GoodputOf = Callable[[Integers, Integers, Integers], Floats]
+
+class GoodputOf(Protocol):
+    """Goodput of candidates; columns are indices, shape (columns,)."""
+
+    def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
+        """Return it in shape (candidates, columns); the others have that, or (candidates, 1)."""
+
+    def of_pairs(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
+        """Return that of candidates of any columns, all of shape (pairs,)."""
+
+    def estimate(
+        self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers
+    ) -> NDArray[np.float32] | None:
+        """Return an estimate of the shape of a call's answer; None: there is none.
+
+        Of two candidates of one column whose estimates differ by more than `ESTIMATE_ERROR` of the
+        larger one, that is also the better by its goodput. No unit is common to two columns.
+        """
+
 
 _NUM_CANDIDATES = 50  # as AdaptDL's
 _FEW = 300  # (atomic batch size, accumulation steps) that are all tried
@@ -35,6 +53,9 @@ _ROUNDS = 2  # of trying the neighbours of the best
 _NEIGHBOUR_STEPS = np.array([-1, 0, 1, 2, 3])
 _NEIGHBOUR_BLOCKS = np.array([-1, 0, 1, 2])
 _BETTER = 1.003  # how much better a choice must be than AdaptDL's to be taken in its place
+_FEW_TO_ESTIMATE = 4096  # candidates of all columns up to which all are evaluated at once
+ESTIMATE_ERROR = 1e-4
+"""Fifty times what single precision errs by."""
 
 
 class BatchChoice(NamedTuple):
@@ -109,12 +130,11 @@ def _choose_geometric(
     distinct = _propose(bounds.at(first), replicas[first], multiple)
     if bounds.needs_two_batches:
         up = _Candidates(*(np.take(part[:_NUM_CANDIDATES], inverse, axis=1) for part in distinct))
-        goodput = goodput_of(columns, *up)
         # AdaptDL's choice, which ignores the largest batch size, wherever that is allowed.
-        theirs = np.argmax(np.where(bounds.allow_atomic(up.atomic_bsz), goodput, 0.0), axis=0)
+        theirs, goodput = _best(goodput_of, columns, up, bounds.allow_atomic(up.atomic_bsz))
         here = theirs, np.arange(len(columns))
         allowed = bounds.allow(replicas, up.atomic_bsz[here], up.accum_steps[here])
-        _store(choice, columns, theirs, goodput, allowed[None], up)
+        _store(choice, columns, theirs, goodput, allowed, up)
         left = np.flatnonzero(~allowed)
         columns, inverse = columns[left], inverse[left]
     candidates = _Candidates(*(np.take(part, inverse, axis=1) for part in distinct))
@@ -162,10 +182,55 @@ def _try(
     if not columns.size or not candidates.atomic_bsz.size:
         return
     allowed = bounds.at(columns).allow(num_replicas[columns], *candidates)
+    best, goodput = _best(goodput_of, columns, candidates, allowed)
+    _store(choice, columns, best, goodput, goodput > choice.goodput[columns], candidates)
+
+
+def _best(
+    goodput_of: GoodputOf, columns: NDArray[np.intp], candidates: _Candidates, allowed: Bools
+) -> tuple[NDArray[np.intp], Floats]:
+    """Return the best of the allowed candidates of each column, the first of equal ones, and its
+    goodput: -1.0 where none is allowed.
+    """
+    if allowed.size > _FEW_TO_ESTIMATE:
+        near = _nearly_best(goodput_of, columns, candidates, allowed)
+        if near is not None:
+            return _best_of_few(goodput_of, columns, candidates, near)
     goodput = np.where(allowed, goodput_of(columns, *candidates), -1.0)
     best = np.argmax(goodput, axis=0)
-    better = np.take_along_axis(goodput, best[None], 0)[0] > choice.goodput[columns]
-    _store(choice, columns, best, goodput, better[None] & allowed, candidates)
+    return best, np.take_along_axis(goodput, best[None], 0)[0]
+
+
+def _nearly_best(
+    goodput_of: GoodputOf, columns: NDArray[np.intp], candidates: _Candidates, allowed: Bools
+) -> Bools | None:
+    """Return which candidates may be the best of their column; None: it cannot be told."""
+    estimate = goodput_of.estimate(columns, *candidates)
+    if estimate is None:
+        return None
+    estimate = np.where(allowed, estimate, np.float32(-1.0))
+    top = estimate.max(axis=0)
+    if not np.isfinite(top).all():
+        return None
+    near: Bools = (estimate >= top * np.float32(1.0 - ESTIMATE_ERROR)) & allowed
+    return near
+
+
+def _best_of_few(
+    goodput_of: GoodputOf, columns: NDArray[np.intp], candidates: _Candidates, near: Bools
+) -> tuple[NDArray[np.intp], Floats]:
+    """Return the best of some candidates of each column, as `_best` does."""
+    places, rows = np.nonzero(near.T)
+    sizes, steps = (np.broadcast_to(part, near.shape)[rows, places] for part in candidates)
+    found = goodput_of.of_pairs(columns[places], sizes, steps)
+    best, goodput = np.zeros(len(columns), np.intp), np.full(len(columns), -1.0)
+    counts = np.count_nonzero(near, axis=0)
+    some = counts > 0
+    goodput[some] = np.maximum.reduceat(found, (np.cumsum(counts) - counts)[some])
+    # In reverse, so that the first of equal ones is written last.
+    equal = np.flatnonzero(found == goodput[places])[::-1]
+    best[places[equal]] = rows[equal]
+    return best, goodput
 
 
 def _store(
@@ -173,14 +238,15 @@ def _store(
     columns: NDArray[np.intp],
     best: NDArray[np.intp],
     goodput: Floats,
-    allowed: Bools,
+    kept: Bools,
     candidates: _Candidates,
 ) -> None:
-    """Write the best candidate of each column into the choice, where it is allowed."""
-    here = best, np.arange(len(columns))
-    found = np.broadcast_to(allowed, goodput.shape)[here]
-    for chosen, values in zip(choice, (goodput, *candidates), strict=True):
-        chosen[columns[found]] = np.broadcast_to(values, goodput.shape)[here][found]
+    """Write the best candidate of each column into the choice, where it is to be kept."""
+    here = best[kept], np.flatnonzero(kept)
+    choice.goodput[columns[kept]] = goodput[kept]
+    for chosen, values in zip(choice[1:], candidates, strict=True):
+        shape = values.shape[0], len(columns)
+        chosen[columns[kept]] = np.broadcast_to(values, shape)[here]
 
 
 def _propose(bounds: ColumnBounds, num_replicas: Integers, multiple: int) -> _Candidates:

@@ -6,9 +6,11 @@ An allocation is a column, and the columns may belong to several jobs (`stack_pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.gpipe import Numbers
 from pipollux_perfmodel.timing.params import GradParams, PerfParams
@@ -42,6 +44,30 @@ class _Columns(NamedTuple):
     """T_net."""
     slow: Numbers
     """1 + κ·(R/n - 1)."""
+
+
+class _Estimate(NamedTuple):
+    """What an estimate depends on besides the batch size, in single precision: (columns,) each.
+
+    T_pipe is (fixed, slope · a)_line + overhead. Efficiency times batch size is, but for a factor
+    of the column, batch size / (signal · batch size + noise).
+    """
+
+    fixed: Singles
+    slope: Singles
+    line: Singles
+    overhead: Singles
+    network: Singles
+    gamma: Singles
+    replicas: Singles
+    signal: Singles
+    noise: Singles
+    tied: Singles
+
+
+Singles = NDArray[np.float32]
+_PLAIN = 1e-12, 1e15
+"""Between these, and where it is 0, a number is neither lost nor infinite in single precision."""
 
 
 class CandidateGoodput:
@@ -89,7 +115,75 @@ class CandidateGoodput:
 
     def __call__(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         """Return goodput, shape (candidates, columns)."""
-        asked = self._at(columns)
+        everywhere = len(columns) == len(self._all.replicas)
+        asked = self._all if everywhere else self._at(columns)
+        return self._goodput(asked, atomic_bsz, accum_steps)
+
+    def of_pairs(self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
+        """Return goodput of candidates of any columns, all of shape (pairs,)."""
+        return self._goodput(self._at(columns), atomic_bsz, accum_steps)
+
+    def estimate(
+        self, columns: Integers, atomic_bsz: Integers, accum_steps: Integers
+    ) -> Singles | None:
+        """Return goodput in a unit of each column's own, in single precision: see `GoodputOf`."""
+        if self._in_single is None:
+            return None
+        at = _Estimate(*(values[columns] for values in self._in_single))
+        size, steps = atomic_bsz.astype(np.float32), accum_steps.astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):  # whoever asks looks at the outcome
+            accum = at.slope * size
+            if self._is_line:
+                accum += at.fixed
+            else:
+                accum = _norm(accum, at.fixed, at.line)
+            accum += at.overhead
+            total = _norm(accum, at.network, at.gamma)
+            accum *= steps
+            total += accum
+            total += at.tied
+            batch_size = size * (steps + 1) * at.replicas
+            total *= at.signal * batch_size + at.noise
+            batch_size /= total
+        estimate: Singles = batch_size
+        return estimate
+
+    @property
+    def _is_line(self) -> bool:
+        """Whether fixed and other cost of a micro-batch just add."""
+        power = self._all.params.gamma_c
+        return isinstance(power, float) and power == 1.0
+
+    @cached_property
+    def _in_single(self) -> _Estimate | None:
+        """The columns for `estimate`; None where formulas or numbers do not allow it."""
+        everywhere = self._all
+        params = everywhere.params
+        if not (self._simple and self._is_known):
+            return None
+        times = everywhere.factor * everywhere.slow
+        progress = everywhere.sqr + everywhere.var
+        exact = (
+            params.alpha_c * times,
+            params.beta_c * times / self._num_microbatches,
+            params.gamma_c,
+            params.overhead,
+            everywhere.network,
+            params.gamma,
+            everywhere.replicas,
+            everywhere.sqr / progress,
+            everywhere.var / progress * everywhere.init_batch_size,
+            params.tied_exchange,
+        )
+        shape = everywhere.replicas.shape
+        least, most = _PLAIN
+        for values in exact:
+            given = np.asarray(values)
+            if not ((given == 0) | ((given > least) & (given < most))).all():
+                return None
+        return _Estimate(*(np.broadcast_to(values, shape).astype(np.float32) for values in exact))
+
+    def _goodput(self, asked: _Columns, atomic_bsz: Integers, accum_steps: Integers) -> Floats:
         init, sqr, var = asked.init_batch_size, asked.sqr, asked.var
         batch_size = asked.replicas * (atomic_bsz * (accum_steps + 1.0))
         total = self._total_time(asked, atomic_bsz, accum_steps)
@@ -104,8 +198,6 @@ class CandidateGoodput:
         return goodput
 
     def _at(self, columns: Integers) -> _Columns:
-        if len(columns) == len(self._all.replicas):
-            return self._all
         params, *others = self._all
         return _Columns(take_params(params, columns), *(take(one, columns) for one in others))
 
@@ -118,3 +210,19 @@ class CandidateGoodput:
         accum = compute_time(params, micro_bsz) * asked.factor * asked.slow + params.overhead
         optim = optim_time(params.gamma, accum, asked.network) + params.tied_exchange
         return accum_steps * accum + optim
+
+
+def _norm(x: Singles, y: Singles, power: Singles) -> Singles:
+    """Return (x^power + y^power)^(1/power) in single precision, not a number where both are 0."""
+    larger, ratio = np.maximum(x, y), np.minimum(x, y)
+    ratio /= larger
+    # Logarithm and exponential of single precision take a fifth of the time of a power.
+    np.log(ratio, out=ratio)
+    ratio *= power
+    np.exp(ratio, out=ratio)
+    ratio += 1
+    np.log(ratio, out=ratio)
+    ratio /= power
+    np.exp(ratio, out=ratio)
+    larger *= ratio
+    return larger

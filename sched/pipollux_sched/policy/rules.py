@@ -80,7 +80,7 @@ def _job_violations(
         return
     if not allocation:
         return
-    usable = usable_nodes(nodes)
+    usable = usable_nodes({name: nodes[name] for name in allocation if name in nodes})
     barred = sorted({str(node) for node in allocation if node not in usable})
     if barred:
         yield f"job {name!r} is placed on nodes that take no new replicas: {', '.join(barred)}"

@@ -16,7 +16,7 @@ from pipollux_perfmodel import (
     learn_speedups,
     search_all,
 )
-from pipollux_perfmodel.goodput import stacks
+from pipollux_perfmodel.goodput import batch_size, stacks
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile
 from pipollux_perfmodel.partitioning.stage_plan import plan_stages
 from tests.extent import examples
@@ -69,6 +69,23 @@ def test_a_search_among_others_finds_what_it_finds_alone(
                 plan = int(found.num_microbatches[column])
                 value = goodput_fn(*where, *sizes, plan)
                 assert value == pytest.approx(best, rel=1e-12)
+
+
+@examples(60, 600)
+@given(jobs())
+def test_what_is_estimated_first_is_chosen_bit_for_bit_as_if_all_were_evaluated(
+    asked: list[tuple[GoodputFunction, dict[str, Any]]],
+) -> None:
+    found = []
+    for few in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch_size, "_FEW_TO_ESTIMATE", few)
+            searches = [fn.search(NODES, REPLICAS, **bounds) for fn, bounds in asked]
+            found.append(search_all(searches))
+    for estimated, evaluated in zip(*found, strict=True):
+        for values, expected in zip(estimated, evaluated, strict=True):
+            np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(estimated.num_microbatches, evaluated.num_microbatches)
 
 
 def test_many_jobs_are_bit_for_bit_as_alone_however_they_are_divided(

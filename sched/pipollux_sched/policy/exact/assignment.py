@@ -48,6 +48,8 @@ class Assignment:
         self._gains = gains
         self._capacity = NodeCapacity(instance.nodes.free)
         self.placed = [Placed(0, (), float(gain[NOTHING])) for gain in gains]
+        self._held: Ints = np.zeros((len(gains), len(instance.nodes.kinds)), dtype=np.int64)
+        """(J, T): what every job holds."""
 
     @property
     def total(self) -> float:
@@ -139,7 +141,7 @@ class Assignment:
         gains = self._gains[job]
         fitting = self._fitting(job)
         if most is not None:
-            asked = self._asked(job)
+            asked = self._instance.asked[job]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
             # On more nodes than the fewest a configuration gains less than listed, not more.
@@ -160,21 +162,15 @@ class Assignment:
 
     def _wanting(self) -> list[int]:
         """Return the jobs that gain by a configuration within the total of what is free."""
-        free = self._capacity.free.sum(axis=0)
-        return [job for job in range(len(self._jobs)) if self._wants(job, free)]
-
-    def _wants(self, job: int, free: Ints) -> bool:
-        placed = self.placed[job]
-        held = sum(count for _, count in placed.nodes) * self._need(job, placed)
-        fits = (self._asked(job) <= free + held).all(axis=1)
-        return _better(float(self._gains[job][fits].max(initial=-np.inf)), placed.gain)
-
-    def _asked(self, job: int) -> Ints:
-        """Return the resources of every configuration: (C, T)."""
-        configs = self._jobs[job]
-        needs = np.stack([self._instance.nodes.need(shape) for shape in configs.shapes])
-        asked: Ints = configs.replicas[:, None] * needs[configs.shape]
-        return asked
+        counts = np.array([len(gains) for gains in self._gains])
+        room = self._capacity.free.sum(axis=0) + self._held
+        fits = (np.concatenate(self._instance.asked) <= np.repeat(room, counts, axis=0)).all(axis=1)
+        gains = np.where(fits, np.concatenate(self._gains), -np.inf)
+        best = np.maximum.reduceat(gains, np.cumsum(counts) - counts)
+        now = np.array([placed.gain for placed in self.placed])
+        margin = _TOLERANCE * np.maximum(np.abs(best), np.abs(now))  # as in `_better`
+        wanting: list[int] = np.flatnonzero(best > now + margin).tolist()
+        return wanting
 
     def _fitting(self, job: int) -> Ints:
         """Return the configurations that fit, and the one to stay, whether it fits or not."""
@@ -244,13 +240,16 @@ class Assignment:
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:
-            self._capacity.put(placed.nodes, self._need(job, placed))
+            need = self._need(job, placed)
+            self._capacity.put(placed.nodes, need)
+            self._held[job] = sum(count for _, count in placed.nodes) * need
         self.placed[job] = placed
 
     def _clear(self, job: int) -> None:
         placed = self.placed[job]
         if placed.nodes:
             self._capacity.take(placed.nodes, self._need(job, placed))
+            self._held[job] = 0
 
     def _need(self, job: int, placed: Placed) -> Ints:
         return self._instance.nodes.need(self._jobs[job].shapes[placed.shape])

@@ -194,6 +194,17 @@ class Instance:
     num_jobs: int
     """Pinned ones included."""
 
+    @cached_property
+    def asked(self) -> Sequence[Ints]:
+        """By job, the resources of every configuration: (C, T)."""
+        return [self._asked(configs) for configs in self.jobs]
+
+    def _asked(self, configs: JobConfigurations) -> Ints:
+        needs = [self.nodes.need(shape) for shape in configs.shapes]
+        each = needs[0] if len(needs) == 1 else np.stack(needs)[configs.shape]
+        asked: Ints = configs.replicas[:, None] * each
+        return asked
+
 
 def build_instance(
     jobs: Mapping[Any, JobInfo],

@@ -62,20 +62,23 @@ def knapsack(
     worth = [value[keep] for keep, value in zip(kept, values, strict=True)]
     spent = sum(int(cost[keep[0]]) for keep, cost in zip(kept, costs, strict=True))
     units = min(capacity - spent, sum(int(cost[-1]) for cost in beyond))
+    # Where one item is left there is no choice.
+    open_jobs = [job for job, keep in enumerate(kept) if len(keep) > 1]
     reached: list[Floats] = [np.zeros(units + 1)]
-    for cost, value in zip(beyond, worth, strict=True):
-        reached.append(_add_job(reached[-1], cost, value))
+    for job in open_jobs:
+        reached.append(_add_job(reached[-1], beyond[job], worth[job]))
     left = int(reached[-1].argmax())
     total = float(reached[-1][left])
-    chosen = []
-    for job in reversed(range(len(costs))):
+    total += sum(float(value[0]) for value in worth if len(value) == 1)
+    chosen = [int(keep[0]) for keep in kept]
+    for number, job in reversed(list(enumerate(open_jobs))):
         cost, value = beyond[job], worth[job]
-        before = np.where(cost <= left, reached[job][np.maximum(left - cost, 0)], -np.inf)
+        before = np.where(cost <= left, reached[number][np.maximum(left - cost, 0)], -np.inf)
         # The very sums of which the greatest was kept.
-        pick = int((before + value == reached[job + 1][left]).argmax())
-        chosen.append(int(kept[job][pick]))
+        pick = int((before + value == reached[number + 1][left]).argmax())
+        chosen[job] = int(kept[job][pick])
         left -= int(cost[pick])
-    return chosen[::-1], total
+    return chosen, total
 
 
 def _add_job(best: Floats, cost: Ints, value: Floats) -> Floats:

@@ -51,7 +51,9 @@ def relax(
         with `whole_nodes`.
     """
     preferred = [_prefer_stay(configs, gain) for configs, gain in zip_jobs(instance, gains)]
-    costs = [_costs(instance, configs, whole_nodes) for configs in instance.jobs]
+    costs: Sequence[Ints] = instance.asked
+    if whole_nodes:
+        costs = [_costs_of_whole_nodes(instance, configs) for configs in instance.jobs]
     if any(shape.gpu_type is not None for configs in instance.jobs for shape in configs.shapes):
         chosen = _choose_over_types(instance, costs, preferred)
     else:
@@ -80,17 +82,15 @@ def _prefer_stay(configs: JobConfigurations, gains: Floats) -> Floats:
     return preferred
 
 
-def _costs(instance: Instance, configs: JobConfigurations, whole_nodes: bool) -> Ints:
-    """Return the resources of every configuration: (C, T)."""
+def _costs_of_whole_nodes(instance: Instance, configs: JobConfigurations) -> Ints:
+    """Return the resources of every configuration, those on several nodes as if whole: (C, T)."""
     needs = np.stack([instance.nodes.need(shape) for shape in configs.shapes])
-    replicas = configs.replicas
-    if whole_nodes:
-        reach = np.stack([instance.nodes.reach(shape) for shape in configs.shapes])
-        held = reach[configs.shape, np.maximum(configs.num_nodes, 1) - 1]
-        spread = configs.num_nodes > 1
-        if configs.stay is not None:
-            spread[configs.stay] = False
-        replicas = np.where(spread, held, replicas)
+    reach = np.stack([instance.nodes.reach(shape) for shape in configs.shapes])
+    held = reach[configs.shape, np.maximum(configs.num_nodes, 1) - 1]
+    spread = configs.num_nodes > 1
+    if configs.stay is not None:
+        spread[configs.stay] = False
+    replicas = np.where(spread, held, configs.replicas)
     costs: Ints = replicas[:, None] * needs[configs.shape]
     return costs
 
